@@ -1,0 +1,1 @@
+"""What server and clients tell each other: one file each, both halves."""

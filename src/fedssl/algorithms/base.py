@@ -1,0 +1,225 @@
+"""What an algorithm works with: the server, and the cohort that it asks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl import optim
+from fedssl.client import Plan, Workspace
+from fedssl.config import AlgorithmParams, Config, Optimizer
+from fedssl.errors import UserError
+from fedssl.models.flat import Flat
+from fedssl.objectives.base import Objective
+from fedssl.trees import Tree, count_bytes, leaves, mean
+
+T = TypeVar("T")
+Weight = Literal["samples", "uniform"]
+
+
+class TooFewReplies(Exception):
+    """Fewer replies than ``cohort.minimum``: the round does not count, the model is unchanged."""
+
+
+@dataclass(frozen=True)
+class PerClient(Generic[T]):
+    """A payload that is not the same for everyone."""
+
+    values: Mapping[int, T]
+
+
+def per_client(values: Mapping[int, T]) -> PerClient[T]:
+    """Mark a payload as one value a client: ``cohort.gather("task", per_client({3: bank}))``."""
+    return PerClient(values)
+
+
+def learning_rates(config: Config, round: int) -> tuple[float, float]:
+    """The server's and the clients' learning rate in a round.
+
+    The schedule acts on the server's, unless the server only adds the clients' mean change (SGD
+    with learning rate 1): then it acts on the clients'.
+    """
+    factor = optim.cosine(round, config.rounds) if config.schedule == "cosine" else 1.0
+    rule = config.server
+    adds_only = rule.optimizer == "sgd" and rule.lr == 1 and not rule.momentum
+    if adds_only and not rule.weight_decay:
+        return rule.lr, config.client.lr * factor
+    return rule.lr * factor, config.client.lr
+
+
+def apply(
+    rule: Optimizer, state: optim.State, weights: Tensor, change: Tensor, lr: float, flat: Flat
+) -> Tensor:
+    """New weights from a mean change: its negative is the gradient, buffers take it as it is."""
+    n = flat.parameters
+    delta = optim.step(rule, state, weights[:n], -change[:n], lr, flat.layers)
+    if len(weights) > n:
+        delta = torch.cat((delta, change[n:]))
+    return weights + delta
+
+
+class Server:
+    """The global model and the rule that turns a mean update into the next one."""
+
+    def __init__(self, config: Config, flat: Flat) -> None:
+        self.config = config
+        self.flat = flat
+        self.weights = flat.vector.clone()
+        self.state: dict[str, Tree] = {}
+        self.rule_state = optim.start(config.server, self.weights[: flat.parameters])
+        self.round = 0
+        self.log: dict[str, Tensor] = {}
+
+    def apply(self, update: dict[str, Tree]) -> None:
+        """Take the mean of the clients' changes (and note their mean loss)."""
+        change, loss = update["change"], update["loss"]
+        assert isinstance(change, Tensor) and isinstance(loss, Tensor)
+        self.log["loss"] = loss
+        rule, (lr, _) = self.config.server, learning_rates(self.config, self.round)
+        self.weights = apply(rule, self.rule_state, self.weights, change, lr, self.flat)
+
+
+@dataclass
+class Traffic:
+    """What one round moved, in bytes over all clients, by exchange."""
+
+    up: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    down: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    missing: int = 0
+
+
+class Cohort(ABC):
+    """The clients of one round. An engine says how they are asked; the rules are the same on all.
+
+    A reply that does not come is not in the mean; a client that did not answer one exchange is not
+    asked in the next; fewer than ``minimum`` replies and the round is skipped.
+    """
+
+    def __init__(self, ids: NDArray[np.int64], minimum: int, counts_traffic: bool = True) -> None:
+        self.ids = np.sort(ids)
+        self.minimum = minimum
+        self.traffic = Traffic()
+        self._counts = counts_traffic
+        self._sent: list[Tensor] = []
+
+    @abstractmethod
+    def ask(
+        self, task: str, payload: tuple[Any, ...], merge: bool
+    ) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+        """Run ``task`` on the clients in ``self.ids``, in ascending order.
+
+        Yields clients, their samples, and their reply; clients without a reply are not yielded.
+        With ``merge`` the engine may answer for several clients at once with their mean reply.
+        """
+
+    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
+        """The mean of the clients' replies (by samples, or uniform), and nothing else."""
+        answered: list[NDArray[np.int64]] = []
+
+        def weighted() -> Iterator[tuple[float, Tree]]:
+            for ids, samples, reply in self.ask(task, payload, merge=weight == "samples"):
+                answered.append(ids)
+                self._count_up(task, reply, len(ids))
+                yield (samples if weight == "samples" else 1), reply
+
+        try:
+            result: Tree | None = mean(weighted())[0]
+        except ValueError:
+            result = None
+        self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0])
+        return result
+
+    def gather(self, task: str, *payload: Any) -> dict[int, Any]:
+        """Each client's own reply: for algorithms that route things between clients."""
+        replies: dict[int, Any] = {}
+        for ids, _, reply in self.ask(task, payload, merge=False):
+            replies[int(ids[0])] = reply
+            self._count_up(task, reply, 1)
+        self._close(task, payload, np.array(sorted(replies), dtype=np.int64))
+        return replies
+
+    def _close(self, task: str, payload: tuple[Any, ...], answered: NDArray[np.int64]) -> None:
+        """Count what was sent, drop who did not answer, and stop if too few are left."""
+        if self._counts:
+            self.traffic.down[task] += self._payload_bytes(payload)
+        self.traffic.missing += len(self.ids) - len(answered)
+        self.ids = answered
+        if len(answered) < self.minimum:
+            raise TooFewReplies(
+                f"{len(answered)} replies to {task}, fewer than cohort.minimum={self.minimum}"
+            )
+
+    def _count_up(self, task: str, reply: Tree, clients: int) -> None:
+        if self._counts:
+            self.traffic.up[task] += count_bytes(reply) * clients
+
+    def _payload_bytes(self, payload: tuple[Any, ...]) -> int:
+        """What goes down; a tensor that clients already have from this round is not sent again."""
+        total = 0
+        for item in payload:
+            if isinstance(item, PerClient):
+                total += sum(count_bytes(item.values[int(i)]) for i in self.ids)
+                continue
+            for leaf in leaves(item):
+                if not any(leaf is sent for sent in self._sent):
+                    self._sent.append(leaf)
+                    total += count_bytes(leaf) * len(self.ids)
+        return total
+
+
+class Algorithm(ABC):
+    """Both halves of a method: :meth:`round` runs on the server, the other tasks on clients."""
+
+    Params: ClassVar[type[AlgorithmParams]] = AlgorithmParams
+    pools_data: ClassVar[bool] = False  # all data at the server: nothing is federated
+    judges: ClassVar[Literal["global", "personal"]] = "global"  # which model is the result
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        self.params = params
+        self.objective = objective
+
+    @abstractmethod
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """One round, as the paper has it."""
+
+    def smallest_client(self) -> int:
+        """Samples that a client needs: those of the loss within one client, unless overridden."""
+        return self.objective.minimum
+
+    def check_clients(self, sizes: NDArray[np.int64]) -> None:
+        """Refuse clients too small for the loss (the dashes in the DCCO paper's Table 1)."""
+        need = self.smallest_client()
+        batch = self.params.batch
+        if batch is not None and batch < need:
+            raise UserError(f"algorithm.batch={batch}: {self.objective.params.name} needs {need}")
+        small = int(np.argmin(sizes))
+        if sizes[small] < need:
+            raise UserError(
+                f"algorithm.name={self.params.name} with objective.name="
+                f"{self.objective.params.name}: client {small} holds {sizes[small]} sample(s), and "
+                f"the loss within one client compares at least {need}; use algorithm.name=dcco "
+                "with objective.name=cco, or a partition with larger clients"
+            )
+
+    def exact_on_union(self, work: Workspace) -> bool:
+        """Whether a merged cohort gives exactly the clients' mean; a test proves each claim."""
+        return False
+
+
+def one_plain_step(work: Workspace) -> bool:
+    """One full-batch SGD step in a network where samples do not see each other.
+
+    The change is then minus the learning rate times a gradient, and gradients of the union's
+    passes are sums over its samples (DCCO paper, appendix A).
+    """
+    rule = work.config.client
+    plan: Plan = work.plan
+    return plan.one_full_step and rule.optimizer == "sgd" and not work.network.has_batch_norm

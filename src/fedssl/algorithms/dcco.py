@@ -1,0 +1,76 @@
+"""Distributed cross correlation optimization (DCCO paper, section 3.3 and Figure 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
+from fedssl.client import Client, Encoded, Workspace
+from fedssl.config import AlgorithmParams
+from fedssl.errors import UserError
+from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
+from fedssl.trees import Tree
+
+
+class DCCO(Algorithm):
+    """Large-batch statistics from small clients.
+
+    Clients send the moments of their encodings; the server returns the moments of the whole cohort;
+    each client descends the large-batch loss through its own samples only. With one local step a
+    round equals a centralized step on the union of the cohort's samples (appendix A).
+    """
+
+    objective: MomentObjective
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        if not isinstance(objective, MomentObjective):
+            raise UserError(
+                f"objective.name={objective.params.name}: dcco shares moments of encodings, and "
+                "this loss is not a function of them; use objective.name=cco or vicreg, "
+                "or algorithm.name=fedavg"
+            )
+        super().__init__(params, objective)
+
+    def smallest_client(self) -> int:
+        """One sample is enough: statistics are the cohort's."""
+        return 1
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """Two exchanges; the first round also finds the centre that moments are taken about."""
+        if "centre" not in server.state:
+            server.state["centre"] = cohort.mean("locate", server.weights)
+        centre: Any = server.state["centre"]
+        moments = cohort.mean("encode", server.weights, centre)
+        update = cohort.mean("descend", server.weights, centre, moments)
+        server.apply(update)
+        server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
+
+    def locate(self, client: Client, weights: Tensor) -> Tree:
+        """The client's mean encodings."""
+        return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
+
+    def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
+        """The client's encoding moments ⟨⟩_k (Eq. 3)."""
+        return client.average(
+            weights, lambda encoded: self.objective.moments(encoded.encodings, centre)
+        )
+
+    def descend(
+        self, client: Client, weights: Tensor, centre: Centre, moments: Moments
+    ) -> dict[str, Tree]:
+        """The change that local training makes, on ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at every step."""
+
+        def loss(encoded: Encoded) -> Tensor:
+            local = self.objective.moments(encoded.encodings, centre)
+            combined = {
+                name: local[name] + (moments[name] - local[name]).detach() for name in local
+            }
+            return self.objective.loss_of(combined, centre)
+
+        return client.descend(weights, loss)
+
+    def exact_on_union(self, work: Workspace) -> bool:
+        """Appendix A."""
+        return one_plain_step(work)

@@ -1,0 +1,43 @@
+"""Standalone training: each client alone, the lower bound of the papers' tables."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from fedssl import optim
+from fedssl.algorithms.base import Algorithm, Cohort, Server, apply, learning_rates
+from fedssl.client import Client
+from fedssl.trees import Tree
+
+
+class Standalone(Algorithm):
+    """Every client is its own server: same start, same rules, nothing shared but a loss to log.
+
+    The result is each client's own model (``client.state["weights"]``).
+    """
+
+    judges = "personal"
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """No model is exchanged."""
+        server.log["loss"] = cohort.mean("train")["loss"]
+
+    def train(self, client: Client) -> dict[str, Tree]:
+        """One round of the client's own training."""
+        work, rule = client.work, client.work.config.server
+        if not client.state:
+            start = optim.start(rule, work.flat.params)
+            client.state |= {"weights": work.initial, "rule": cast("dict[str, Tree]", start)}
+        weights = cast(Tensor, client.state["weights"])
+        update = client.descend(weights, lambda encoded: encoded.within(self.objective.loss))
+        client.state["weights"] = apply(
+            rule,
+            cast(optim.State, client.state["rule"]),
+            weights,
+            cast(Tensor, update["change"]),
+            learning_rates(work.config, client.round)[0],
+            work.flat,
+        )
+        return {"loss": update["loss"]}

@@ -1,0 +1,79 @@
+"""Checkpoints: one safetensors file that is written beside the old one and moved into place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedssl.errors import TrainingError, UserError
+from fedssl.session import Session
+from fedssl.trees import Tree, flatten, unflatten
+
+FILE = Path("checkpoint") / "state.safetensors"
+
+
+def write(out: Path, session: Session) -> None:
+    """Save everything that the next round depends on."""
+    server = session.server
+    if not bool(torch.isfinite(server.weights).all()):
+        raise TrainingError(
+            f"round {server.round}: the weights are no longer finite; lower server.lr "
+            f"(now {session.config.server.lr}). The last good checkpoint is kept in {out}"
+        )
+    states = {str(client): state for client, state in session.engine.states.items() if state}
+    tree: dict[str, Tree] = {
+        "weights": server.weights,
+        "rule": cast("dict[str, Tree]", server.rule_state),
+        "server": server.state,
+        "clients": cast("dict[str, Tree]", states),
+    }
+    tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
+    save(out / FILE, tensors, {"round": str(server.round)})
+
+
+def read(out: Path, session: Session) -> bool:
+    """Bring a session to where its checkpoint was; false if there is none yet."""
+    path = out / FILE
+    if not path.exists():
+        return False
+    device = session.work.device
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            round = int(file.metadata()["round"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not a checkpoint of this program ({error})") from None
+    tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
+    server = session.server
+    server.round = round
+    server.weights = cast(Tensor, tree["weights"])
+    rule = cast("dict[str, Tensor]", tree.get("rule", {}))
+    # A count of steps is read by the host at every step: it lives there.
+    server.rule_state = {k: v.cpu() if v.ndim == 0 else v for k, v in rule.items()}
+    server.state = cast("dict[str, Tree]", tree.get("server", {}))
+    clients = cast("dict[str, dict[str, Tree]]", tree.get("clients", {}))
+    session.engine.states.update({int(client): state for client, state in clients.items()})
+    return True
+
+
+def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file so that a reader sees the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    try:
+        save_file(tensors, new, metadata)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (SafetensorError, OSError) as error:
+        new.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{path}: cannot be written ({error}); make room and continue with --resume. "
+            "The last good checkpoint is kept"
+        ) from None

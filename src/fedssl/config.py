@@ -1,0 +1,508 @@
+"""Configuration: frozen dataclasses, read from a recipe and ``key=value`` words, checked by type.
+
+The dataclasses are the reference of the keys. Sections with a ``name`` that stands for a class
+(objective, algorithm, partition) take further keys from that class's ``Params``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedssl.errors import UserError
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which images, and how they become arrays."""
+
+    name: Literal[
+        "digits",
+        "fashion-mnist",
+        "cifar10",
+        "cifar100",
+        "stl10",
+        "tiny-imagenet",
+        "folder",
+        "paired",
+    ] = "digits"
+    root: str | None = None
+    size: int | None = None  # pixels a side; none: as the data set has it
+    # What the folder levels below train/ and test/ mean, of class, client, case; none: found out.
+    levels: tuple[Literal["class", "client", "case"], ...] | None = None
+    corrupt: Literal["fail", "skip"] = "fail"
+    halves: bool = False  # left and right half of each image as two modalities
+    labels: int | None = None  # train on that many images only, drawn evenly from the classes
+    cache: str | None = None  # none: $FEDSSL_CACHE, else ~/.cache/fedssl
+
+
+@dataclass(frozen=True)
+class Augment:
+    """A preset named after its paper; any other key replaces the preset's value."""
+
+    name: str = "dcco"
+    crop: tuple[float, float] | None = None  # area range of the random resized crop
+    flip: float | None = None  # probabilities, one for both views or one each
+    rotate: float | None = None  # degrees to either side
+    jitter: tuple[float, float, float, float] | None = None  # brightness, contrast, saturation, hue
+    jitter_p: float | None = None
+    gray: float | None = None
+    blur: tuple[float, float] | None = None
+    solarize: tuple[float, float] | None = None
+    noise: float | None = None  # standard deviation, pixels being 0 to 1
+
+
+@dataclass(frozen=True)
+class PartitionParams:
+    """Keys of every partition."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The network that is kept."""
+
+    name: Literal["tiny", "resnet14", "resnet18", "resnet50"] = "tiny"
+    norm: Literal["batch", "group"] = "group"
+    groups: int = 32
+    towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
+    stem: Literal["auto", "small", "large"] = "auto"  # small: 3 × 3, for images below 96 px
+    init: str | None = None  # encoder.safetensors, or a run's folder
+
+
+@dataclass(frozen=True)
+class ObjectiveParams:
+    """Keys of every objective."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class AlgorithmParams:
+    """Keys of every algorithm: how long a client trains in a round."""
+
+    name: str
+    local_steps: int | None = None
+    local_epochs: int | None = None
+    batch: int | None = None  # none: all of a client's samples at once
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where client work happens."""
+
+    name: Literal["local"] = "local"
+    merge: Literal["auto", "off"] = "auto"
+    chunk: int = 8192  # the most images of a merged cohort in one pass
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An update rule; momentum is that of SGD and LARS."""
+
+    optimizer: Literal["sgd", "adam", "lars"] = "sgd"
+    lr: float = 1.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Who takes part in a round; neither size nor fraction: everyone."""
+
+    size: int | None = None
+    fraction: float | None = None
+    minimum: int = 1
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """How the encoder is judged. ``linear@500`` is a protocol with 500 labels."""
+
+    protocols: tuple[str, ...] | None = None  # none: knn and linear, or unlabeled without labels
+    every: int = 0  # rounds between evaluations; 0: at the end only
+    preset: Literal["logistic", "dcco"] = "logistic"
+    k: int = 20  # neighbours of knn
+    temperature: float = 0.1  # of knn
+    size: int | None = None  # image size when judging; none: data.size
+    tower: Literal["first", "second"] = "first"
+    baselines: tuple[str, ...] = ()  # algorithms to train the same way and show beside
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Seconds between checkpoints; 0: after every round."""
+
+    seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, complete."""
+
+    partition: PartitionParams
+    objective: ObjectiveParams
+    algorithm: AlgorithmParams
+    about: str = ""
+    paper: Mapping[str, Any] = field(default_factory=dict)
+    data: Data = Data()
+    augment: Augment = Augment()
+    encoder: Encoder = Encoder()
+    engine: Engine = Engine()
+    server: Optimizer = Optimizer("adam", 1e-3)
+    client: Optimizer = Optimizer("sgd", 1.0)
+    schedule: Literal["constant", "cosine"] = "cosine"
+    cohort: Cohort = Cohort()
+    rounds: int = 100
+    seed: int = 0
+    device: str = "auto"
+    precision: Literal["bf16", "fp32", "fp64"] = "fp32"
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+
+
+VARIANTS: dict[str, dict[str, str]] = {
+    "partition": {
+        "iid": "fedssl.data.partition:Iid",
+        "samples": "fedssl.data.partition:Samples",
+        "classes": "fedssl.data.partition:Classes",
+        "dirichlet": "fedssl.data.partition:Dirichlet",
+        "folder": "fedssl.data.partition:Folder",
+    },
+    "objective": {
+        "cco": "fedssl.objectives.cco:CCO",
+        "vicreg": "fedssl.objectives.vicreg:VICReg",
+        "simclr": "fedssl.objectives.simclr:SimCLR",
+        "supervised": "fedssl.objectives.supervised:Supervised",
+    },
+    "algorithm": {
+        "dcco": "fedssl.algorithms.dcco:DCCO",
+        "fedavg": "fedssl.algorithms.fedavg:FedAvg",
+        "centralized": "fedssl.algorithms.centralized:Centralized",
+        "standalone": "fedssl.algorithms.standalone:Standalone",
+    },
+}
+DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
+
+
+def variant(section: str, name: str) -> Any:
+    """The class behind a name, imported when it is asked for."""
+    known = VARIANTS[section]
+    if name not in known:
+        raise UserError(
+            f"{section}.name={name}: unknown{_nearest(name, known)}; "
+            f"choose one of {', '.join(known)}"
+        )
+    module, attribute = known[name].split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that ship, by name."""
+    root = Path(__file__).parent / "recipes"
+    return {p.relative_to(root).with_suffix("").as_posix(): p for p in sorted(root.rglob("*.yaml"))}
+
+
+def read_recipe(name: str | None) -> Tree:
+    """A shipped recipe by name, or a YAML file by path; none: the default run."""
+    shipped = recipes()
+    name = name or "default"
+    path = shipped.get(name.removesuffix(".yaml")) or Path(name)
+    if not path.is_file():
+        raise UserError(
+            f"recipe {name}: no such recipe or file{_nearest(name, shipped)}; "
+            "`fedssl recipes` lists what ships"
+        )
+    return read_yaml(path)
+
+
+def read_yaml(path: Path) -> Tree:
+    """A YAML file that holds keys and values."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected keys and values, as in `rounds: 100`")
+    return tree
+
+
+def resolve(recipe: Tree, words: typing.Sequence[str] = ()) -> Config:
+    """A complete configuration from a recipe and the ``key=value`` words that override it."""
+    overrides: Tree = {}
+    for word in words:
+        _put(overrides, *_split(word))
+    return build(_merge(recipe, overrides))
+
+
+def build(tree: Tree) -> Config:
+    """Check every key and type of a nested mapping and fill in the defaults."""
+    values: Tree = {}
+    fields = _fields(Config)
+    for name, value in tree.items():
+        _known(name, fields, "")
+        if name in VARIANTS:
+            continue
+        values[name] = _convert(fields[name], value, name)
+    for section in VARIANTS:
+        given = tree.get(section)
+        if given is None:
+            given = {}
+        if not isinstance(given, dict):
+            raise UserError(f"{section}={given}: expected keys such as {section}.name=…")
+        given = {"name": DEFAULT_NAMES[section], **given}
+        values[section] = _convert(_params(section, str(given["name"])), given, section)
+    config = Config(**values)
+    _check(config)
+    return config
+
+
+def to_tree(config: Any) -> Tree:
+    """The nested plain mapping of a configuration: what ``config.yaml`` holds."""
+    tree: Tree = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            value = to_tree(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif isinstance(value, Mapping):
+            value = dict(value)
+        tree[item.name.rstrip("_")] = value
+    return tree
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value and prefix + name != "paper":
+            out.update(flat(value, f"{prefix}{name}."))
+        else:
+            out[prefix + name] = value
+    return out
+
+
+def with_algorithm(config: Config, name: str) -> Config:
+    """The same run under another algorithm (its own keys keep their defaults)."""
+    tree = _merge(to_tree(config), {"algorithm": {"name": name}})
+    tree["evaluate"]["baselines"] = []
+    return build(tree)
+
+
+def _check(config: Config) -> None:
+    """What can be said without looking at the data."""
+    algorithm, cohort = config.algorithm, config.cohort
+    if algorithm.local_steps is not None and algorithm.local_epochs is not None:
+        raise UserError(
+            f"algorithm.local_steps={algorithm.local_steps} and "
+            f"algorithm.local_epochs={algorithm.local_epochs}: give one of the two"
+        )
+    if cohort.size is not None and cohort.fraction is not None:
+        raise UserError(
+            f"cohort.size={cohort.size} and cohort.fraction={cohort.fraction}: give one of the two"
+        )
+    _positive("algorithm.local_steps", algorithm.local_steps)
+    _positive("algorithm.local_epochs", algorithm.local_epochs)
+    _positive("algorithm.batch", algorithm.batch)
+    _positive("cohort.size", cohort.size)
+    _positive("cohort.minimum", cohort.minimum)
+    _positive("engine.chunk", config.engine.chunk)
+    _positive("data.size", config.data.size)
+    _positive("data.labels", config.data.labels)
+    _positive("evaluate.size", config.evaluate.size)
+    _positive("evaluate.k", config.evaluate.k)
+    _positive("encoder.groups", config.encoder.groups)
+    _positive("evaluate.temperature", config.evaluate.temperature)
+    if cohort.fraction is not None and not 0 < cohort.fraction <= 1:
+        raise UserError(f"cohort.fraction={cohort.fraction}: must be above 0 and at most 1")
+    if cohort.size is not None and cohort.minimum > cohort.size:
+        raise UserError(
+            f"cohort.minimum={cohort.minimum}: more than cohort.size={cohort.size}; "
+            "no round could ever count"
+        )
+    for name, value in (
+        ("rounds", config.rounds),
+        ("evaluate.every", config.evaluate.every),
+        ("checkpoint.seconds", config.checkpoint.seconds),
+        ("seed", config.seed),
+        ("server.weight_decay", config.server.weight_decay),
+        ("client.weight_decay", config.client.weight_decay),
+    ):
+        if value < 0:
+            raise UserError(f"{name}={value}: must not be negative")
+    for side, rule in (("server", config.server), ("client", config.client)):
+        _positive(f"{side}.lr", rule.lr)
+        if not 0 <= rule.momentum < 1:
+            raise UserError(f"{side}.momentum={rule.momentum}: must be at least 0 and below 1")
+    for name in config.evaluate.baselines:
+        variant("algorithm", name)
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise UserError(f"{name}={value}: must be above 0")
+
+
+def _params(section: str, name: str) -> Any:
+    return variant(section, name).Params
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    """Key → type. A trailing underscore keeps Python's keywords free: ``lambda_`` is ``lambda``."""
+    hints = typing.get_type_hints(cls)
+    return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _known(name: str, fields: Mapping[str, Any], prefix: str) -> None:
+    if name not in fields:
+        raise UserError(
+            f"{prefix}{name}: unknown key{_nearest(name, fields, prefix)}; "
+            f"{prefix.rstrip('.') or 'the top level'} has {', '.join(fields)}"
+        )
+
+
+def _nearest(name: str, known: typing.Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
+
+
+def _split(word: str) -> tuple[str, Any]:
+    name, equals, text = word.partition("=")
+    if not equals or not name:
+        raise UserError(f"{word}: expected key=value, as in rounds=100")
+    try:
+        return name, yaml.safe_load(text)
+    except yaml.YAMLError:
+        return name, text
+
+
+def _put(tree: Tree, name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{name}: {section} already has a value, so it has no keys")
+    tree[last] = value
+
+
+def _merge(recipe: Tree, overrides: Tree) -> Tree:
+    """Overrides win; a new name in a section drops the recipe's keys that the new class lacks."""
+    tree = dict(recipe)
+    for section, value in overrides.items():
+        base = tree.get(section)
+        if not isinstance(value, dict) or not isinstance(base, dict):
+            tree[section] = value
+            continue
+        if section in VARIANTS and value.get("name", base.get("name")) != base.get("name"):
+            kept = _fields(_params(section, str(value["name"])))
+            base = {k: v for k, v in base.items() if k in kept}
+        tree[section] = {**base, **value}
+    return tree
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    """``value`` as the annotated type ``kind``, or one line that says what was expected."""
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise UserError(
+                f"{name}={value}: expected keys such as {name}.{next(iter(_fields(kind)))}"
+            )
+        fields = _fields(kind)
+        values: Tree = {}
+        for sub, item in value.items():
+            _known(sub, fields, f"{name}.")
+            attribute = (
+                sub + "_" if sub + "_" in {f.name for f in dataclasses.fields(kind)} else sub
+            )
+            values[attribute] = _convert(fields[sub], item, f"{name}.{sub}")
+        return kind(**values)  # type: ignore[operator]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(arguments, value, name)
+    if origin is Literal:
+        value = _as_choice(arguments, value)
+        if value not in arguments or isinstance(value, bool):
+            choices = ", ".join(map(str, arguments))
+            hint = _nearest(str(value), map(str, arguments))
+            raise UserError(f"{name}={value}: unknown{hint}; choose one of {choices}")
+        return value
+    if origin is tuple:
+        return _convert_tuple(arguments, value, name)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
+            raise UserError(f"{name}={value}: expected keys and values")
+        return value
+    return _convert_scalar(kind, value, name)
+
+
+def _as_choice(choices: tuple[Any, ...], value: Any) -> Any:
+    """YAML reads ``off`` and ``on`` as booleans; a choice of that name is what was meant."""
+    if isinstance(value, bool):
+        return ("off", "on")[value] if ("off", "on")[value] in choices else value
+    return value
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    kinds = [a for a in arguments if a is not type(None)]
+    for kind in kinds[:-1]:
+        try:
+            return _convert(kind, value, name)
+        except UserError:
+            continue
+    return _convert(kinds[-1], value, name)
+
+
+def _convert_tuple(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")] if value else []
+    if not isinstance(value, (list, tuple)):
+        value = [value]
+    if arguments[-1] is Ellipsis:
+        return tuple(_convert(arguments[0], item, name) for item in value)
+    if len(value) != len(arguments):
+        raise UserError(f"{name}={value}: expected {len(arguments)} values, got {len(value)}")
+    return tuple(_convert(a, item, name) for a, item in zip(arguments, value, strict=True))
+
+
+def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
+    expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
+    wrong = UserError(f"{name}={value}: expected {expected}")
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise wrong
+        return value
+    if isinstance(value, bool) or value is None or isinstance(value, (dict, list)):
+        raise wrong
+    if kind is str:
+        return str(value)
+    try:
+        number = float(value)  # YAML 1.1 reads 1e-3 as text
+    except ValueError:
+        raise wrong from None
+    if number != number:
+        raise wrong
+    if kind is int:
+        if not number.is_integer():
+            raise wrong
+        return int(number)
+    return number

@@ -1,0 +1,456 @@
+"""Partitions: which sample belongs to which client, as a pure function of the labels and the seed.
+
+groups = partition(Samples.Params("samples", samples=16, alpha=0.0), split, classes=100, seed=1)
+groups[7]   # the samples of client 7
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedssl.config import PartitionParams, variant
+from fedssl.data.dataset import Groups, Split
+from fedssl.data.random import key, mix, permutation
+from fedssl.errors import UserError
+
+Ints = NDArray[np.int64]
+Shares = NDArray[np.floating[Any]]
+
+_WINDOW = 8192  # places drawn at once: bounds the work that a class running out undoes
+_TRIES = 50  # draws of the dirichlet partition before it gives up
+_ROWS = 20  # clients that the table lists
+_COLUMNS = 12  # the most classes that get a column each
+
+
+def partition(params: PartitionParams, split: Split, classes: int, seed: int) -> Groups:
+    """The samples of each client; ``classes`` is the number of classes that the data set names."""
+    chosen = variant("partition", params.name)
+    return cast(Groups, chosen(params).split(split, classes, seed))
+
+
+@dataclass(frozen=True)
+class Iid:
+    """Samples dealt at random; the sizes of two clients differ by at most one."""
+
+    @dataclass(frozen=True)
+    class Params(PartitionParams):
+        """``clients``: how many."""
+
+        clients: int = 10
+
+    params: Params
+
+    def split(self, split: Split, classes: int, seed: int) -> Groups:
+        """Needs no labels."""
+        clients, total = self.params.clients, len(split)
+        _check_clients(clients, total)
+        return Groups(_shuffle(total, seed), np.arange(clients + 1) * total // clients)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Clients of exactly n samples, by the process of Hsu et al. 2019 (arXiv 1909.06335).
+
+    Client k has class probabilities q ~ Dir(αp), p being the classes' shares of all samples, and
+    each of its n places draws a class from q among the classes that still have samples. At α = 0 a
+    client holds one class, and moves on to another only when that one runs out; at α = ∞ every
+    place draws from p.
+    """
+
+    @dataclass(frozen=True)
+    class Params(PartitionParams):
+        """``samples``: of each client; ``clients``: none means as many as there are samples for."""
+
+        samples: int = 4
+        alpha: float = 0.0
+        clients: int | None = None
+
+    params: Params
+
+    def split(self, split: Split, classes: int, seed: int) -> Groups:
+        """Needs labels, except at α = ∞."""
+        clients, size = self._clients(len(split)), self.params.samples
+        _check_alpha(self.params.alpha)
+        if math.isinf(self.params.alpha) and not _labeled(split):
+            labels = np.zeros(len(split), np.int64)
+        else:
+            labels = _labels(split, "samples", " (and so does partition.alpha=inf)")
+        counts = np.bincount(labels, minlength=classes)
+        drawn = _Urn(counts, clients, size, self.params.alpha, seed).draw()
+        order = _shuffle(len(split), seed)
+        by_class = order[np.argsort(labels[order], kind="stable")]
+        first = np.cumsum(counts) - counts
+        return Groups(by_class[first[drawn] + _rank(drawn)], np.arange(clients + 1) * size)
+
+    def _clients(self, total: int) -> int:
+        size, clients = self.params.samples, self.params.clients
+        if size < 1:
+            raise UserError(f"partition.samples={size}: must be at least 1")
+        if size > total:
+            raise UserError(
+                f"partition.samples={size}: more than the {total} samples there are; "
+                f"use at most {total}"
+            )
+        if clients is None:
+            return total // size
+        _check_clients(clients, total)
+        if clients * size > total:
+            raise UserError(
+                f"partition.clients={clients}: with partition.samples={size} that takes "
+                f"{clients * size} samples of {total}; use at most {total // size} clients"
+            )
+        return clients
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Every client holds l classes (FedEMA, appendix B.1).
+
+    K clients take Kl sets. Each of the C classes is cut into Kl/C sets, equal to within one sample,
+    and a client gets l random sets of different classes.
+    """
+
+    @dataclass(frozen=True)
+    class Params(PartitionParams):
+        """``classes``: of each client."""
+
+        clients: int = 5
+        classes: int = 2
+
+    params: Params
+
+    def split(self, split: Split, classes: int, seed: int) -> Groups:
+        """Needs labels; a class without a sample does not count."""
+        clients, each = self.params.clients, self.params.classes
+        _check_clients(clients, len(split))
+        order = _shuffle(len(split), seed)
+        labels = _labels(split, "classes")[order]
+        _, labels, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        self._check(counts)
+        sets = clients * each // len(counts)
+        dealt = _deal(len(counts), sets, clients, each, _generator(seed))
+        # Which client of a class gets one sample more is random too, so shuffle before grouping.
+        places = permutation(key(seed, "partition", 1), clients * each)
+        by_class = places[np.argsort(dealt.ravel()[places], kind="stable")].reshape(-1, sets)
+        owners = by_class[labels, _rank(labels) * sets // counts[labels]] // each
+        return _grouped(order, owners, clients)
+
+    def _check(self, counts: Ints) -> None:
+        clients, each, total = self.params.clients, self.params.classes, len(counts)
+        if not 1 <= each <= total:
+            raise UserError(
+                f"partition.classes={each}: the data has {total} classes; use 1 to {total}"
+            )
+        if clients * each % total:
+            near = _nearest_multiple(total // math.gcd(total, clients), each, total)
+            more = _nearest_multiple(total // math.gcd(total, each), clients)
+            raise UserError(
+                f"partition.classes={each}: {clients} clients × {each} classes = {clients * each} "
+                f"sets do not divide evenly over {total} classes; use partition.classes={near} "
+                f"or partition.clients={more}"
+            )
+        if counts.min() < clients * each // total:
+            raise UserError(
+                f"partition.clients={clients}: every class is cut into {clients * each // total} "
+                f"sets, but one has {counts.min()} samples; use fewer clients or classes a client"
+            )
+
+
+@dataclass(frozen=True)
+class Dirichlet:
+    """Each class is divided over all clients by proportions ~ Dir(α, …, α); sizes vary.
+
+    A draw that leaves a client without a sample is drawn again.
+    """
+
+    @dataclass(frozen=True)
+    class Params(PartitionParams):
+        """``alpha``: small for clients that differ, large for clients that are alike."""
+
+        clients: int = 10
+        alpha: float = 0.5
+
+    params: Params
+
+    def split(self, split: Split, classes: int, seed: int) -> Groups:
+        """Needs labels; every sample is used."""
+        clients, alpha = self.params.clients, self.params.alpha
+        _check_clients(clients, len(split))
+        _check_alpha(alpha)
+        if alpha == 0:
+            raise UserError(
+                "partition.alpha=0.0: must be above 0 for dirichlet; for one class a client use "
+                "partition.name=samples or partition.name=classes"
+            )
+        order = _shuffle(len(split), seed)
+        labels = Groups.from_labels(_labels(split, "dirichlet")[order], classes)
+        for attempt in range(_TRIES):
+            owners = self._draw(labels, _generator(seed, attempt))
+            empty = clients - len(np.unique(owners))
+            if not empty:
+                return _grouped(order, owners, clients)
+            if empty > 20:  # then a draw without any is out of reach
+                break
+        raise UserError(
+            f"partition.alpha={alpha}: some of {clients} clients would get no sample; "
+            "use a larger partition.alpha or fewer partition.clients"
+        )
+
+    def _draw(self, labels: Groups, generator: np.random.Generator) -> Ints:
+        """The client of each sample, given the samples of each class."""
+        owners = np.empty(len(labels.members), np.int64)
+        for c in range(len(labels)):
+            shares = _dirichlet(self.params.alpha, self.params.clients, generator)
+            # One random offset for all cuts: the expected size of every piece is its share.
+            cuts = np.floor(np.cumsum(shares) * labels.sizes[c] + generator.random())
+            owners[labels[c]] = np.searchsorted(cuts, np.arange(labels.sizes[c]), side="right")
+        return owners
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One sub-folder is one client; a folder without samples is none."""
+
+    @dataclass(frozen=True)
+    class Params(PartitionParams):
+        """No further keys."""
+
+    params: Params
+
+    def split(self, split: Split, classes: int, seed: int) -> Groups:
+        """Needs data that was read with a ``client`` level."""
+        if split.clients is None:
+            raise UserError(
+                "partition.name=folder: the data has no client folders; "
+                "data.levels must contain client, as in data.levels=client,class"
+            )
+        present, owners = np.unique(split.clients, return_inverse=True)
+        return Groups.from_labels(owners, len(present))
+
+
+def table(
+    groups: Groups, labels: Ints | None, classes: Sequence[str], total: int | None = None
+) -> str:
+    """Who holds what, in plain text; ``total`` (samples in all) is only needed without labels."""
+    if labels is not None:
+        total = len(labels)
+        if (labels < 0).all():
+            labels = None
+    lines = _summary(groups, labels, total)
+    shown = [groups[k] for k in range(min(len(groups), _ROWS))]
+    rows = [["client", "samples"], *([str(k), str(len(s))] for k, s in enumerate(shown))]
+    if labels is not None:
+        held = [Counter(labels[s][labels[s] >= 0].tolist()) for s in shown]
+        rows = [a + b for a, b in zip(rows, _class_cells(held, classes), strict=True)]
+    lines += ["", *_align(rows)]
+    if len(groups) > _ROWS:
+        lines.append(f"… and {len(groups) - _ROWS} more clients")
+    return "\n".join(lines)
+
+
+def _summary(groups: Groups, labels: Ints | None, total: int | None) -> list[str]:
+    used = len(groups.members)
+    lines = [
+        f"clients            {len(groups)}",
+        f"samples            {used} used" + (f", {total - used} left out" if total else ""),
+        f"samples a client   {_spread(groups.sizes)}",
+    ]
+    if labels is not None:
+        held = labels[groups.members]
+        span = labels.max() + 1
+        pairs = np.repeat(np.arange(len(groups)), groups.sizes) * span + held
+        distinct = np.bincount(np.unique(pairs[held >= 0]) // span, minlength=len(groups))
+        lines.append(f"classes a client   {_spread(distinct)}")
+    return lines
+
+
+def _spread(values: Ints) -> str:
+    return f"{values.min()} smallest, {np.median(values):g} median, {values.max()} largest"
+
+
+def _class_cells(held: list[Counter[int]], classes: Sequence[str]) -> list[list[str]]:
+    """A heading and a row a client: a column a class, or one column with the most frequent."""
+    if len(classes) <= _COLUMNS:
+        rows = [[str(counts[c]) for c in range(len(classes))] for counts in held]
+        return [[name[:10] for name in classes], *rows]
+    lines = [["most frequent classes"]]
+    for counts in held:
+        ranked = sorted(counts, key=lambda c: (-counts[c], c))
+        names = [f"{classes[c]}×{counts[c]}" for c in ranked[:3]]
+        lines.append([", ".join(names + ["…"] * (len(ranked) > 3))])
+    return lines
+
+
+def _align(rows: list[list[str]]) -> list[str]:
+    """Numbers to the right under their heading, text to the left."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        number = column[-1].isdigit()
+        columns.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+class _Urn:
+    """The class of each of the clients' places, one client after another (see ``Samples``).
+
+    q is integrated out. Given its earlier places, a client's next place draws class c with a
+    probability proportional to αp_c + (places of class c so far): the urn of Blackwell and MacQueen
+    1973. Restricted to the classes that still have samples this stays exact, since a Dirichlet
+    vector restricted to some classes is again one. So a place either copies an earlier place of
+    its client, chosen evenly, or draws from p; nothing underflows, whatever α is.
+
+    Many places are drawn at once as if no class ran out. From the first place whose class has no
+    sample left, the places that drew an empty class draw again, and the rest stand: to reject
+    and to draw again is to draw from what is left. Each time a class is gone, so this is rare.
+    """
+
+    def __init__(self, counts: Ints, clients: int, size: int, alpha: float, seed: int) -> None:
+        self.counts, self.size, self.alpha, self.seed = counts, size, alpha, seed
+        self.left = counts.copy()
+        self.drawn = np.zeros(clients * size, np.int64)  # the class of each place
+        self.parent = np.arange(clients * size)  # the place that it copies; itself: drawn from p
+
+    def draw(self) -> Ints:
+        """The class of each place."""
+        for start in range(0, len(self.drawn), _WINDOW):
+            now, end = start, min(start + _WINDOW, len(self.drawn))
+            self._draw(np.arange(now, end), now)
+            while (now := self._accept(now, end)) < end:
+                source = self.parent[now:end]
+                own = (source < now) | (source == np.arange(now, end))
+                gone = self.left[self.drawn[source]] == 0
+                self._draw(now + np.flatnonzero(own & gone), now)
+        return self.drawn
+
+    def _draw(self, places: Ints, now: int) -> None:
+        """Draw ``places`` from the classes that have samples; those before ``now`` are final."""
+        share = np.where(self.left > 0, self.counts, 0)
+        # A client that `now` cuts in two may copy a final place only if its class has samples.
+        # Number those places as if they stood right before `now`: what it may copy is one range.
+        begun = np.arange(now // self.size * self.size, now)
+        begun = begun[share[self.drawn[begun]] > 0]
+        lowest = np.maximum(places // self.size * self.size, now - len(begun))
+        earlier = places - lowest
+        coin, pick = (_uniform(key(self.seed, "partition", 2, now, i), places) for i in range(2))
+        weight = self.alpha * (share.sum() / self.counts.sum())
+        # Without an earlier place the chance is 0 / (… + 1): no 0 / 0 at α = 0.
+        copies = coin < earlier / (weight + np.maximum(earlier, 1))
+        copied = lowest + (pick * earlier).astype(np.int64)
+        copied[copied < now] = begun[copied[copied < now] - now]  # counted from the end of `begun`
+        self.parent[places] = np.where(copies, copied, places)
+        upto = np.cumsum(share)
+        fresh = (pick * upto[-1]).astype(np.int64)
+        self.drawn[places] = np.searchsorted(upto, fresh, side="right")
+
+    def _accept(self, now: int, end: int) -> int:
+        """Take samples for the places from ``now`` on; the first place that there is none for."""
+        source = self.parent[now:end]
+        chain = np.where(source < now, np.arange(now, end), source) - now
+        while not np.array_equal(further := chain[chain], chain):
+            chain = further
+        drawn = self.drawn[now:end] = self.drawn[source[chain]]
+        short = _rank(drawn) >= self.left[drawn]
+        taken = int(np.argmax(short)) if short.any() else len(drawn)
+        self.left -= np.bincount(drawn[:taken], minlength=len(self.left))
+        return now + taken
+
+
+def _deal(classes: int, sets: int, clients: int, each: int, generator: np.random.Generator) -> Ints:
+    """``each`` different classes for every client, ``[clients, each]``; every class ``sets`` times.
+
+    A client draws from the sets that are left, so a class with more sets is likelier. A class with
+    as many sets left as there are clients left must be taken. It never gets stuck: with m clients
+    left there are m × each sets and no class has more than m, so at most ``each`` classes must be
+    taken and at least ``each`` can be.
+    """
+    left = np.full(classes, sets)
+    dealt = np.empty((clients, each), np.int64)
+    with np.errstate(divide="ignore"):
+        for k in range(clients):
+            # The first arrivals of a race with rates `left` are a draw without replacement.
+            arrival = generator.standard_exponential(classes) / left
+            arrival[left == clients - k] = -1.0
+            first = np.argpartition(arrival, each - 1)[:each]
+            dealt[k] = first
+            left[first] -= 1
+    dealt.sort(axis=1)  # argpartition's own order is not the same on every machine
+    return dealt
+
+
+def _dirichlet(alpha: float, count: int, generator: np.random.Generator) -> Shares:
+    """One draw of Dir(α, …, α). In logs: gamma numbers of a small shape underflow."""
+    if math.isinf(alpha):
+        return np.ones(count) / count
+    logs = np.log(generator.standard_gamma(alpha + 1.0, count))
+    logs -= generator.standard_exponential(count) / alpha  # Gamma(α) = Gamma(α + 1) U^(1/α)
+    shares = np.exp(logs - logs.max())
+    return shares / shares.sum()
+
+
+def _uniform(state: int, counter: Ints) -> Shares:
+    """A number in [0, 1) for each counter."""
+    return (mix(state, counter.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
+
+
+def _shuffle(count: int, seed: int) -> Ints:
+    return permutation(key(seed, "partition", 0), count)
+
+
+def _generator(seed: int, attempt: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=key(seed, "partition", 3, attempt)))
+
+
+def _rank(values: Ints) -> Ints:
+    """How many equal values stand before each one."""
+    order = np.argsort(values, kind="stable")
+    counts = np.bincount(values)
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rank
+
+
+def _grouped(samples: Ints, owners: Ints, clients: int) -> Groups:
+    groups = Groups.from_labels(owners, clients)
+    return Groups(samples[groups.members], groups.offsets)
+
+
+def _nearest_multiple(step: int, wanted: int, most: int | None = None) -> int:
+    multiple = max(1, round(wanted / step)) * step
+    return multiple if most is None else min(multiple, most)
+
+
+def _labeled(split: Split) -> bool:
+    return split.labels is not None and bool((split.labels >= 0).all())
+
+
+def _labels(split: Split, name: str, hint: str = "") -> Ints:
+    if split.labels is None or not _labeled(split):
+        without = len(split) if split.labels is None else int((split.labels < 0).sum())
+        raise UserError(
+            f"partition.name={name}: needs labels, but {without} of {len(split)} samples have "
+            f"none; partition.name=iid works without labels{hint}"
+        )
+    return cast(Ints, split.labels.cpu().numpy())
+
+
+def _check_clients(clients: int, total: int) -> None:
+    if clients < 1:
+        raise UserError(f"partition.clients={clients}: must be at least 1")
+    if clients > total:
+        raise UserError(
+            f"partition.clients={clients}: more than the {total} samples there are; "
+            f"use at most {total}"
+        )
+
+
+def _check_alpha(alpha: float) -> None:
+    if not alpha >= 0:
+        raise UserError(f"partition.alpha={alpha}: must be a number from 0 to inf")

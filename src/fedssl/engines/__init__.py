@@ -1,0 +1,1 @@
+"""Where client work happens."""

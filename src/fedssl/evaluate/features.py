@@ -1,0 +1,107 @@
+"""What every protocol starts from: an encoder's features, and the cases that carry a label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedssl.data.dataset import Groups
+from fedssl.errors import TrainingError, UserError
+
+
+def extract(
+    encoder: nn.Module, images: Tensor, batch: int = 512, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The features ``[N, d]`` of uint8 images, in float32 on ``device``."""
+    dtype = precision(encoder)
+    return encode(encoder, (pixels(part, device, dtype) for part in images.split(batch)))
+
+
+def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
+    """The features of batches of float images, in evaluation mode and without gradients."""
+    modes = [(module, module.training) for module in encoder.modules()]
+    encoder.eval()
+    try:
+        with torch.no_grad():
+            features = torch.cat([encoder(images).float() for images in batches])
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if not torch.isfinite(features).all():
+        raise TrainingError("the encoder's features are not finite, so it cannot be judged")
+    return features
+
+
+def pixels(images: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Float images in [0, 1] from uint8 ones."""
+    return images.to(device).to(dtype) / 255
+
+
+def precision(encoder: nn.Module) -> torch.dtype:
+    """The type that the encoder computes in."""
+    return next((p.dtype for p in encoder.parameters()), torch.float32)
+
+
+def units(labels: Tensor, cases: NDArray[np.int64] | None) -> tuple[Groups, Tensor]:
+    """What gets a label, image or case: the images of each, and the label of each.
+
+    Images without a label (-1) are in none.
+    """
+    labels = labels.cpu()
+    known = np.flatnonzero((labels >= 0).numpy())
+    if cases is None:
+        return Groups(known, np.arange(len(known) + 1)), labels[known]
+    names, case_of = np.unique(cases[known], return_inverse=True)
+    inside = Groups.from_labels(case_of, len(names))
+    groups = Groups(known[inside.members], inside.offsets)
+    first = groups.members[groups.offsets[:-1]]
+    differ = (labels[groups.members] != labels[np.repeat(first, groups.sizes)]).numpy()
+    if differ.any():
+        image = groups.members[differ.argmax()]
+        raise UserError(
+            f"case {cases[image]}: image {image} has another label than the case's first image; "
+            "give all images of a case the same class"
+        )
+    return groups, labels[first]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images, the numbers of those of each case (an image alone is one), and the cases' labels."""
+
+    images: Tensor  # uint8
+    groups: Groups
+    labels: Tensor
+
+    def take(self, chosen: NDArray[np.int64]) -> Labelled:
+        """Some of the cases."""
+        members, sizes = self.groups.select(chosen)
+        groups = Groups(members, np.concatenate(([0], np.cumsum(sizes))))
+        return Labelled(self.images, groups, self.labels[chosen])
+
+
+def average(features: Tensor, sizes: NDArray[np.int64]) -> Tensor:
+    """The mean of each run of ``sizes[k]`` rows (DCCO, section 4.2: a case's pooled encoding)."""
+    if (sizes == 1).all():
+        return features
+    lengths = torch.as_tensor(sizes, device=features.device)
+    return torch.segment_reduce(features, "mean", lengths=lengths, axis=0)
+
+
+def pool_cases(
+    features: Tensor, labels: Tensor, cases: NDArray[np.int64] | None
+) -> tuple[Tensor, Tensor]:
+    """Features and labels of the cases, or of the images where there are no cases."""
+    groups, labels = units(labels, cases)
+    members = torch.as_tensor(groups.members, device=features.device)
+    return average(features[members], groups.sizes), labels.to(features.device)
+
+
+def top1(predicted: Tensor, labels: Tensor) -> float:
+    """The share of right predictions, in percent."""
+    return 100.0 * (predicted == labels).double().mean().item()

@@ -1,0 +1,70 @@
+"""What can be said of an encoder without any label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedssl.data import random
+from fedssl.evaluate.features import encode
+
+# (uint8 images, their numbers, view 0 or 1) → the float images of that augmented view
+Views = Callable[[Tensor, Tensor, int], Tensor]
+
+SAMPLES = 2048  # images that alignment and uniformity look at: two million pairs
+
+
+def unlabeled(
+    encoder: nn.Module,
+    images: Tensor,
+    features: Tensor,
+    views: Views,
+    seed: int,
+    device: torch.device | str,
+    batch: int = 512,
+) -> dict[str, float]:
+    """The three measures; ``features`` are those of the plain ``images``."""
+    index = torch.as_tensor(random.choose(random.key(seed, "unlabeled"), len(images), SAMPLES))
+    first, second = (
+        encode(
+            encoder,
+            (views(images[part].to(device), part.to(device), view) for part in index.split(batch)),
+        )
+        for view in (0, 1)
+    )
+    return {
+        "effective_rank": effective_rank(features),
+        "alignment": alignment(first, second),
+        "uniformity": uniformity(features[index.to(features.device)]),
+    }
+
+
+def effective_rank(features: Tensor) -> float:
+    """exp of the entropy of the normalized singular values of the centred features.
+
+    Roy and Vetterli 2007; RankMe (Garrido et al. 2023). From 1, a line, to the number of
+    features, a cloud that is equally wide everywhere; 0 when all features are the same point.
+    """
+    x = features.double()
+    size = torch.linalg.vector_norm(x)
+    x = x - x.mean(dim=0)
+    # The eigenvalues of a d × d matrix: the number of samples does not matter.
+    sigma = torch.linalg.eigvalsh(x.T @ x).clamp(min=0).sqrt()
+    sigma = sigma[sigma > torch.finfo(torch.float32).eps * size]  # what is left is rounding
+    share = sigma / sigma.sum()
+    return float((-(share * share.log()).sum()).exp()) if len(sigma) else 0.0
+
+
+def alignment(first: Tensor, second: Tensor) -> float:
+    """Mean squared distance of the normalized features of two views (Wang and Isola 2020, 4.1)."""
+    apart = F.normalize(first.double()) - F.normalize(second.double())
+    return apart.square().sum(dim=1).mean().item()
+
+
+def uniformity(features: Tensor) -> float:
+    """log mean exp(-2 d²) over pairs of normalized features (Wang and Isola 2020, 4.2, t = 2)."""
+    distances = torch.pdist(F.normalize(features.double()))
+    return distances.square().mul(-2).exp().mean().log().item()

@@ -1,0 +1,80 @@
+"""``metrics.jsonl``: a line a round; the same numbers for TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends to a run's metrics; lines after the checkpoint that is resumed are dropped."""
+
+    def __init__(self, out: Path, round: int) -> None:
+        path = out / FILE
+        kept = [line for line in read(out) if line["round"] <= round] if path.exists() else []
+        new = path.with_name(FILE + ".new")
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        new.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _board(out, round)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One round's numbers."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in line.items():
+                if isinstance(value, (int, float)) and name != "round":
+                    self._board.add_scalar(name, value, line["round"])
+
+    @staticmethod
+    def totals(out: Path) -> dict[str, float]:
+        """Sums over a run's rounds."""
+        lines = list(read(out))
+        seconds = sum(line["seconds"] for line in lines)
+        images = sum(line["images"] for line in lines)
+        return {
+            "seconds": round(seconds, 3),
+            "images": images,
+            "images_per_second": round(images / seconds, 1) if seconds else 0.0,
+            "bytes_up": sum(line["bytes_up"] for line in lines),
+            "bytes_down": sum(line["bytes_down"] for line in lines),
+            "missing": sum(line["missing"] for line in lines),
+        }
+
+
+def read(out: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics; a line that a kill cut short is passed over."""
+    with (out / FILE).open(encoding="utf-8") as file:
+        for text in file:
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError:
+                continue
+
+
+def _board(out: Path, round: int) -> Any:
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(out / "tensorboard"), purge_step=round + 1)

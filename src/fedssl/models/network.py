@@ -1,0 +1,127 @@
+"""The dual encoding network (DCCO paper, Figure 1): one or two towers of encoder and head."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedssl.config import Encoder
+from fedssl.data.random import key
+from fedssl.errors import UserError
+from fedssl.models.encoders import encoder as make_encoder
+from fedssl.models.norms import Norm
+
+MakeHead = Callable[[int, Norm], nn.Module]
+
+
+def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
+    """A projector: linear, norm and ReLU for every layer but the last, which is only linear.
+
+    >>> mlp(2048, (1024, 1024, 1024), Norm("group"))[-1]
+    Linear(in_features=1024, out_features=1024, bias=True)
+    """
+    layers = nn.Sequential()
+    for width in widths[:-1]:
+        layers.extend([norm.linear(inputs, width), norm.after_linear(width), nn.ReLU(inplace=True)])
+        inputs = width
+    layers.append(nn.Linear(inputs, widths[-1]))
+    return layers
+
+
+class Tower(nn.Module):
+    """An encoder and the head that is thrown away after training."""
+
+    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The encoding that the objective sees."""
+        return self.head(self.encoder(x))
+
+
+class Network(nn.Module):
+    """One tower for both inputs (Figure 1 a) or one for each (b and c)."""
+
+    def __init__(self, towers: list[Tower]) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(towers)
+        self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.modules())
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The encodings F and G of the two inputs, or of one input alone."""
+        one_pass = len(self.towers) == 1 and len(inputs) > 1 and not self.has_batch_norm
+        if one_pass and inputs[0].shape == inputs[1].shape:
+            # The same numbers as two passes: without batch norm, samples do not see each other.
+            return self.towers[0](torch.cat(inputs)).chunk(2)
+        return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
+
+
+def build(
+    settings: Encoder, channels: tuple[int, ...], size: int, make_head: MakeHead, seed: int
+) -> Network:
+    """An initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
+    norm = Norm(settings.norm, settings.groups)
+    towers = []
+    for i in range(settings.towers):
+        body = make_encoder(settings, channels[i % len(channels)], size)
+        towers.append(Tower(body, make_head(body.features, norm)))
+    network = Network(towers)
+    initialize(network, seed)
+    if settings.init is not None:
+        load_encoders(network, settings.init)
+    return network
+
+
+def initialize(module: nn.Module, seed: int) -> None:
+    """Set every weight from a generator of its own: it depends on its name and the seed only.
+
+    Convolutions: He et al. 2015 (fan out); linear layers: uniform within 1/√inputs.
+    """
+    for prefix, child in module.named_modules():
+        if not isinstance(child, (nn.Conv2d, nn.Linear)):
+            continue
+        name = zlib.crc32(prefix.encode())
+        generator = torch.Generator().manual_seed(key(seed, "init", name) % 2**63)
+        with torch.no_grad():
+            if isinstance(child, nn.Conv2d):
+                fan = child.out_channels * child.kernel_size[0] * child.kernel_size[1]
+                child.weight.normal_(0, math.sqrt(2 / fan), generator=generator)
+            else:
+                bound = 1 / math.sqrt(child.in_features)
+                child.weight.uniform_(-bound, bound, generator=generator)
+            if child.bias is not None:
+                child.bias.zero_()
+
+
+def load_encoders(network: Network, path: str) -> None:
+    """Start from given weights: ``encoder.safetensors`` or the folder of a run that holds it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(path)
+    file = file / "encoder.safetensors" if file.is_dir() else file
+    if not file.is_file():
+        raise UserError(f"encoder.init={path}: no such file; give encoder.safetensors or a run")
+    try:
+        state = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"encoder.init={path}: not a safetensors file ({error})") from None
+    for tower in network.towers:
+        assert isinstance(tower, Tower)
+        own = tower.encoder.state_dict()
+        for name, tensor in own.items():
+            if name not in state or state[name].shape != tensor.shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                raise UserError(
+                    f"encoder.init={path}: it has {found} for {name} where this encoder has "
+                    f"{tuple(tensor.shape)}; use the same encoder.name, encoder.norm and channels"
+                )
+        tower.encoder.load_state_dict({name: state[name] for name in own})

@@ -1,0 +1,1 @@
+"""What a network learns from: one file each."""

@@ -1,0 +1,94 @@
+"""What every objective has: a head, a loss of encodings, and for some, a loss of moments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedssl.config import ObjectiveParams
+from fedssl.models.network import mlp
+from fedssl.models.norms import Norm
+
+Moments = dict[str, Tensor]
+Centre = dict[str, Tensor]
+
+
+class Objective(ABC):
+    """A loss of the encodings F and G ``[N, d]`` of one client's batch."""
+
+    Params: ClassVar[type[ObjectiveParams]]
+    minimum: ClassVar[int] = 1  # samples without which the loss is not defined
+    inputs: ClassVar[int] = 2  # how many views or modalities it looks at
+    needs_labels: ClassVar[bool] = False
+
+    def __init__(self, params: ObjectiveParams) -> None:
+        self.params = params
+
+    @abstractmethod
+    def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
+        """The head between encoder and loss."""
+
+    @abstractmethod
+    def loss(self, encodings: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
+        """The loss of one batch: a pure function."""
+
+
+@dataclass(frozen=True)
+class ProjectorParams(ObjectiveParams):
+    """Keys of objectives with a projector."""
+
+    projector: tuple[int, ...] = (1024, 1024, 1024)
+
+
+class Dual(Objective):
+    """An objective of two encodings behind a projector."""
+
+    Params: ClassVar[type[ObjectiveParams]] = ProjectorParams
+    params: ProjectorParams
+
+    def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
+        """The projector (DCCO paper, section 4.2)."""
+        return mlp(features, self.params.projector, norm)
+
+
+class MomentObjective(Dual):
+    """An objective that sees encodings only through their moments, so that clients can share these.
+
+    Moments are taken about a ``centre`` that every client shares. Correlations and covariances do
+    not depend on it; with a centre near the mean, ⟨F²⟩ − ⟨F⟩² does not cancel in float32.
+    """
+
+    minimum = 2
+    within_tower: ClassVar[bool] = False  # whether each tower's own covariance is needed
+
+    def centre(self, encodings: tuple[Tensor, ...]) -> Centre:
+        """The batch's own means, as a constant."""
+        f, g = encodings
+        return {"f": f.detach().mean(0), "g": g.detach().mean(0)}
+
+    def moments(self, encodings: tuple[Tensor, ...], centre: Centre) -> Moments:
+        """⟨F⟩, ⟨G⟩, ⟨F²⟩, ⟨G²⟩ and ⟨FG⟩ of Eq. 3, about the centre."""
+        f, g = encodings[0] - centre["f"], encodings[1] - centre["g"]
+        n = len(f)
+        moments = {"f": f.mean(0), "g": g.mean(0), "fg": f.T @ g / n}
+        if self.within_tower:
+            return moments | {"ff": f.T @ f / n, "gg": g.T @ g / n}
+        return moments | {"f2": f.square().mean(0), "g2": g.square().mean(0)}
+
+    @abstractmethod
+    def loss_of(self, moments: Moments, centre: Centre) -> Tensor:
+        """The loss as a function of moments."""
+
+    def loss(self, encodings: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
+        """The loss of a batch from its own moments."""
+        centre = self.centre(encodings)
+        return self.loss_of(self.moments(encodings, centre), centre)
+
+
+def off_diagonal_square(matrix: Tensor) -> Tensor:
+    """The sum of the squares off the diagonal."""
+    return matrix.square().sum() - torch.diagonal(matrix).square().sum()

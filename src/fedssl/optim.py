@@ -1,0 +1,94 @@
+"""Update rules on one flat parameter vector: explicit state in, the change to add out.
+
+Server, clients and probes share them. A rule never touches the parameters, so a client's first
+step can be sent as exactly ``-lr · gradient``, not as a difference of two nearby vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedssl.config import Optimizer
+
+State = dict[str, Tensor]
+Shape = Sequence[int]
+
+LARS_TRUST = 0.001  # η of You et al. 2017, section 4
+
+
+def start(rule: Optimizer, params: Tensor) -> State:
+    """The state before the first step."""
+    if rule.optimizer == "adam":
+        steps = torch.zeros((), dtype=torch.float64)
+        return {"m": torch.zeros_like(params), "v": torch.zeros_like(params), "steps": steps}
+    return {"momentum": torch.zeros_like(params)} if rule.momentum else {}
+
+
+def step(
+    rule: Optimizer,
+    state: State,
+    params: Tensor,
+    gradient: Tensor,
+    lr: float,
+    layers: Sequence[Shape],
+) -> Tensor:
+    """The change that one step of ``rule`` makes; ``layers`` are the shapes in the flat vector.
+
+    >>> rule = Optimizer("sgd", lr=0.1)
+    >>> params, gradient = torch.ones(2), torch.ones(2)
+    >>> step(rule, start(rule, params), params, gradient, rule.lr, [(2,)])
+    tensor([-0.1000, -0.1000])
+    """
+    if rule.optimizer == "lars":
+        gradient = _trusted(gradient, params, rule.weight_decay, layers)
+    elif rule.weight_decay:
+        gradient = gradient.add(params, alpha=rule.weight_decay)
+    if rule.optimizer == "adam":
+        return _adam(state, gradient, lr)
+    if "momentum" in state:
+        gradient = state["momentum"].mul_(rule.momentum).add_(gradient)
+    return gradient * -lr
+
+
+def _adam(state: State, gradient: Tensor, lr: float) -> Tensor:
+    """Kingma and Ba 2015, Algorithm 1, with its constants."""
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-8
+    state["steps"] += 1
+    t = float(state["steps"])
+    m = state["m"].lerp_(gradient, 1 - beta1)
+    v = state["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = v.sqrt().div_(math.sqrt(1 - beta2**t)).add_(epsilon)
+    return (m / denominator).mul_(-lr / (1 - beta1**t))
+
+
+def _trusted(
+    gradient: Tensor, params: Tensor, weight_decay: float, layers: Sequence[Shape]
+) -> Tensor:
+    """LARS: scale each weight tensor's gradient to a fraction of its own norm.
+
+    Biases and norm parameters (one dimension) keep plain gradients without decay, and a tensor of
+    zeros (a fresh classifier) has a ratio of one, as in SimCLR's and BYOL's optimizers.
+    """
+    out = gradient.clone()
+    sizes = [math.prod(shape) for shape in layers]
+    for shape, g, w in zip(layers, out.split(sizes), params.split(sizes), strict=True):
+        if len(shape) < 2:
+            continue
+        g.add_(w, alpha=weight_decay)
+        norm_w, norm_g = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
+        ratio = LARS_TRUST * norm_w / norm_g
+        g.mul_(torch.where((norm_w > 0) & (norm_g > 0), ratio, torch.ones_like(ratio)))
+    return out
+
+
+def cosine(step: int, total: int) -> float:
+    """The factor of a cosine decay from 1 at step 0 towards 0 at ``total``.
+
+    >>> [round(cosine(i, 4), 3) for i in range(4)]
+    [1.0, 0.854, 0.5, 0.146]
+    """
+    return 0.5 * (1 + math.cos(math.pi * step / total))

@@ -1,0 +1,66 @@
+"""The live display of a run: a bar in a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+LINE_SECONDS = 5.0
+
+
+class Progress:
+    """Round, loss, images a second and time left, on standard error."""
+
+    def __init__(self, title: str, rounds: int, done: int = 0) -> None:
+        self.title = title
+        self.rounds = rounds
+        self.first = done
+        self.images = 0
+        self.started = time.monotonic()
+        self.last_line = self.started
+        self.live = sys.stderr.isatty()
+        self.bar = tqdm(
+            total=rounds,
+            initial=done,
+            desc=title,
+            unit="round",
+            disable=not self.live,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {postfix} {remaining} left",
+            dynamic_ncols=True,
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.close()
+
+    def update(self, round: int, loss: float, images: int) -> None:
+        """Show that ``round`` rounds are done."""
+        self.images += images
+        now = time.monotonic()
+        if self.live:
+            self.bar.set_postfix_str(f"loss {loss:.4g}, {self._rate(now):,.0f} images/s", False)
+            self.bar.update(round - self.bar.n)
+        elif now - self.last_line > LINE_SECONDS or round == self.rounds:
+            self.last_line = now
+            left = (now - self.started) / (round - self.first) * (self.rounds - round)
+            self.say(
+                f"{self.title} round {round}/{self.rounds}  loss {loss:.4g}  "
+                f"{self._rate(now):,.0f} images/s  {left:.0f} s left"
+            )
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        tqdm.write(line, file=sys.stderr)
+
+    def _rate(self, now: float) -> float:
+        return self.images / max(1e-9, now - self.started)

@@ -1,0 +1,40 @@
+"""``fedssl evaluate``: judge a run's encoder again, under other protocols or on other data."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedssl import checkpoint, config
+from fedssl.errors import UserError
+from fedssl.session import prepare
+
+FILE = "evaluations.jsonl"
+
+
+def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The rows of a run's result and of an untrained network; also appended to the run's folder."""
+    known = run / "config.yaml"
+    if not known.is_file():
+        raise UserError(f"{run}: holds no run (no config.yaml in it)")
+    for word in words:
+        if not word.startswith(("evaluate.", "data.", "device=")):
+            raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
+    settings = config.resolve(config.read_yaml(known), words)
+    session = prepare(replace(settings, rounds=max(1, settings.rounds)))
+    if not checkpoint.read(run, session):
+        raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
+    rows = {"untrained": session.judge(session.work.initial), "result": session.judge_result()}
+    line: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "rounds": session.server.round,
+        "changed": list(words),
+        "rows": rows,
+    }
+    with (run / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return rows

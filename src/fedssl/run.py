@@ -1,0 +1,256 @@
+"""A run: the loop over rounds, the files that it leaves, and the summary that it ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fedssl import __version__, checkpoint, config
+from fedssl.algorithms.base import Cohort, TooFewReplies
+from fedssl.config import Config
+from fedssl.errors import TrainingError, UserError
+from fedssl.metrics import Metrics
+from fedssl.progress import Progress
+from fedssl.session import Session, prepare
+
+FREE_ON_RESUME = ("device", "about", "paper", "evaluate.", "checkpoint.", "engine.")
+MOST_PERSONAL_FILES = 100
+
+
+class Interrupted(Exception):
+    """Ctrl-C or a polite kill: the checkpoint is written, the run can be resumed."""
+
+
+def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
+    """Train, judge, and leave the run's folder; returns the summary.
+
+    Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
+    """
+    sessions = {out: open_run(settings, out, resume)}
+    for name in settings.evaluate.baselines:
+        folder = out / "baselines" / name
+        other = config.with_algorithm(settings, name)
+        sessions[folder] = open_run(other, folder, resume and folder.exists())
+    with _stop_signals() as stop:
+        for folder, session in sessions.items():
+            train(session, folder, stop)
+    summaries = {folder: finish(session, folder) for folder, session in sessions.items()}
+    summary = summaries.pop(out)
+    if summaries:
+        summary["baselines"] = {folder.name: row["result"] for folder, row in summaries.items()}
+        write_json(out / "summary.json", summary)
+    return summary
+
+
+def open_run(settings: Config, out: Path, resume: bool) -> Session:
+    """A session in its folder, at the start or at its last checkpoint."""
+    known = out / "config.yaml"
+    if known.exists():
+        if not resume:
+            raise UserError(
+                f"--out {out}: holds another run; choose another folder, "
+                "or continue it with --resume"
+            )
+        check_same(settings, config.build(config.read_yaml(known)), out)
+    elif resume:
+        raise UserError(f"--resume: {out} holds no run; start it without --resume")
+    session = prepare(settings)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        known.write_text(config.dump(session.config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
+    if resume:
+        checkpoint.read(out, session)
+    return session
+
+
+def check_same(new: Config, old: Config, out: Path) -> None:
+    """A resumed run keeps every key that its result depends on."""
+    before, after = config.flat(config.to_tree(old)), config.flat(config.to_tree(new))
+    for name in sorted({**before, **after}):
+        filled_in = name == "algorithm.batch" and after.get(name) is None
+        if before.get(name) == after.get(name) or filled_in or name.startswith(FREE_ON_RESUME):
+            continue
+        raise UserError(
+            f"--resume: {name} was {before.get(name)} in {out} and is now {after.get(name)}; "
+            "leave it as it was, or start a new run in another folder"
+        )
+
+
+def train(session: Session, out: Path, stop: list[int]) -> None:
+    """The loop over rounds."""
+    server, settings = session.server, session.config
+    saved = time.monotonic()
+    with (
+        Metrics(out, server.round) as metrics,
+        Progress(settings.algorithm.name, settings.rounds, server.round) as progress,
+    ):
+        while server.round < settings.rounds:
+            line = one_round(session, out, progress)
+            every = settings.evaluate.every
+            if every and server.round % every == 0 and server.round < settings.rounds:
+                line |= session.judge_result()
+            metrics.write(line)
+            due = time.monotonic() - saved >= settings.checkpoint.seconds
+            if due or stop or server.round == settings.rounds:
+                checkpoint.write(out, session)
+                saved = time.monotonic()
+            if stop and server.round < settings.rounds:
+                raise Interrupted
+            progress.update(server.round, line["loss"], line["images"])
+
+
+def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:
+    """One round, and its line for the metrics."""
+    server, started = session.server, time.perf_counter()
+    cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
+    asked = len(cohort.ids)
+    skipped = False
+    try:
+        session.algorithm.round(server, cohort)
+    except TooFewReplies as reason:
+        skipped = True
+        progress.say(f"round {server.round + 1} skipped: {reason}")
+    loss = float(server.log["loss"]) if "loss" in server.log else math.nan
+    if not skipped and not math.isfinite(loss):
+        raise TrainingError(
+            f"round {server.round + 1}: the loss is {loss}; training is unstable with these "
+            f"settings (server.lr={session.config.server.lr}, "
+            f"client.lr={session.config.client.lr}); lower the learning rate. {_kept(out)}"
+        )
+    server.round += 1
+    return {
+        "round": server.round,
+        "loss": loss,
+        "seconds": round(time.perf_counter() - started, 6),
+        "images": _images(session, cohort),
+        "clients": asked,
+        "missing": cohort.traffic.missing,
+        "skipped": skipped,
+        "bytes_up": sum(cohort.traffic.up.values()),
+        "bytes_down": sum(cohort.traffic.down.values()),
+        "exchanges": {
+            task: {"up": cohort.traffic.up[task], "down": down}
+            for task, down in cohort.traffic.down.items()
+        },
+    }
+
+
+def _images(session: Session, cohort: Cohort) -> int:
+    sizes = session.engine.groups.sizes[cohort.ids]
+    plan = session.work.plan
+    if plan.batch is None:
+        return int(sizes.sum()) * plan.count(1)
+    return sum(plan.images(int(size)) for size in sizes)
+
+
+def _kept(out: Path) -> str:
+    if (out / checkpoint.FILE).exists():
+        return f"The last good checkpoint is kept in {out}"
+    return f"No checkpoint had been written yet in {out}"
+
+
+def finish(session: Session, out: Path) -> dict[str, Any]:
+    """Judge the result and an untrained network, and write encoder and summary."""
+    untrained = session.judge(session.work.initial)
+    result = session.judge_result()
+    export(session, out)
+    totals = Metrics.totals(out)
+    summary: dict[str, Any] = {
+        **result,
+        "rounds": session.server.round,
+        **totals,
+        "judged": session.algorithm.judges,
+        "result": result,
+        "untrained": untrained,
+        "merged": session.engine.merges,
+        "seed": session.config.seed,
+        "parameters": session.work.flat.parameters,
+        "device": _device_name(session.work.device),
+        "torch": torch.__version__,
+        "fedssl": __version__,
+    }
+    write_json(out / "summary.json", summary)
+    return summary
+
+
+def export(session: Session, out: Path) -> None:
+    """The encoder that is the result, with a note that says what it is."""
+    towers = session.config.encoder.towers
+    weights, model = session.server.weights, "global"
+    if session.algorithm.judges == "personal":
+        personal = session.personal(MOST_PERSONAL_FILES)
+        for client, own in personal.items():
+            _save_towers(session, own, out / "personal", f"client-{client}", 1)
+        first, weights = next(iter(personal.items()))
+        model = f"personal, client {first} (the others are in personal/)"
+    _save_towers(session, weights, out, "encoder", towers)
+    images = session.dataset.train.images
+    note = {
+        "model": model,
+        "algorithm": session.config.algorithm.name,
+        "objective": session.config.objective.name,
+        "encoder": config.to_tree(session.config.encoder),
+        "features": session.encoder().encoder.features,
+        "channels": [i.shape[1] for i in images],
+        "size": list(images[0].shape[2:]),
+        "input": "pixels divided by 255, no further normalization",
+        "files": ["encoder.safetensors", *(["encoder-second.safetensors"] if towers == 2 else [])],
+    }
+    write_json(out / "encoder.json", note)
+
+
+def _save_towers(
+    session: Session, weights: torch.Tensor, out: Path, name: str, towers: int
+) -> None:
+    session.work.load(weights)
+    for tower, suffix in zip(range(towers), ("", "-second"), strict=False):
+        state = session.encoder(tower).encoder.state_dict()
+        tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
+        checkpoint.save(out / f"{name}{suffix}.safetensors", tensors, {})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small file whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that fills when the user asks to stop; asking twice stops at once."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        print("stopping after this round (again: at once)", file=sys.stderr)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [signal.signal(number, handle) for number in numbers]
+    except ValueError:  # not the main thread: whoever runs us keeps the signals
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)

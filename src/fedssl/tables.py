@@ -1,0 +1,85 @@
+"""The plain-text tables that commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedssl import config
+from fedssl.config import Config
+
+MEASURES = ("effective_rank", "alignment", "uniformity")
+
+
+def result(summary: Mapping[str, Any], settings: Config) -> str:
+    """The closing table of a run: its result beside an untrained network and the baselines."""
+    table = {"untrained": summary["untrained"], **summary.get("baselines", {})}
+    table[settings.algorithm.name] = summary["result"]
+    published = {k: v for k, v in settings.paper.get("results", {}).items() if k in summary}
+    if published:
+        table["the paper's number"] = published
+    return rows(table)
+
+
+def rows(table: Mapping[str, Mapping[str, float]]) -> str:
+    """One row a model, one column a measure."""
+    measures = list(dict.fromkeys(m for row in table.values() for m in row))
+    head = ["", *(_title(m) for m in measures)]
+    body = [
+        [
+            name,
+            *(
+                f"{row[m]:.2f}" if m in MEASURES else f"{row[m]:.1f} %" if m in row else "–"
+                for m in measures
+            ),
+        ]
+        for name, row in table.items()
+    ]
+    return align([head, *body])
+
+
+def _title(measure: str) -> str:
+    name = measure.removesuffix("_top1")
+    protocol, at, labels = name.partition("@")
+    return f"{protocol}, {labels} labels" if at else name.replace("_", " ")
+
+
+def closing(summary: Mapping[str, Any]) -> str:
+    """What the run cost, in one line."""
+    return (
+        f"{summary['rounds']} rounds, {summary['seconds']:.1f} s, "
+        f"{summary['images_per_second']:,.0f} images/s, "
+        f"{size(summary['bytes_up'])} up and {size(summary['bytes_down'])} down over all clients"
+    )
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def recipes() -> str:
+    """Name, paper's row and description of every recipe that ships."""
+    lines = [["recipe", "paper", "what"]]
+    for name, path in config.recipes().items():
+        tree = config.read_yaml(path)
+        lines.append([name, str(tree.get("paper", {}).get("row", "")), str(tree.get("about", ""))])
+    return align(lines)
+
+
+def align(lines: list[list[str]]) -> str:
+    """Columns of equal width; numbers to the right, words to the left."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def cell(text: str, width: int, column: int) -> str:
+        numeric = column > 0 and all(line[column][:1] in "0123456789–-" for line in lines[1:])
+        return text.rjust(width) if numeric else text.ljust(width)
+
+    return "\n".join(
+        "  ".join(cell(t, w, i) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )

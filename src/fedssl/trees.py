@@ -1,0 +1,74 @@
+"""Payloads, replies and states are trees: nested dictionaries with tensors at their leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+from torch import Tensor
+
+Tree: TypeAlias = "Tensor | Mapping[str, Tree]"
+
+
+def leaves(tree: Tree) -> Iterator[Tensor]:
+    """The tensors of a tree."""
+    if isinstance(tree, Tensor):
+        yield tree
+    else:
+        for child in tree.values():
+            yield from leaves(child)
+
+
+def scaled(tree: Tree, factor: float) -> Tree:
+    """Every leaf times ``factor``, detached."""
+    if isinstance(tree, Tensor):
+        return tree.detach() * factor
+    return {name: scaled(child, factor) for name, child in tree.items()}
+
+
+def add_scaled(total: Tree, tree: Tree, factor: float) -> None:
+    """``total += factor · tree``, in place."""
+    for a, b in zip(leaves(total), leaves(tree), strict=True):
+        a.add_(b.detach(), alpha=factor)
+
+
+def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
+    """The weighted mean of trees, and the total weight; one tree at a time is held."""
+    total: Tree | None = None
+    weights = 0.0
+    for weight, tree in weighted:
+        if total is None:
+            total = scaled(tree, weight)
+        else:
+            add_scaled(total, tree, weight)
+        weights += weight
+    if total is None:
+        raise ValueError("the mean of nothing")
+    return scaled(total, 1 / weights), weights
+
+
+def count_bytes(tree: Tree) -> int:
+    """The bytes that the tensors of a tree take when sent."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+
+
+def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
+    """``{"a": {"b": t}}`` as ``{"a/b": t}``: the form that files hold."""
+    if isinstance(tree, Tensor):
+        return {prefix: tree}
+    out: dict[str, Tensor] = {}
+    for name, child in tree.items():
+        out.update(flatten(child, f"{prefix}/{name}" if prefix else name))
+    return out
+
+
+def unflatten(flat: dict[str, Tensor]) -> dict[str, Tree]:
+    """The inverse of :func:`flatten`."""
+    out: dict[str, Tree] = {}
+    for path, leaf in flat.items():
+        *parents, last = path.split("/")
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})  # type: ignore[assignment]
+        node[last] = leaf
+    return out

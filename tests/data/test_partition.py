@@ -1,0 +1,534 @@
+from __future__ import annotations
+
+import math
+import re
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fedssl.config import PartitionParams
+from fedssl.data import partition as module
+from fedssl.data.dataset import Groups, Split
+from fedssl.data.partition import Classes, Dirichlet, Folder, Iid, Samples, partition, table
+from fedssl.errors import UserError
+
+INF = float("inf")
+COUNTS = st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any)
+SEEDS = st.integers(0, 2**31)
+# Whatever the number of places drawn at once, the partition must be sound.
+WINDOWS = st.sampled_from([1, 3, 8192])
+
+
+def data(counts: Sequence[int], seed: int = 0) -> Split:
+    """As many samples of each class as ``counts`` says, in random order."""
+    labels = np.repeat(np.arange(len(counts)), counts)
+    return unlabeled(np.random.default_rng(seed).permutation(labels))
+
+
+def unlabeled(labels: NDArray[np.int64] | int) -> Split:
+    count = labels if isinstance(labels, int) else len(labels)
+    images = (torch.zeros(count, 1, 1, 1, dtype=torch.uint8),)
+    return Split(images, None if isinstance(labels, int) else torch.from_numpy(labels))
+
+
+def labels_of(split: Split) -> NDArray[np.int64]:
+    assert split.labels is not None
+    return split.labels.numpy()
+
+
+def distinct(groups: Groups, split: Split) -> NDArray[np.int64]:
+    """The number of classes that each client holds."""
+    labels = labels_of(split)
+    return np.array([len(np.unique(labels[groups[k]])) for k in range(len(groups))])
+
+
+def check_disjoint(groups: Groups, total: int) -> None:
+    assert groups.offsets[0] == 0
+    assert groups.offsets[-1] == len(groups.members)
+    assert len(np.unique(groups.members)) == len(groups.members)
+    assert groups.members.min() >= 0
+    assert groups.members.max() < total
+
+
+def check_all_used(groups: Groups, total: int) -> None:
+    assert np.array_equal(np.sort(groups.members), np.arange(total))
+
+
+CIFAR100 = data([500] * 100)
+DIGITS = data([18] * 10)
+EACH = [
+    Iid.Params("iid", 7),
+    Samples.Params("samples", 4, 0.0),
+    Samples.Params("samples", 4, 0.5),
+    Samples.Params("samples", 4, INF),
+    Classes.Params("classes", 5, 4),
+    Dirichlet.Params("dirichlet", 5, 0.5),
+]
+names = pytest.mark.parametrize("params", EACH, ids=str)
+
+
+# Every partition.
+
+
+@names
+def test_same_seed_same_partition_whatever_the_global_generator(params: PartitionParams) -> None:
+    np.random.seed(1)
+    torch.manual_seed(1)
+    one = partition(params, DIGITS, 10, 3)
+    np.random.seed(2)
+    torch.manual_seed(2)
+    two = partition(params, DIGITS, 10, 3)
+    assert np.array_equal(one.members, two.members)
+    assert np.array_equal(one.offsets, two.offsets)
+
+
+@names
+def test_another_seed_is_another_partition(params: PartitionParams) -> None:
+    one, two = (partition(params, DIGITS, 10, seed) for seed in (3, 4))
+    sets = [[set(g[k].tolist()) for k in range(len(g))] for g in (one, two)]
+    assert sets[0] != sets[1]
+
+
+@names
+def test_members_are_not_in_the_order_of_the_data(params: PartitionParams) -> None:
+    groups = partition(params, DIGITS, 10, 3)
+    assert any((np.diff(groups[k]) < 0).any() for k in range(len(groups)))
+
+
+@pytest.mark.parametrize(
+    ("params", "members"),
+    [
+        (Iid.Params("iid", 3), [0, 6, 1, 2, 7, 8, 5, 4, 9, 3]),
+        (Samples.Params("samples", 3, 0.0), [0, 1, 4, 3, 7, 5, 6, 2, 8]),
+        (Samples.Params("samples", 3, 1.0), [0, 1, 4, 3, 6, 7, 2, 8, 5]),
+    ],
+    ids=str,
+)
+def test_every_machine_agrees(params: PartitionParams, members: list[int]) -> None:
+    labels = np.array([0, 0, 1, 0, 0, 2, 1, 2, 1, 2])
+    assert partition(params, unlabeled(labels), 3, 11).members.tolist() == members
+
+
+# iid
+
+
+@given(total=st.integers(1, 200), clients=st.integers(1, 200), seed=SEEDS)
+def test_iid_uses_all_and_is_even(total: int, clients: int, seed: int) -> None:
+    assume(clients <= total)
+    groups = partition(Iid.Params("iid", clients), unlabeled(total), 0, seed)
+    check_all_used(groups, total)
+    assert len(groups) == clients
+    assert groups.sizes.max() - groups.sizes.min() <= 1
+
+
+# samples
+
+
+@settings(deadline=None)
+@given(
+    counts=COUNTS,
+    size=st.integers(1, 20),
+    share=st.floats(0.1, 1.0),
+    alpha=st.sampled_from([0.0, 1e-300, 1e-3, 0.3, 1.0, 50.0, 1e308, INF]),
+    seed=SEEDS,
+    window=WINDOWS,
+)
+def test_samples_are_disjoint_and_sizes_exact(
+    counts: list[int], size: int, share: float, alpha: float, seed: int, window: int
+) -> None:
+    split = data(counts, seed)
+    assume(size <= len(split))
+    clients = math.ceil(share * (len(split) // size))
+    with patch.object(module, "_WINDOW", window):
+        params = Samples.Params("samples", size, alpha, None if share == 1 else clients)
+        groups = partition(params, split, len(counts), seed)
+    check_disjoint(groups, len(split))
+    assert groups.sizes.tolist() == [size] * clients
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 1000.0, INF])
+@pytest.mark.parametrize(("size", "clients"), [(1, 50_000), (4, 12_500), (16, 3_125)])
+def test_samples_at_full_size(size: int, clients: int, alpha: float) -> None:
+    groups = partition(Samples.Params("samples", size, alpha), CIFAR100, 100, 5)
+    assert len(groups) == clients
+    assert (groups.sizes == size).all()
+    check_all_used(groups, 50_000)
+    held = distinct(groups, CIFAR100)
+    if alpha == 0:
+        assert (held > 1).sum() <= 100
+        assert (held > 1).any() == (size == 16)  # 500 = 31 × 16 + 4, and 125 × 4
+    elif alpha < INF:  # the Dirichlet-multinomial's chance that a class is absent
+        absent = math.prod((0.99 * alpha + j) / (alpha + j) for j in range(size))
+        assert held.mean() == pytest.approx(100 * (1 - absent), rel=0.02)
+
+
+@settings(deadline=None)
+@given(counts=COUNTS, size=st.integers(1, 20), seed=SEEDS, window=WINDOWS)
+def test_samples_at_alpha_0_leave_a_class_only_when_it_is_empty(
+    counts: list[int], size: int, seed: int, window: int
+) -> None:
+    split = data(counts, seed)
+    assume(size <= len(split))
+    with patch.object(module, "_WINDOW", window):
+        groups = partition(Samples.Params("samples", size, 0.0), split, len(counts), seed)
+    drawn = labels_of(split)[groups.members]
+    change = np.flatnonzero(np.diff(drawn)) + 1  # places whose class is not the one before
+    for place in change[change % size != 0]:
+        assert drawn[place - 1] not in drawn[place:]
+        assert (drawn[:place] == drawn[place - 1]).sum() == counts[drawn[place - 1]]
+
+
+def test_samples_at_alpha_0_choose_the_class_by_its_share() -> None:
+    split = data([6000, 3000, 1000])
+    groups = partition(Samples.Params("samples", 5, 0.0, 500), split, 3, 2)
+    first = np.bincount(labels_of(split)[groups.members[::5]], minlength=3) / 500
+    assert first == pytest.approx([0.6, 0.3, 0.1], abs=0.06)
+    assert (distinct(groups, split) == 1).all()
+
+
+@pytest.mark.parametrize("alpha", [1000.0, INF])
+def test_samples_at_large_alpha_follow_the_prior(alpha: float) -> None:
+    split = data([6000, 3000, 1000])
+    groups = partition(Samples.Params("samples", 500, alpha, 10), split, 3, 2)
+    for k in range(10):
+        share = np.bincount(labels_of(split)[groups[k]], minlength=3) / 500
+        assert share == pytest.approx([0.6, 0.3, 0.1], abs=0.1)
+
+
+def test_samples_of_a_class_are_random() -> None:
+    split = data([50, 50])
+    params = Samples.Params("samples", 10, 1.0, 1)
+    taken = np.concatenate([partition(params, split, 2, s).members for s in range(300)])
+    times = np.bincount(taken, minlength=100)  # 30 each; 5 is its standard deviation
+    assert times.min() > 8
+    assert times.max() < 55
+
+
+def slow(
+    counts: Sequence[int], clients: int, size: int, alpha: float, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """The process as Hsu et al. state it, place by place: the class of each place."""
+    prior = np.array(counts) / sum(counts)
+    left = np.array(counts)
+    drawn = []
+    for _ in range(clients):
+        q = rng.dirichlet(alpha * prior)
+        for _ in range(size):
+            restricted = np.where(left > 0, q, 0)
+            c = int(rng.choice(len(prior), p=restricted / restricted.sum()))
+            left[c] -= 1
+            drawn.append(c)
+    return np.array(drawn).reshape(clients, size)
+
+
+def test_samples_hold_as_many_classes_as_the_slow_process_gives() -> None:
+    split, rng = data([100] * 10), np.random.default_rng(0)
+    quick = [
+        distinct(partition(Samples.Params("samples", 10, 1.0), split, 10, seed), split)
+        for seed in range(20)
+    ]
+    reference = [
+        [len(set(row)) for row in slow([100] * 10, 100, 10, 1.0, rng).tolist()] for _ in range(20)
+    ]
+    error = math.sqrt(np.var(quick) / np.size(quick) + np.var(reference) / np.size(reference))
+    assert abs(np.mean(quick) - np.mean(reference)) < 4 * error
+    assert 4 * error < 0.15  # about 2.9 classes a client: the comparison says something
+
+
+@pytest.mark.parametrize("window", [2, 8192])
+@pytest.mark.parametrize("alpha", [0.7, 5.0])
+def test_samples_have_the_distribution_of_the_slow_process_as_classes_run_out(
+    alpha: float, window: int
+) -> None:
+    """Chi-square, two samples, on what each client holds in order; all 12 samples are used."""
+    counts, clients, size, runs = [6, 4, 2], 3, 4, 2000
+    split, rng = data(counts), np.random.default_rng(1)
+    labels, params = labels_of(split), Samples.Params("samples", size, alpha)
+    with patch.object(module, "_WINDOW", window):
+        quick = [labels[partition(params, split, 3, seed).members] for seed in range(runs)]
+    reference = [slow(counts, clients, size, alpha, rng) for _ in range(runs)]
+    for k in range(clients):
+        ours = Counter(tuple(q.reshape(clients, size)[k].tolist()) for q in quick)
+        theirs = Counter(tuple(r[k].tolist()) for r in reference)
+        frequent = [c for c in ours | theirs if ours[c] + theirs[c] >= 20]
+        chi = sum((ours[c] - theirs[c]) ** 2 / (ours[c] + theirs[c]) for c in frequent)
+        assert len(frequent) > 8
+        assert chi < len(frequent) + 4 * math.sqrt(2 * len(frequent))
+
+
+def test_samples_without_labels_at_infinite_alpha() -> None:
+    some = torch.tensor([0, 1, -1] * 20)
+    for split in (unlabeled(60), Split(unlabeled(60).images, some)):
+        groups = partition(Samples.Params("samples", 6, INF), split, 0, 1)
+        check_all_used(groups, 60)
+
+
+def test_fifty_thousand_clients_within_a_second_and_little_memory() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        partition(Samples.Params("samples", 1, 0.1), CIFAR100, 100, 1)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1.0
+    tracemalloc.start()
+    partition(Samples.Params("samples", 1, 0.1), CIFAR100, 100, 1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16e6
+
+
+# classes
+
+
+@settings(deadline=None)
+@given(numbers=st.data(), total=st.integers(1, 12), seed=SEEDS)
+def test_classes_are_always_dealt_evenly(numbers: st.DataObject, total: int, seed: int) -> None:
+    each = numbers.draw(st.integers(1, total), label="classes a client")
+    step = total // math.gcd(total, each)
+    clients = step * numbers.draw(st.integers(1, 40 // step + 1), label="clients / step")
+    sets = clients * each // total
+    extra = numbers.draw(st.lists(st.integers(0, 20), min_size=total, max_size=total))
+    counts = [sets + e for e in extra]
+    split = data(counts, seed)
+    groups = partition(Classes.Params("classes", clients, each), split, total, seed)
+    check_all_used(groups, len(split))
+    assert len(groups) == clients
+    held = np.stack(
+        [np.bincount(labels_of(split)[groups[k]], minlength=total) for k in range(clients)]
+    )
+    assert ((held > 0).sum(axis=1) == each).all()
+    for c, count in enumerate(counts):
+        pieces = held[:, c][held[:, c] > 0]
+        assert len(pieces) == sets
+        assert set(pieces) <= {count // sets, -(-count // sets)}
+
+
+def test_classes_example_of_the_fedema_appendix() -> None:
+    split = data([5000] * 10)
+    groups = partition(Classes.Params("classes", 5, 4), split, 10, 0)
+    for k in range(5):
+        held = np.bincount(labels_of(split)[groups[k]], minlength=10)
+        assert sorted(held.tolist()) == [0] * 6 + [2500] * 4
+
+
+def test_every_class_is_as_likely_for_every_client() -> None:
+    split, times = data([4] * 6), np.zeros((6, 6))
+    for seed in range(300):
+        groups = partition(Classes.Params("classes", 6, 2), split, 6, seed)
+        for k in range(6):
+            times[k, np.unique(labels_of(split)[groups[k]])] += 1
+    assert times.min() > 65  # 100 each; 8 is its standard deviation
+    assert times.max() < 135
+
+
+def test_neighbouring_clients_may_share_a_class() -> None:
+    """The dealing is random, not a rotation in which a class comes back when all were dealt."""
+    split, shared = data([4] * 6), 0
+    for seed in range(100):
+        groups = partition(Classes.Params("classes", 6, 2), split, 6, seed)
+        one, two = (set(labels_of(split)[groups[k]].tolist()) for k in range(2))
+        shared += bool(one & two)
+    assert 20 < shared < 60  # 40 expected: 1 - (8/10)(6/8)
+
+
+def test_classes_without_a_sample_do_not_count() -> None:
+    split = data([8, 0, 8, 0])
+    groups = partition(Classes.Params("classes", 4, 1), split, 4, 0)
+    assert groups.sizes.tolist() == [4] * 4
+
+
+@given(total=st.integers(2, 30), clients=st.integers(1, 30), each=st.integers(1, 30))
+def test_classes_that_do_not_divide_name_numbers_that_do(
+    total: int, clients: int, each: int
+) -> None:
+    assume(each <= total and clients * each % total)
+    split = data([60] * total)
+    with pytest.raises(UserError, match="do not divide evenly") as error:
+        partition(Classes.Params("classes", clients, each), split, total, 0)
+    advice = re.search(r"use partition.classes=(\d+) or partition.clients=(\d+)", str(error.value))
+    assert advice is not None
+    for k, classes in ((clients, int(advice[1])), (int(advice[2]), each)):
+        assert len(partition(Classes.Params("classes", k, classes), split, total, 0)) == k
+
+
+# dirichlet
+
+
+@settings(deadline=None)
+@given(
+    counts=COUNTS,
+    clients=st.integers(1, 6),
+    alpha=st.sampled_from([1e-300, 0.05, 0.5, 5.0, 1e308, INF]),
+    seed=SEEDS,
+)
+def test_dirichlet_uses_all_and_leaves_no_client_empty(
+    counts: list[int], clients: int, alpha: float, seed: int
+) -> None:
+    split = data(counts, seed)
+    assume(clients <= len(split))
+    try:
+        groups = partition(Dirichlet.Params("dirichlet", clients, alpha), split, len(counts), seed)
+    except UserError as error:
+        assert clients > 1
+        assert "use a larger partition.alpha or fewer partition.clients" in str(error)
+        return
+    check_all_used(groups, len(split))
+    assert len(groups) == clients
+    assert groups.sizes.min() >= 1
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
+def test_dirichlet_shares_have_the_right_spread(alpha: float) -> None:
+    """Of two clients, the first one's share of a class is Beta(α, α): variance 1 / (8α + 4)."""
+    split = data([100] * 500)
+    groups = partition(Dirichlet.Params("dirichlet", 2, alpha), split, 500, 0)
+    share = np.bincount(labels_of(split)[groups[0]], minlength=500) / 100
+    assert share.mean() == pytest.approx(0.5, abs=0.06)
+    assert share.var() == pytest.approx(1 / (8 * alpha + 4), rel=0.2)
+
+
+def test_dirichlet_at_tiny_alpha_gives_a_class_to_one_client() -> None:
+    split = data([10] * 40)
+    groups = partition(Dirichlet.Params("dirichlet", 3, 1e-6), split, 40, 0)
+    assert distinct(groups, split).sum() == 40
+    assert groups.sizes.min() > 50  # 133 each on average
+
+
+def test_dirichlet_at_infinite_alpha_divides_evenly() -> None:
+    split = data([10] * 40)
+    groups = partition(Dirichlet.Params("dirichlet", 4, INF), split, 40, 0)
+    for k in range(4):
+        assert set(np.bincount(labels_of(split)[groups[k]], minlength=40)) == {2, 3}
+    # A class smaller than the number of clients: its samples do not go to the same ones each time.
+    groups = partition(Dirichlet.Params("dirichlet", 20, INF), split, 40, 0)
+    assert groups.sizes.min() > 10
+
+
+def test_dirichlet_draws_again_when_a_client_is_empty() -> None:
+    split, params = data([20] * 4), Dirichlet.Params("dirichlet", 5, 0.2)
+    with patch.object(module, "_TRIES", 1):
+        refused = 0
+        for seed in range(20):
+            try:
+                partition(params, split, 4, seed)
+            except UserError:
+                refused += 1
+    assert 0 < refused < 20
+    for seed in range(20):
+        assert partition(params, split, 4, seed).sizes.min() >= 1
+
+
+# folder
+
+
+def test_folder_is_one_client_a_folder() -> None:
+    split = Split(unlabeled(6).images, None, clients=np.array([2, 0, 2, 0, 2, 4]))
+    groups = partition(Folder.Params("folder"), split, 0, 0)
+    assert [groups[k].tolist() for k in range(len(groups))] == [[1, 3], [0, 2, 4], [5]]
+
+
+# What is refused.
+
+HALF = Split(unlabeled(180).images, torch.tensor([0, -1] * 90))
+
+
+@pytest.mark.parametrize(
+    ("params", "split", "message"),
+    [
+        (Iid.Params("iid", 181), DIGITS, "partition.clients=181: .*at most 180"),
+        (Iid.Params("iid", 0), DIGITS, "partition.clients=0: .*at least 1"),
+        (Samples.Params("samples", 0), DIGITS, "partition.samples=0: .*at least 1"),
+        (Samples.Params("samples", 181), DIGITS, "partition.samples=181: .*at most 180"),
+        (Samples.Params("samples", 4, 0.0, 46), DIGITS, "partition.clients=46: .*at most 45"),
+        (Samples.Params("samples", 1, 0.0, 0), DIGITS, "partition.clients=0: .*at least 1"),
+        (Samples.Params("samples", 1, 0.0, 181), DIGITS, "partition.clients=181: .*at most 180"),
+        (Samples.Params("samples", 4, -0.5), DIGITS, "partition.alpha=-0.5: .*0 to inf"),
+        (Samples.Params("samples", 4, math.nan), DIGITS, "partition.alpha=nan: .*0 to inf"),
+        (Samples.Params("samples", 4, 1.0), unlabeled(180), "180 of 180 .*=iid works.*alpha=inf"),
+        (Samples.Params("samples", 4, 1.0), HALF, "90 of 180 .*partition.name=iid works"),
+        (Classes.Params("classes", 0, 2), DIGITS, "partition.clients=0: .*at least 1"),
+        (Classes.Params("classes", 181, 2), DIGITS, "partition.clients=181: .*at most 180"),
+        (Classes.Params("classes", 5, 11), DIGITS, "partition.classes=11: .*1 to 10"),
+        (Classes.Params("classes", 5, 0), DIGITS, "partition.classes=0: .*1 to 10"),
+        (Classes.Params("classes", 5, 3), DIGITS, "partition.classes=3: .*classes=4 or .*=10"),
+        (Classes.Params("classes", 100, 2), DIGITS, "partition.clients=100: .*20 sets.*18 samples"),
+        (Classes.Params("classes", 5, 2), unlabeled(180), "classes: needs.*partition.name=iid"),
+        (Classes.Params("classes", 5, 2), HALF, "partition.name=classes: needs labels"),
+        (Dirichlet.Params("dirichlet", 0), DIGITS, "partition.clients=0: .*at least 1"),
+        (Dirichlet.Params("dirichlet", 181), DIGITS, "partition.clients=181: .*at most 180"),
+        (Dirichlet.Params("dirichlet", 5, 0.0), DIGITS, "partition.alpha=0.0: .*name=samples"),
+        (Dirichlet.Params("dirichlet", 5, -1.0), DIGITS, "partition.alpha=-1.0: "),
+        (Dirichlet.Params("dirichlet", 5, math.nan), DIGITS, "partition.alpha=nan: "),
+        (Dirichlet.Params("dirichlet", 150, 0.1), DIGITS, "partition.alpha=0.1: .*larger .*fewer"),
+        (Dirichlet.Params("dirichlet", 5, 1.0), unlabeled(180), "partition.name=iid works"),
+        (Dirichlet.Params("dirichlet", 5, 1.0), HALF, "partition.name=dirichlet: needs labels"),
+        (Folder.Params("folder"), DIGITS, "partition.name=folder: .*data.levels must contain"),
+        (PartitionParams("foldr"), DIGITS, "partition.name=foldr: unknown.*folder"),
+    ],
+    ids=str,
+)
+def test_refusals_are_one_line_with_key_and_fix(
+    params: PartitionParams, split: Split, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        partition(params, split, 10, 0)
+    assert "\n" not in str(error.value)
+
+
+# table
+
+
+def groups_of(*clients: list[int]) -> Groups:
+    return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
+
+
+def test_table_of_few_classes_has_a_column_each() -> None:
+    groups = groups_of([0, 1, 2], [4], [5, 7])
+    labels = np.array([0, 0, 1, 0, 1, 1, 0, -1])
+    assert table(groups, labels, ["cat", "a very long name"]).splitlines() == [
+        "clients            3",
+        "samples            6 used, 2 left out",
+        "samples a client   1 smallest, 2 median, 3 largest",
+        "classes a client   1 smallest, 1 median, 2 largest",
+        "",
+        "client  samples  cat  a very lon",
+        "     0        3    2           1",
+        "     1        1    0           1",
+        "     2        2    0           1",
+    ]
+
+
+def test_table_of_many_classes_shows_the_three_most_frequent() -> None:
+    labels = np.array([5, 12, 12, 3, 3, 3, 1, 2, 2, 2])
+    lines = table(groups_of(list(range(7)), [7, 8]), labels, [f"c{i}" for i in range(13)])
+    assert lines.splitlines()[-3:] == [
+        "client  samples  most frequent classes",
+        "     0        7  c3×3, c12×2, c1×1, …",
+        "     1        2  c2×2",
+    ]
+
+
+def test_table_lists_twenty_clients() -> None:
+    lines = table(groups_of(*([k] for k in range(25))), np.zeros(30, np.int64), ["x"]).splitlines()
+    assert lines[-1] == "… and 5 more clients"
+    assert lines[-2].split() == ["19", "1", "1"]
+    full = table(groups_of(*([k] for k in range(20))), None, [])
+    assert "more clients" not in full
+
+
+def test_table_without_labels() -> None:
+    lines = table(groups_of([1, 2], [0]), None, [], total=5)
+    assert "3 used, 2 left out" in lines
+    assert "classes" not in lines
+    assert lines.endswith("     1        1")
+    assert table(groups_of([1, 2], [0]), np.full(5, -1), []) == lines
+    assert "3 used\n" in table(groups_of([1, 2], [0]), None, [])

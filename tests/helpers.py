@@ -1,0 +1,75 @@
+"""Small made data and engines that tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedssl import config as configuration
+from fedssl.algorithms.base import Server
+from fedssl.client import Workspace
+from fedssl.config import Config
+from fedssl.data.augment import Augmentation
+from fedssl.data.dataset import Groups, Split
+from fedssl.engines.local import LocalEngine
+from fedssl.session import build_network, pooled
+
+
+def made_split(count: int = 40, channels: int = 1, size: int = 8, classes: int = 4) -> Split:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(
+        0, 256, (count, channels, size, size), dtype=torch.uint8, generator=generator
+    )
+    return Split((images,), labels=torch.arange(count) % classes)
+
+
+def groups_of(*sizes: int) -> Groups:
+    return Groups(np.arange(sum(sizes)), np.concatenate(([0], np.cumsum(sizes))))
+
+
+def settings(*words: str) -> Config:
+    base: dict[str, Any] = {
+        "augment": {"name": "dcco"},
+        "encoder": {"name": "tiny", "groups": 8},
+        "objective": {"name": "cco", "projector": [32, 32, 16]},
+        "algorithm": {"name": "dcco"},
+        "server": {"optimizer": "sgd", "lr": 1.0},
+        "client": {"lr": 0.01},
+        "schedule": "constant",
+        "precision": "fp64",
+        "rounds": 3,
+    }
+    return configuration.resolve(base, words)
+
+
+def engine_of(
+    config: Config, split: Split, groups: Groups, device: str = "cpu"
+) -> tuple[LocalEngine, Server]:
+    """What ``session.prepare`` makes, on given data."""
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    algorithm_class = configuration.variant("algorithm", config.algorithm.name)
+    if algorithm_class.pools_data:
+        config, groups = pooled(config, groups, len(groups))
+    algorithm = algorithm_class(config.algorithm, objective)
+    images = split.images[0]
+    size = (images.shape[2], images.shape[3])
+    channels = tuple(i.shape[1] for i in split.images)
+    augmentation = Augmentation.from_config(config.augment, channels[0], size)
+    network = build_network(config, objective, channels, min(size), 4)
+    work = Workspace(config, network, objective, augmentation, split, torch.device(device))
+    return LocalEngine(work, algorithm, groups), Server(config, work.flat)
+
+
+def train(engine: LocalEngine, server: Server, rounds: int, order: Any = None) -> torch.Tensor:
+    """The weights after some rounds in which everyone takes part."""
+    for round in range(rounds):
+        server.round = round
+        ids = np.arange(len(engine.groups))
+        engine.algorithm.round(server, engine.cohort(ids if order is None else ids[order], round))
+    return server.weights
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
