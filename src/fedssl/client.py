@@ -229,13 +229,18 @@ class Client:
         for step in range(1, steps):
             yield self._encode(step)
 
+    def random_state(self, epoch: int, chosen: slice | Tensor) -> Tensor:
+        """Where the random numbers of some samples' views come from."""
+        start = key(self.work.config.seed, "augment", epoch)
+        return mix(mix(start, self._owner[chosen]), self._position[chosen])
+
     def _encode(self, step: int) -> Encoded:
-        work, seed = self.work, self.work.config.seed
+        work = self.work
         epoch, chosen = work.plan.indices(self.round, step, self.id, self.samples)
         if isinstance(chosen, Tensor):
             chosen = chosen.to(work.device)
         members = self.members[chosen]
-        state = mix(mix(key(seed, "augment", epoch), self._owner[chosen]), self._position[chosen])
+        state = self.random_state(epoch, chosen)
         inputs = tuple(
             work.augmentation.views(
                 work.images[view % len(work.images)][members], state, view, work.dtype

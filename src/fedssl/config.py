@@ -210,22 +210,30 @@ def variant(section: str, name: str) -> Any:
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes that ship, by name."""
+    """The recipes that ship, by name (files that start with an underscore are for others)."""
+    return {name: path for name, path in _shipped().items() if "/_" not in name}
+
+
+def _shipped() -> dict[str, Path]:
     root = Path(__file__).parent / "recipes"
     return {p.relative_to(root).with_suffix("").as_posix(): p for p in sorted(root.rglob("*.yaml"))}
 
 
 def read_recipe(name: str | None) -> Tree:
-    """A shipped recipe by name, or a YAML file by path; none: the default run."""
-    shipped = recipes()
+    """A shipped recipe by name, or a YAML file by path; none: the default run.
+
+    A recipe that ``extends`` another holds only what differs.
+    """
     name = name or "default"
-    path = shipped.get(name.removesuffix(".yaml")) or Path(name)
+    path = _shipped().get(name.removesuffix(".yaml")) or Path(name)
     if not path.is_file():
         raise UserError(
-            f"recipe {name}: no such recipe or file{_nearest(name, shipped)}; "
+            f"recipe {name}: no such recipe or file{_nearest(name, recipes())}; "
             "`fedssl recipes` lists what ships"
         )
-    return read_yaml(path)
+    tree = read_yaml(path)
+    base = tree.pop("extends", None)
+    return tree if base is None else _merge(read_recipe(str(base)), tree)
 
 
 def read_yaml(path: Path) -> Tree:

@@ -64,10 +64,13 @@ def size(count: float) -> str:
 
 def recipes() -> str:
     """Name, paper's row and description of every recipe that ships."""
-    lines = [["recipe", "paper", "what"]]
-    for name, path in config.recipes().items():
-        tree = config.read_yaml(path)
-        lines.append([name, str(tree.get("paper", {}).get("row", "")), str(tree.get("about", ""))])
+    lines = [["recipe", "what it reproduces", "the paper's number"]]
+    for name in config.recipes():
+        tree = config.read_recipe(name)
+        paper = tree.get("paper", {})
+        numbers = ", ".join(f"{_title(k)} {v}" for k, v in paper.get("results", {}).items())
+        what = str(paper.get("row") or tree.get("about", ""))
+        lines.append([name, what, numbers or str(paper.get("note", ""))])
     return align(lines)
 
 

@@ -142,7 +142,7 @@ def test_decode_turns_images_upright(tmp_path: Path) -> None:
 
 
 def test_decode_ignores_broken_exif(tmp_path: Path) -> None:
-    path = save(tmp_path / "x.jpg", gradient(8, 8), exif=b"Exif\0\0nonsense")
+    path = save(tmp_path / "x.png", gradient(8, 8), exif=b"Exif\0\0nonsense")
     assert images.decode(path, 8).shape == (3, 8, 8)
 
 
@@ -216,6 +216,13 @@ def test_own_size_is_taken_if_all_agree(tmp_path: Path) -> None:
         save(root / f"{i}.png", gradient(12, 12))
     (root / "bad.png").write_text("no header, no say")
     assert load(root, tmp_path / "cache", None).images["train"][0].shape == (3, 3, 12, 12)
+
+
+def test_own_size_is_not_that_of_the_majority(tmp_path: Path) -> None:
+    for i, side in enumerate((12, 12, 12, 9)):
+        save(tmp_path / f"{i}.png", gradient(side, side))
+    with pytest.raises(UserError, match=r"\(12 × 12, 9 × 9\)"):
+        load(tmp_path, tmp_path / "cache", None)
 
 
 def test_own_size_that_differs_or_is_not_square_is_named(tmp_path: Path) -> None:
@@ -309,7 +316,7 @@ def test_a_damaged_cache_is_rebuilt(
     elif damage == "meta":
         (entry / "meta.json").unlink()
     elif damage == "garbage":
-        (entry / "meta.json").write_text('{"files": ')
+        (entry / "meta.json").write_text('{"arrays": ')
     elif damage == "header":
         array.write_bytes(bytes(array.stat().st_size))
     elif damage == "gone":

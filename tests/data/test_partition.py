@@ -21,6 +21,8 @@ from fedssl.data.dataset import Groups, Split
 from fedssl.data.partition import Classes, Dirichlet, Folder, Iid, Samples, partition, table
 from fedssl.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("error")  # numpy warns where it divides 0 by 0
+
 INF = float("inf")
 COUNTS = st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any)
 SEEDS = st.integers(0, 2**31)
@@ -47,8 +49,9 @@ def labels_of(split: Split) -> NDArray[np.int64]:
 
 def distinct(groups: Groups, split: Split) -> NDArray[np.int64]:
     """The number of classes that each client holds."""
-    labels = labels_of(split)
-    return np.array([len(np.unique(labels[groups[k]])) for k in range(len(groups))])
+    owners = np.repeat(np.arange(len(groups)), groups.sizes)
+    pairs = np.unique(owners * 1000 + labels_of(split)[groups.members])
+    return np.bincount(pairs // 1000, minlength=len(groups))
 
 
 def check_disjoint(groups: Groups, total: int) -> None:
@@ -223,8 +226,8 @@ def slow(
     for _ in range(clients):
         q = rng.dirichlet(alpha * prior)
         for _ in range(size):
-            restricted = np.where(left > 0, q, 0)
-            c = int(rng.choice(len(prior), p=restricted / restricted.sum()))
+            upto = np.cumsum(np.where(left > 0, q, 0))
+            c = int(np.searchsorted(upto, rng.random() * upto[-1], side="right"))
             left[c] -= 1
             drawn.append(c)
     return np.array(drawn).reshape(clients, size)
@@ -244,25 +247,42 @@ def test_samples_hold_as_many_classes_as_the_slow_process_gives() -> None:
     assert 4 * error < 0.15  # about 2.9 classes a client: the comparison says something
 
 
-@pytest.mark.parametrize("window", [2, 8192])
-@pytest.mark.parametrize("alpha", [0.7, 5.0])
+@pytest.mark.parametrize(
+    ("counts", "size", "alpha", "window"),
+    [
+        ([6, 4, 2], 4, 0.7, 3),
+        ([6, 4, 2], 4, 5.0, 8192),
+    ],
+)
 def test_samples_have_the_distribution_of_the_slow_process_as_classes_run_out(
-    alpha: float, window: int
+    counts: list[int], size: int, alpha: float, window: int
 ) -> None:
-    """Chi-square, two samples, on what each client holds in order; all 12 samples are used."""
-    counts, clients, size, runs = [6, 4, 2], 3, 4, 2000
-    split, rng = data(counts), np.random.default_rng(1)
+    """Chi-square of two samples, on what each client draws, in order; every sample is used."""
+    split, rng, runs = data(counts), np.random.default_rng(1), 1500
     labels, params = labels_of(split), Samples.Params("samples", size, alpha)
+    clients = len(split) // size
     with patch.object(module, "_WINDOW", window):
         quick = [labels[partition(params, split, 3, seed).members] for seed in range(runs)]
     reference = [slow(counts, clients, size, alpha, rng) for _ in range(runs)]
     for k in range(clients):
-        ours = Counter(tuple(q.reshape(clients, size)[k].tolist()) for q in quick)
+        ours = Counter(tuple(q[k * size :][:size].tolist()) for q in quick)
         theirs = Counter(tuple(r[k].tolist()) for r in reference)
         frequent = [c for c in ours | theirs if ours[c] + theirs[c] >= 20]
         chi = sum((ours[c] - theirs[c]) ** 2 / (ours[c] + theirs[c]) for c in frequent)
         assert len(frequent) > 8
         assert chi < len(frequent) + 4 * math.sqrt(2 * len(frequent))
+
+
+def test_samples_keep_the_concentration_of_the_classes_that_are_left() -> None:
+    """Without class 0, q is Dir(α/4, α/4): two places agree with chance (α/4 + 1) / (α/2 + 1)."""
+    split, alpha, agree = data([8, 4, 4]), 0.5, []
+    for seed in range(2000):
+        groups = partition(Samples.Params("samples", 8, alpha), split, 3, seed)
+        if not labels_of(split)[groups[0]].any():  # client 0 took all of class 0
+            first, second = labels_of(split)[groups[1][:2]]
+            agree.append(first == second)
+    assert len(agree) > 400
+    assert np.mean(agree) == pytest.approx((alpha / 4 + 1) / (alpha / 2 + 1), abs=0.04)
 
 
 def test_samples_without_labels_at_infinite_alpha() -> None:
@@ -333,11 +353,11 @@ def test_every_class_is_as_likely_for_every_client() -> None:
 def test_neighbouring_clients_may_share_a_class() -> None:
     """The dealing is random, not a rotation in which a class comes back when all were dealt."""
     split, shared = data([4] * 6), 0
-    for seed in range(100):
+    for seed in range(300):
         groups = partition(Classes.Params("classes", 6, 2), split, 6, seed)
         one, two = (set(labels_of(split)[groups[k]].tolist()) for k in range(2))
         shared += bool(one & two)
-    assert 20 < shared < 60  # 40 expected: 1 - (8/10)(6/8)
+    assert 90 < shared < 150  # 120 expected: 1 - (8 of 10 sets) × (6 of the other 8)
 
 
 def test_classes_without_a_sample_do_not_count() -> None:
@@ -427,6 +447,13 @@ def test_dirichlet_draws_again_when_a_client_is_empty() -> None:
         assert partition(params, split, 4, seed).sizes.min() >= 1
 
 
+def test_dirichlet_gives_up_at_once_where_it_is_hopeless() -> None:
+    with patch.object(Dirichlet, "_draw", autospec=True, side_effect=Dirichlet._draw) as draw:
+        with pytest.raises(UserError, match="a larger"):
+            partition(Dirichlet.Params("dirichlet", 170, 1.0), DIGITS, 10, 0)
+        assert draw.call_count == 1
+
+
 # folder
 
 
@@ -492,7 +519,7 @@ def groups_of(*clients: list[int]) -> Groups:
 
 
 def test_table_of_few_classes_has_a_column_each() -> None:
-    groups = groups_of([0, 1, 2], [4], [5, 7])
+    groups = groups_of([0, 1, 2], [3], [5, 7])
     labels = np.array([0, 0, 1, 0, 1, 1, 0, -1])
     assert table(groups, labels, ["cat", "a very long name"]).splitlines() == [
         "clients            3",
@@ -502,18 +529,18 @@ def test_table_of_few_classes_has_a_column_each() -> None:
         "",
         "client  samples  cat  a very lon",
         "     0        3    2           1",
-        "     1        1    0           1",
+        "     1        1    1           0",
         "     2        2    0           1",
     ]
 
 
 def test_table_of_many_classes_shows_the_three_most_frequent() -> None:
-    labels = np.array([5, 12, 12, 3, 3, 3, 1, 2, 2, 2])
+    labels = np.array([5, 12, 12, 3, 3, 3, 1, 2, -1, 2])
     lines = table(groups_of(list(range(7)), [7, 8]), labels, [f"c{i}" for i in range(13)])
     assert lines.splitlines()[-3:] == [
         "client  samples  most frequent classes",
         "     0        7  c3×3, c12×2, c1×1, …",
-        "     1        2  c2×2",
+        "     1        2  c2×1",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The losses that are functions of moments: equations, limits, and an independent implementation."""
+"""The losses that are functions of moments: equations, limits, an independent implementation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_centre_does_not_change_the_loss(objective: MomentObjective) -> None:
 
 @pytest.mark.parametrize("objective", objectives())
 def test_means_a_thousand_times_the_spread(objective: MomentObjective) -> None:
-    """In float32 the moments about zero have lost the variance; those about a near centre have it."""
+    """In float32, moments about zero lose the variance; those about a near centre keep it."""
     f, g = encodings(count=64)
     truth = float(objective.loss((f, g), None))
     f32, g32 = (f + 1000).float(), (g + 1000).float()

@@ -66,22 +66,13 @@ PRESETS: dict[str, Preset] = {
     "none": Preset(),
 }
 
+_NAMES = ("brightness", "contrast", "saturation", "hue")
+_TRIES = 10
+
 # Which of a sample's draws serves which operation. The places are fixed, so that switching one
 # operation off leaves the others as they were; the crop takes the most and stands last.
-_FLIP, _ROTATE, _JITTER, _FACTOR, _TURN, _GRAY, _BLUR, _SIGMA, _SOLARIZE = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    11,
-    12,
-    13,
-    14,
-)
-_CROP = 15
-_TRIES = 10
-_NAMES = ("brightness", "contrast", "saturation", "hue")
+_FLIP, _ROTATE, _JITTER, _GRAY, _BLUR, _SIGMA, _SOLARIZE = range(7)
+_FACTOR, _TURN, _CROP = 7, 11, 15
 
 
 @dataclass(frozen=True)
@@ -274,9 +265,10 @@ def crop_box(u: Tensor, scale: tuple[float, float], size: tuple[int, int]) -> Bo
     height, width = size
     # In float64, so that a rounding error practically never decides about a pixel.
     place, areas, ratios = u.double().split((2, _TRIES, _TRIES), 1)
-    areas = height * width * (scale[0] + (scale[1] - scale[0]) * areas)
-    ratios = torch.exp(math.log(4 / 3) * (2 * ratios - 1))
-    h, w = (areas / ratios).sqrt_().round_(), (areas * ratios).sqrt_().round_()
+    least, most = (share * height * width for share in scale)
+    side = (least + (most - least) * areas).sqrt_()  # of a square
+    stretch = (math.log(4 / 3) * (ratios - 0.5)).exp_()  # square root of the aspect ratio
+    h, w = (side / stretch).round_(), (side * stretch).round_()
     fits = (h <= height) & (w <= width) & (h * w > 0)
     # The fallback is one more try, which always fits.
     first = F.pad(fits, (0, 1), value=True).byte().argmax(1, keepdim=True)
@@ -436,7 +428,7 @@ def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
 
 def grayscale(x: Tensor) -> Tensor:
     """The grey version, with as many channels as before."""
-    return _luma(x).expand_as(x)
+    return _luma(x).expand_as(x).contiguous()
 
 
 def gaussian_blur(x: Tensor, sigma: Tensor, kernel: int) -> Tensor:

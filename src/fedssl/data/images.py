@@ -169,8 +169,6 @@ def _reason(error: Exception) -> str:
     """Why a file cannot be read, in a few words."""
     if isinstance(error, UnidentifiedImageError):
         return "not an image that Pillow knows"
-    if isinstance(error, Image.DecompressionBombError):
-        return "more pixels than Pillow's limit, perhaps a decompression bomb"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -442,9 +440,9 @@ def cached(
         return found
     with replacing(folder, cache) as new:
         meta = build(new)
-        sizes = {path.name: path.stat().st_size for path in new.glob("*.npy")}
+        names = sorted(path.stem for path in new.glob("*.npy"))
         with writing(cache):
-            (new / "meta.json").write_text(json.dumps({**meta, "files": sizes}, indent=1))
+            (new / "meta.json").write_text(json.dumps({**meta, "arrays": names}, indent=1))
         # Opened before it is moved: whatever another process does to the folder then, it stays.
         built = _open(new)
     assert built is not None
@@ -455,13 +453,7 @@ def _open(folder: Path) -> Cached | None:
     """What the folder holds, or none if anything is missing or cut short."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        for name, size in meta["files"].items():
-            if (folder / name).stat().st_size != size:
-                return None
-        arrays = {
-            name.removesuffix(".npy"): np.load(folder / name, mmap_mode="c")
-            for name in meta["files"]
-        }
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in meta["arrays"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError):
         return None
     return Cached(arrays, meta)

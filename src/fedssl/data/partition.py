@@ -149,7 +149,7 @@ class Classes:
                 f"partition.classes={each}: the data has {total} classes; use 1 to {total}"
             )
         if clients * each % total:
-            near = _nearest_multiple(total // math.gcd(total, clients), each, total)
+            near = _nearest_multiple(total // math.gcd(total, clients), each)
             more = _nearest_multiple(total // math.gcd(total, each), clients)
             raise UserError(
                 f"partition.classes={each}: {clients} clients × {each} classes = {clients * each} "
@@ -422,9 +422,8 @@ def _grouped(samples: Ints, owners: Ints, clients: int) -> Groups:
     return Groups(samples[groups.members], groups.offsets)
 
 
-def _nearest_multiple(step: int, wanted: int, most: int | None = None) -> int:
-    multiple = max(1, round(wanted / step)) * step
-    return multiple if most is None else min(multiple, most)
+def _nearest_multiple(step: int, wanted: int) -> int:
+    return max(1, round(wanted / step)) * step
 
 
 def _labeled(split: Split) -> bool:

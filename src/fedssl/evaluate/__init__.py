@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Groups, Split
 from fedssl.errors import UserError
+from fedssl.evaluate import finetune, knn, linear, unlabeled
 from fedssl.evaluate.features import Labelled, extract, pool_cases, units
-from fedssl.evaluate.finetune import finetune
-from fedssl.evaluate.knn import knn
-from fedssl.evaluate.linear import linear
-from fedssl.evaluate.unlabeled import Views, unlabeled
+from fedssl.evaluate.unlabeled import Views
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
 # head is the accuracy of a network's own classifier: whoever trained it measures it, not judge.
@@ -61,7 +59,7 @@ def protocols(settings: Evaluate, train: Split, test: Split | None) -> tuple[str
 def check(settings: Evaluate, train: Split, test: Split | None, classes: int) -> None:
     """Refuse, before any training, what could not be judged after it."""
     for spec in protocols(settings, train, test):
-        name, count = parse(spec)
+        name, _ = parse(spec)
         where = f"evaluate.protocols={spec}"
         if name == "unlabeled":
             if len(train) < 2:
@@ -75,10 +73,9 @@ def check(settings: Evaluate, train: Split, test: Split | None, classes: int) ->
                 f"{where}: the training split needs labels of at least two classes; "
                 "use evaluate.protocols=[unlabeled]"
             )
-        _, labels = _units(train)
         _units(test)
-        if count is not None:
-            _enough(where, count, labels, classes)
+        _, labels = _units(train)
+        _draw(labels, spec, classes, 0)
 
 
 def judge(
@@ -103,23 +100,25 @@ def judge(
     held_out = None if test is None else _Side(encoder, test, modality, device)
     results: dict[str, float] = {}
     for spec in protocols(settings, train, test):
-        name, count = parse(spec)
+        name, _ = parse(spec)
         if name == "unlabeled":
             images = train.images[modality]
-            results |= unlabeled(encoder, images, learn.features, views, seed, device)
+            results |= unlabeled.measures(encoder, images, learn.features, views, seed, device)
         if name not in FEW_LABEL or held_out is None:
             continue
-        chosen = learn.draw(count, classes, seed)
+        chosen = _draw(learn.labelled.labels, spec, classes, seed)
         if name == "knn":
-            score = knn(
+            score = knn.accuracy(
                 *learn.take(chosen), *held_out.pooled, classes, settings.k, settings.temperature
             )
         elif name == "linear":
-            score = linear(*learn.take(chosen), *held_out.pooled, classes, settings.preset, seed)
+            score = linear.accuracy(
+                *learn.take(chosen), *held_out.pooled, classes, settings.preset, seed
+            )
         else:
             part = learn.labelled.take(chosen)
-            score = finetune(encoder, part, held_out.labelled, classes, seed, device)
-        results[f"{name}_top1" if count is None else f"{name}@{count}_top1"] = score
+            score = finetune.accuracy(encoder, part, held_out.labelled, classes, seed, device)
+        results[f"{spec}_top1"] = score
     return results
 
 
@@ -155,14 +154,16 @@ class _Side:
         index = torch.as_tensor(chosen, device=features.device)
         return features[index], labels[index]
 
-    def draw(self, count: int | None, classes: int, seed: int) -> NDArray[np.int64]:
-        """Which cases have a label: all, or ``count``, the same ones for every protocol."""
-        from fedssl.data.datasets import draw_labels
 
-        labels = self.labelled.labels
-        if count is None:
-            return np.arange(len(labels))
-        return draw_labels(labels, count, classes, seed, "labels").cpu().numpy()
+def _draw(labels: Tensor, spec: str, classes: int, seed: int) -> NDArray[np.int64]:
+    """Which cases have a label: all, or as many as the protocol says, the same for each of them."""
+    from fedssl.data.datasets import draw_labels
+
+    _, count = parse(spec)
+    if count is None:
+        return np.arange(len(labels))
+    key = f"evaluate.protocols={spec}: labels"
+    return draw_labels(labels, count, classes, seed, key).numpy()
 
 
 def _labels(split: Split) -> Tensor:
@@ -177,21 +178,3 @@ def _kinds(split: Split) -> int:
     """How many different labels a split has."""
     labels = _labels(split)
     return len(labels[labels >= 0].unique())
-
-
-def _enough(where: str, count: int, labels: Tensor, classes: int) -> None:
-    """Labels are drawn evenly, so each class must have its share."""
-    if count % classes:
-        nearest = max(classes, count - count % classes)
-        raise UserError(
-            f"{where}: {count} labels cannot be drawn evenly from {classes} classes; "
-            f"use a multiple of {classes}, such as {nearest}"
-        )
-    held = torch.bincount(labels, minlength=classes)
-    scarce, fewest = int(held.argmin()), int(held.min())
-    if fewest < count // classes:
-        most = f"use at most {fewest * classes}" if fewest else "leave the number out"
-        raise UserError(
-            f"{where}: needs {count // classes} labels a class, and class {scarce} has {fewest}; "
-            f"{most}"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class Classifier(nn.Module):
         return self.head(average(self.encoder(images), sizes))
 
 
-def finetune(
+def accuracy(
     encoder: nn.Module,
     train: Labelled,
     test: Labelled,
@@ -74,10 +75,19 @@ def fit(
         images = pixels(train.images[index], device, dtype)
         images = flip(images, index, random.key(seed, "flip", step))
         flat.gradient.zero_()
-        loss = F.cross_entropy(model(images, sizes), train.labels[cases].to(device))
-        loss.backward()
+        with _reproducible():
+            loss = F.cross_entropy(model(images, sizes), train.labels[cases].to(device))
+            loss.backward()
         descend(flat, state, training, step)
     return model.eval()
+
+
+def _reproducible() -> AbstractContextManager[None]:
+    """cuDNN's convolutions in those forms that add up in the same order on every run."""
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32
+    )
 
 
 def flip(images: Tensor, index: Tensor, state: int) -> Tensor:

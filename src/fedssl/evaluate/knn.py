@@ -11,7 +11,7 @@ from fedssl.evaluate.features import top1
 _CELLS = 1 << 24  # the most numbers in one chunk's table of similarities
 
 
-def knn(
+def accuracy(
     features: Tensor,
     labels: Tensor,
     test_features: Tensor,

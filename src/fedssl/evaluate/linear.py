@@ -18,7 +18,7 @@ from fedssl.evaluate.features import top1
 from fedssl.models.flat import Flat
 
 C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
-_SMALL = 1 << 24  # features up to this many numbers are fitted in float64 on the CPU
+_SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512
 DCCO_FEW = Training(Optimizer("lars", 2.5, momentum=0.9), steps=400, batch=128)
 
 
-def linear(
+def accuracy(
     features: Tensor,
     labels: Tensor,
     test_features: Tensor,
@@ -68,9 +68,12 @@ def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor
     tuned on test data. The result applies to the features as given.
     """
     small = features.device.type == "cpu" and features.numel() <= _SMALL
-    x = features.to(torch.float64 if small else torch.float32)
-    mean, scale = x.mean(dim=0), _scale(x)
-    x = (x - mean) / scale
+    x = features.double()
+    center, scale = x.mean(dim=0), _spread(x)
+    x = (x - center) / scale
+    axes = _axes(x, classes)
+    x = (x @ axes).to(torch.float64 if small else torch.float32)
+    stretch = torch.linalg.vector_norm(axes, dim=0).to(x.dtype)
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     solver = torch.optim.LBFGS(
@@ -78,45 +81,69 @@ def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor
         max_iter=1000,
         history_size=20,
         tolerance_grad=1e-7 if small else 1e-5,
-        tolerance_change=1e-12 if small else 1e-8,
+        tolerance_change=1e-11 if small else 1e-8,
         line_search_fn="strong_wolfe",
     )
 
     def objective() -> Tensor:
         solver.zero_grad()
         loss = F.cross_entropy(F.linear(x, weight, bias), labels)
-        loss = loss + weight.square().sum() / (2 * C * len(x))
+        loss = loss + (weight * stretch).square().sum() / (2 * C * len(x))
         loss.backward()
         return loss
 
     solver.step(objective)
-    plain = weight.detach() / scale
-    return plain, bias.detach() - plain @ mean
+    plain = weight.detach().double() @ axes.T / scale
+    return plain, bias.detach().double() - plain @ center
 
 
-def _scale(x: Tensor) -> Tensor:
+def _spread(x: Tensor) -> Tensor:
     """Standard deviations, with a floor that keeps dead features from being blown up."""
     spread = x.std(dim=0, correction=0)
     floor = 0.01 * spread.square().mean().sqrt()
     return spread.clamp(min=max(floor.item(), torch.finfo(x.dtype).tiny))
 
 
+def _axes(x: Tensor, classes: int) -> Tensor:
+    """Principal axes as columns, stretched so that L-BFGS needs few steps; empty ones left out.
+
+    A rotation changes neither the penalty nor the solution. The curvature along an axis of
+    variance v is v/classes + 1/n while the weights are small and about 1/n once the classes are
+    apart; the stretch evens out the geometric mean of the two (a fifth of the steps, measured).
+    """
+    n, width = x.shape
+    if n < width:
+        _, singular, axes = torch.linalg.svd(x, full_matrices=False)
+        variance, axes = singular.square() / n, axes.T
+    else:
+        variance, axes = torch.linalg.eigh(x.T @ x / n)
+    full = variance > 1e-12 * variance.max()
+    return axes[:, full] * (variance[full] / classes + 1 / (C * n)).pow(-0.25)
+
+
 def train_lars(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
     """Weights and biases after the paper's LARS steps, from zero.
 
     LARS scales a step by the weights' norm, which would hold zero weights at zero: there the
-    ratio is one (see ``optim``), so the first step is a plain gradient step.
+    ratio is one (see ``optim``), so the first step is a plain gradient step. How far it goes
+    depends on the size of the features, of which the paper says nothing; here they are centred
+    and brought to a norm of one on average, and the result applies to the features as given.
     """
     training = DCCO_FEW if len(features) < FEW else DCCO_MANY
-    head = zero_head(features.shape[1], classes, features)
+    center = features.mean(dim=0)
+    x = features - center
+    scale = x.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+    x = x / scale
+    head = zero_head(x.shape[1], classes, x)
     flat = Flat(head)
     state = optim.start(training.rule, flat.params)
-    for step, index in enumerate(batches(seed, "probe", len(features), training)):
-        chosen = torch.as_tensor(index, device=features.device)
+    for step, index in enumerate(batches(seed, "probe", len(x), training)):
+        chosen = torch.as_tensor(index, device=x.device)
         flat.gradient.zero_()
-        F.cross_entropy(head(features[chosen]), labels[chosen]).backward()
+        F.cross_entropy(head(x[chosen]), labels[chosen]).backward()
         descend(flat, state, training, step)
-    return head.weight.detach(), head.bias.detach()
+    weight = head.weight.detach().double() / scale
+    return weight, head.bias.detach() - weight @ center.double()
 
 
 def zero_head(width: int, classes: int, like: Tensor) -> nn.Linear:

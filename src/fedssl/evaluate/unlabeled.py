@@ -17,7 +17,7 @@ Views = Callable[[Tensor, Tensor, int], Tensor]
 SAMPLES = 2048  # images that alignment and uniformity look at: two million pairs
 
 
-def unlabeled(
+def measures(
     encoder: nn.Module,
     images: Tensor,
     features: Tensor,

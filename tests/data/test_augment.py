@@ -1,0 +1,544 @@
+"""Augmentation: torchvision's operations in batches, each sample with its own random numbers."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.v2 import functional as tv
+
+from fedssl.config import Augment
+from fedssl.data import augment, random
+from fedssl.data.augment import PRESETS, Augmentation, Choices
+from fedssl.errors import UserError
+
+SHAPES = [(3, 32, 32), (3, 20, 33), (1, 27, 18)]
+DTYPES = {torch.float32: 2e-6, torch.float64: 1e-9}
+EVERYTHING = Augment(
+    "byol",
+    rotate=30.0,
+    blur=(0.5, 0.5),
+    solarize=(0.5, 0.5),
+    jitter=(0.8, 0.8, 0.8, 0.4),
+    noise=0.1,
+)
+
+
+def made(*shape: int) -> Tensor:
+    """Images with flat grey, black and white ones among the noise, as bytes."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    x[0], x[1], x[2] = 0, 255, 127
+    x[3, :, : shape[2] // 2] = 77
+    return x
+
+
+def numbers(count: int, low: float, high: float, salt: int = 0) -> Tensor:
+    return low + (high - low) * random.uniform(torch.tensor(salt), count).double()
+
+
+def states(count: int) -> Tensor:
+    return random.mix(random.key(0, "augment"), torch.arange(count))
+
+
+def build(name: str | Augment, channels: int = 3, size: tuple[int, int] = (32, 32)) -> Augmentation:
+    given = Augment(name) if isinstance(name, str) else name
+    return Augmentation.from_config(given, channels, size)
+
+
+def one_by_one(x: Tensor, operation: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
+    columns = [p.tolist() for p in parameters]
+    return torch.stack([operation(*row) for row in zip(x, *columns, strict=True)])
+
+
+COLOUR: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float, float]] = {
+    "brightness": (augment.adjust_brightness, tv.adjust_brightness, 0, 2),
+    "contrast": (augment.adjust_contrast, tv.adjust_contrast, 0, 2),
+    "saturation": (augment.adjust_saturation, tv.adjust_saturation, 0, 2),
+    "hue": (augment.adjust_hue, tv.adjust_hue, -0.5, 0.5),
+}
+
+
+# ---- each operation is torchvision's
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", COLOUR)
+def test_colour_operations_are_torchvisions(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    ours, theirs, low, high = COLOUR[name]
+    x = made(16, *shape).to(dtype) / 255
+    factor = numbers(16, low, high)
+    factor[8:11] = torch.tensor([low, (low + high) / 2, high])
+    # torchvision turns the hue in float32 whatever the image's type.
+    tolerance = 2e-6 if name == "hue" else DTYPES[dtype]
+    result = ours(x, factor)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, one_by_one(x, theirs, factor), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_grayscale_solarize_and_flip_are_torchvisions(shape: tuple[int, ...]) -> None:
+    x = made(8, *shape).double() / 255
+    x[4, 0, 0, :3] = torch.tensor([0.5, math.nextafter(0.5, 0), 1e-9])
+    close = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(augment.grayscale(x), tv.rgb_to_grayscale(x, shape[0]), **close)
+    torch.testing.assert_close(augment.solarize(x), tv.solarize(x, 0.5), **close)
+    assert torch.equal(augment.hflip(x), tv.horizontal_flip(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [3, 5, 9])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blur_is_torchvisions(shape: tuple[int, ...], kernel: int, dtype: torch.dtype) -> None:
+    x = made(8, *shape).to(dtype) / 255
+    sigma = numbers(8, 0.1, 2.0)
+    expected = one_by_one(x, lambda image, s: tv.gaussian_blur(image, [kernel] * 2, [s, s]), sigma)
+    result = augment.gaussian_blur(x, sigma, kernel)
+    torch.testing.assert_close(result, expected, rtol=0, atol=DTYPES[dtype])
+
+
+def test_blur_kernel_as_wide_as_reflection_allows() -> None:
+    x = made(4, 1, 5, 6).double() / 255
+    sigma = numbers(4, 1.0, 2.0)
+    expected = one_by_one(x, lambda image, s: tv.gaussian_blur(image, [9, 9], [s, s]), sigma)
+    torch.testing.assert_close(augment.gaussian_blur(x, sigma, 9), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rotation_is_torchvisions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = made(16, *shape).to(dtype) / 255
+    degrees = numbers(16, -180, 180)
+    degrees[4:9] = torch.tensor([0.0, 90.0, 180.0, -180.0, -90.0])
+    expected = one_by_one(
+        x, lambda image, d: tv.rotate(image, d, InterpolationMode.BILINEAR), degrees
+    )
+    # Where a quarter turn puts the border exactly on the edge, rounding shows a little more.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(augment.rotate(x, degrees), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((3, 32, 32), (32, 32)),
+        ((3, 20, 33), (20, 33)),
+        ((1, 27, 18), (27, 18)),
+        ((3, 64, 48), (16, 20)),
+    ],
+)
+def test_resized_crop_is_torchvisions(
+    shape: tuple[int, int, int], size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = made(40, *shape).to(dtype) / 255
+    height = numbers(40, 1, shape[1] + 1, salt=1).long()
+    width = numbers(40, 1, shape[2] + 1, salt=2).long()
+    height[0], width[0] = shape[1], shape[2]  # the whole image
+    height[1], width[1] = 1, 1  # one pixel
+    height[2], width[2] = size  # nothing to resize
+    top = (numbers(40, 0, 1, salt=3) * (shape[1] - height + 1)).long()
+    left = (numbers(40, 0, 1, salt=4) * (shape[2] - width + 1)).long()
+    box = (top, left, height, width)
+
+    def crop(image: Tensor, *box: int) -> Tensor:
+        return tv.resized_crop(image, *box, size=list(size), antialias=True)
+
+    expected = one_by_one(x, crop, *box)
+    result = augment.resized_crop(x, *box, size)
+    # Weights of float32 positions: a rounding error of a position, times a step of brightness.
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
+    flip = torch.arange(40) % 3 == 0
+    flipped = torch.where(flip.view(-1, 1, 1, 1), expected.flip(3), expected)
+    result = augment.resized_crop(x, *box, size, flip)
+    torch.testing.assert_close(result, flipped, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "names", [tuple(COLOUR), ("brightness", "contrast"), ("saturation", "hue"), ("contrast",)]
+)
+def test_jitter_applies_the_operations_in_each_samples_own_order(names: tuple[str, ...]) -> None:
+    turns = torch.tensor(list(itertools.permutations(range(len(names)))))
+    batch = max(4, len(turns))
+    turns = turns.repeat(batch // len(turns), 1)
+    x = made(batch, 3, 12, 10).float() / 255
+    bounds = [COLOUR[name][2:] for name in names]
+    factors = torch.stack([numbers(batch, *b, salt=k) for k, b in enumerate(bounds)], 1).float()
+    expected = x.clone()
+    for i in range(batch):
+        for k in turns[i].tolist():
+            expected[i] = COLOUR[names[k]][1](expected[i], factors[i, k].item())
+    given = x.clone()
+    result = augment.jitter(x, factors, turns, names)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    assert torch.equal(x, given)
+
+
+def test_operations_leave_their_input_alone() -> None:
+    x = made(6, 3, 12, 10).float() / 255
+    given, factor, one = x.clone(), numbers(6, 0.2, 0.4), torch.ones(6)
+    for ours, _, _, _ in COLOUR.values():
+        ours(x, factor)
+    augment.grayscale(x)
+    augment.solarize(x)
+    augment.hflip(x)
+    augment.gaussian_blur(x, factor, 3)
+    augment.rotate(x, 100 * factor)
+    augment.resized_crop(x, one, one, 5 * one, 6 * one, (12, 10))
+    assert torch.equal(x, given)
+
+
+# ---- the whole of a view
+
+
+def torchvision_view(a: Augmentation, x: Tensor, c: Choices, noise: Tensor) -> Tensor:
+    """One image through torchvision, by what was drawn for it (a batch of one)."""
+    if c.degrees is not None:
+        x = tv.rotate(x, c.degrees.item(), InterpolationMode.BILINEAR)
+    if c.box is not None:
+        box = [int(b.item()) for b in c.box]
+        x = tv.resized_crop(x, *box, size=list(a.size), antialias=True)
+    if c.flip is not None and c.flip:
+        x = tv.horizontal_flip(x)
+    if c.jitter is not None and c.jitter:
+        for k in c.turns[0].tolist():
+            x = COLOUR[a.colours[k]][1](x, c.factors[0, k].item())
+    if c.gray is not None and c.gray:
+        x = tv.rgb_to_grayscale(x, 3)
+    if c.blur is not None and c.blur:
+        x = tv.gaussian_blur(x, [a.kernel] * 2, [c.sigma.item()] * 2)
+    if c.solarize is not None and c.solarize:
+        x = tv.solarize(x, 0.5)
+    return (x + a.preset.noise * noise).clamp(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        (EVERYTHING, (3, 32, 32)),
+        (EVERYTHING, (3, 20, 33)),
+        (EVERYTHING, (1, 27, 18)),
+        (Augment("dcco-derm"), (3, 32, 32)),
+        (Augment("digits"), (1, 16, 16)),
+        (Augment("flip"), (3, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize("view", [0, 1])
+def test_a_view_is_torchvisions_operations_one_after_another(
+    given: Augment, shape: tuple[int, int, int], view: int
+) -> None:
+    a = build(given, shape[0], shape[1:])
+    x, state = made(24, *shape), states(24)
+    result = a.views(x, state, view, torch.float64)
+    stream = random.mix(random.mix(state, view), -1)
+    noise = random.normal(stream, math.prod(shape)).view(-1, *shape).double()
+    for i in range(len(x)):
+        drawn = a.draw(state[i : i + 1], view)
+        expected = torchvision_view(a, x[i].double() / 255, drawn, noise[i])
+        torch.testing.assert_close(result[i], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+def test_a_sample_does_not_depend_on_its_batch(name: str | Augment, dtype: torch.dtype) -> None:
+    a = build(name)
+    x, state = made(16, 3, 32, 32), states(16)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 1e-13}
+    for view in (0, 1):
+        batch = a.views(x, state, view, dtype)
+        alone = [a.views(x[i : i + 1], state[i : i + 1], view, dtype) for i in range(len(x))]
+        torch.testing.assert_close(batch, torch.cat(alone), **close)
+        order = torch.from_numpy(random.permutation(3, len(x)))
+        shuffled = a.views(x[order], state[order], view, dtype)
+        torch.testing.assert_close(batch[order], shuffled, **close)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_selecting_samples_and_computing_all_give_the_same(
+    name: str | Augment, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = build(name, channels, (20, 24))
+    x, state = made(32, channels, 20, 24), states(32)
+    for view in (0, 1):
+        monkeypatch.setattr(augment, "_dense", lambda _: False)
+        chosen = a.views(x, state, view, torch.float64)
+        monkeypatch.setattr(augment, "_dense", lambda _: True)
+        torch.testing.assert_close(
+            a.views(x, state, view, torch.float64), chosen, rtol=0, atol=1e-13
+        )
+
+
+@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_views_have_the_images_shape_and_range(name: str | Augment, channels: int) -> None:
+    x, state = made(32, channels, 20, 24), states(32)
+    for view in (0, 1):
+        result = build(name, channels, (20, 24)).views(x, state, view)
+        assert result.shape == x.shape
+        assert result.dtype == torch.float32
+        assert result.min() >= 0
+        assert result.max() <= 1
+
+
+def test_none_leaves_images_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = made(5, 3, 8, 8)
+    monkeypatch.setattr(random, "uniform", None)  # nothing to draw
+    assert torch.equal(build("none", 3, (8, 8)).views(x, states(5), 0), x.float() / 255)
+
+
+def test_views_and_states_differ() -> None:
+    a, x = build("fedema"), made(5, 3, 32, 32)[4].repeat(8, 1, 1, 1)
+    results = torch.cat([a.views(x, states(8), view).flatten(1) for view in (0, 1)])
+    assert torch.cdist(results, results).fill_diagonal_(1).min() > 1e-3
+
+
+def test_noise_is_fresh_normal_noise() -> None:
+    a = build(Augment("none", noise=0.1), 1, (16, 16))
+    x = torch.full((400, 1, 16, 16), 128, dtype=torch.uint8)
+    noise = [(a.views(x, states(400), view) - 128 / 255) for view in (0, 1)]
+    assert abs(noise[0].mean()) < 5 * 0.1 / math.sqrt(noise[0].numel())
+    assert noise[0].std() == pytest.approx(0.1, rel=0.02)
+    pairs = torch.stack((noise[0].flatten(), noise[1].flatten()))
+    assert abs(torch.corrcoef(pairs)[0, 1]) < 5 / math.sqrt(noise[0].numel())
+
+
+# ---- what is drawn
+
+
+def share(chosen: Tensor | None, count: int) -> float:
+    return 0.0 if chosen is None else chosen.double().sum().item() / count
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("view", [0, 1])
+def test_operations_happen_as_often_as_the_preset_says(name: str, view: int) -> None:
+    count = 20_000
+    c, p = build(name).draw(states(count), view), PRESETS[name]
+    expected = {
+        "flip": p.flip,
+        "jitter": p.jitter_p if any(p.jitter) else 0.0,
+        "gray": p.gray,
+        "blur": p.blur[view],
+        "solarize": p.solarize[view],
+    }
+    for operation, probability in expected.items():
+        error = math.sqrt(probability * (1 - probability) / count)
+        assert abs(share(getattr(c, operation), count) - probability) <= 4.5 * error, operation
+
+
+def test_parameters_fill_their_ranges_evenly() -> None:
+    c = build(EVERYTHING).draw(states(20_000), 0)
+    strengths = {"brightness": 0.8, "contrast": 0.8, "saturation": 0.8}
+    ranges = [(c.factors[:, k], 1 - s, 1 + s) for k, s in enumerate(strengths.values())]
+    ranges += [(c.factors[:, 3], -0.4, 0.4), (c.sigma, 0.1, 2.0), (c.degrees, -30, 30)]
+    for values, low, high in ranges:
+        position = (values.double() - low) / (high - low)
+        assert -1e-6 <= position.min() < 1e-3
+        assert 0.999 < position.max() <= 1 + 1e-6
+        seen = torch.histc(position, 20, 0, 1)
+        assert ((seen - 1000).abs() < 4.5 * math.sqrt(1000)).all()
+    strong = build(Augment("byol", jitter=(1.5, 0, 0, 0))).draw(states(20_000), 0)
+    assert strong.factors.min() >= 0
+    assert strong.factors.max() > 2.49
+
+
+def test_every_order_of_the_jitter_is_equally_likely() -> None:
+    turns = build("byol").draw(states(24_000), 0).turns
+    codes = (turns * torch.tensor([64, 16, 4, 1])).sum(1)
+    orders, seen = codes.unique(return_counts=True)
+    assert len(orders) == 24
+    assert ((seen - 1000).abs() < 4.5 * math.sqrt(1000)).all()
+
+
+def test_draws_of_different_operations_are_independent() -> None:
+    c = build(EVERYTHING).draw(states(20_000), 0)
+    columns = [*c.box, c.flip, c.degrees, c.jitter, *c.factors.T, c.gray, c.blur, c.sigma]
+    columns += [c.solarize, *c.turns.T[:1]]
+    table = np.corrcoef(torch.stack([v.double() for v in columns]).numpy())
+    table[:4, :4] = 0  # a box is one thing
+    np.fill_diagonal(table, 0)
+    assert abs(table).max() < 4.5 / math.sqrt(20_000)
+
+
+def test_an_operation_switched_off_leaves_the_others_as_they_were() -> None:
+    all_on = build(EVERYTHING).draw(states(50), 1)
+    without = build(Augment("byol", blur=(0, 0), jitter=(0, 0.8, 0.8, 0.4))).draw(states(50), 1)
+    assert without.blur is None
+    assert torch.equal(torch.stack(all_on.box), torch.stack(without.box))
+    assert torch.equal(all_on.factors[:, 1:], without.factors)
+    assert torch.equal(all_on.flip, without.flip)
+    whole = build(Augment("byol", crop=(1, 1))).draw(states(50), 1)
+    assert whole.box is None
+    assert torch.equal(whole.gray, all_on.gray)
+
+
+def test_one_call_draws_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    uniform = random.uniform
+    monkeypatch.setattr(random, "uniform", lambda *given: calls.append(1) or uniform(*given))
+    build("byol").views(made(4, 3, 32, 32), states(4), 0)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "used"),
+    [
+        ("flip", 3, {"hflip"}),
+        ("dcco", 3, {"resized_crop", "jitter", "adjust_hue", "grayscale"}),
+        ("dcco", 1, {"resized_crop", "jitter"}),
+        ("digits", 1, {"rotate", "resized_crop", "jitter"}),
+        ("digits", 3, {"rotate", "resized_crop", "jitter"}),
+    ],
+)
+def test_operations_that_a_preset_lacks_are_never_called(
+    name: str, channels: int, used: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = {"hflip", "rotate", "resized_crop", "jitter", "adjust_hue", "grayscale"}
+    operations |= {"gaussian_blur", "solarize"}
+    called = set()
+    for operation in operations:
+        real = getattr(augment, operation)
+
+        def spy(*args: Any, real: Any = real, operation: str = operation, **kwargs: Any) -> Tensor:
+            called.add(operation)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(augment, operation, spy)
+    build(name, channels).views(made(64, channels, 32, 32), states(64), 0)
+    assert called == used
+
+
+# ---- crop boxes
+
+
+def crop_as_documented(
+    u: list[float], scale: tuple[float, float], size: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """RandomResizedCrop's rule, one sample at a time."""
+    height, width = size
+    for area, ratio in zip(u[2:12], u[12:22], strict=True):
+        target = height * width * (scale[0] + (scale[1] - scale[0]) * area)
+        aspect = math.exp(math.log(3 / 4) + (math.log(4 / 3) - math.log(3 / 4)) * ratio)
+        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(u[0] * (height - h + 1)), int(u[1] * (width - w + 1)), h, w
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width / (3 / 4)))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@pytest.mark.parametrize("size", [(32, 32), (20, 33), (40, 17), (2, 3)])
+@pytest.mark.parametrize("scale", [(0.08, 1.0), (0.9, 1.0), (0.3, 0.3), (0.01, 0.5)])
+def test_crop_boxes_follow_the_rule(size: tuple[int, int], scale: tuple[float, float]) -> None:
+    u = random.uniform(states(500), 22)
+    boxes = torch.stack(augment.crop_box(u, scale, size), 1)
+    expected = [crop_as_documented(row, scale, size) for row in u.double().tolist()]
+    assert boxes.long().tolist() == [list(box) for box in expected]
+
+
+@pytest.mark.parametrize("size", [(10, 100), (10, 101), (99, 12), (98, 12)])
+def test_boxes_that_never_fit_give_torchvisions_middle(size: tuple[int, int]) -> None:
+    u = random.uniform(states(20), 22)
+    boxes = torch.stack(augment.crop_box(u, (0.9, 1.0), size), 1)
+    crop = v2.RandomResizedCrop(8, scale=(0.9, 1.0))
+    expected = crop.make_params([torch.zeros(3, *size)])
+    assert (boxes.long() == torch.tensor(list(expected.values()))).all()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 40)])
+def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]) -> None:
+    count = 2000
+    crop = v2.RandomResizedCrop(8, scale=(0.08, 1.0))
+    image = torch.zeros(3, *size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = [list(crop.make_params([image]).values()) for _ in range(count)]
+    theirs = torch.tensor(drawn, dtype=torch.float64)
+    u = random.uniform(states(50_000), 22)
+    ours = torch.stack(augment.crop_box(u, (0.08, 1.0), size), 1)
+    for column in range(4):
+        a, b = ours[:, column], theirs[:, column]
+        assert abs(a.mean() - b.mean()) < 4.5 * b.std() / math.sqrt(count)
+        assert a.std() == pytest.approx(b.std().item(), rel=0.08)
+
+
+# ---- the configuration
+
+
+def test_configured_values_replace_the_presets() -> None:
+    a = build(Augment("dcco", flip=0.0, blur=(0.3, 0.4), crop=(0.5, 0.9)))
+    assert (a.preset.flip, a.preset.blur, a.preset.crop) == (0.0, (0.3, 0.4), (0.5, 0.9))
+    assert a.preset.jitter == PRESETS["dcco"].jitter
+    assert build("dcco").preset == PRESETS["dcco"]
+
+
+def test_presets_differ_between_views_as_byol_has_it() -> None:
+    assert PRESETS["byol"].blur == (1.0, 0.1)
+    assert PRESETS["byol"].solarize == (0.0, 0.2)
+    assert PRESETS["dcco"].blur == (0.0, 0.0)
+    assert PRESETS["dcco-derm"].solarize == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("side", "kernel"), [(8, 3), (32, 3), (64, 7), (96, 9), (224, 23)])
+def test_blur_kernel_is_a_tenth_of_the_side(side: int, kernel: int) -> None:
+    assert build("byol", 3, (side, side + 50)).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (Augment("dco"), ("augment.name=dco", "dcco-derm", "none")),
+        (Augment(flip=1.5), ("augment.flip=1.5", "between 0 and 1")),
+        (Augment(gray=-0.1), ("augment.gray=-0.1",)),
+        (Augment(jitter_p=2), ("augment.jitter_p=2",)),
+        (Augment(blur=(0.5, 1.1)), ("augment.blur=0.5,1.1",)),
+        (Augment(solarize=(-1, 0)), ("augment.solarize=-1,0",)),
+        (Augment(crop=(0.0, 1.0)), ("augment.crop=0,1",)),
+        (Augment(crop=(0.5, 0.4)), ("augment.crop=0.5,0.4",)),
+        (Augment(crop=(0.5, 1.2)), ("augment.crop=0.5,1.2",)),
+        (Augment(jitter=(0.4, -0.1, 0, 0)), ("augment.jitter=0.4,-0.1,0,0",)),
+        (Augment(jitter=(0.4, 0.4, 0.4, 0.6)), ("augment.jitter=0.4,0.4,0.4,0.6", "hue")),
+        (Augment(rotate=-5), ("augment.rotate=-5",)),
+        (Augment(rotate=200), ("augment.rotate=200",)),
+        (Augment(noise=-0.1), ("augment.noise=-0.1",)),
+        (Augment(noise=math.inf), ("augment.noise=inf",)),
+    ],
+)
+def test_values_out_of_range_are_refused_in_one_line(
+    given: Augment, parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        build(given)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+# ---- the GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+def test_a_captured_graph_on_the_gpu_gives_what_the_cpu_gives(name: str | Augment) -> None:
+    a, x, state = build(name), made(64, 3, 32, 32), states(64)
+    images, counters = x.cuda(), torch.zeros_like(state).cuda()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        a.views(images, counters, 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = a.views(images, counters, 1)
+    counters.copy_(state)
+    graph.replay()
+    torch.testing.assert_close(result.cpu(), a.views(x, state, 1), rtol=0, atol=2e-5)

@@ -1,0 +1,230 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl import evaluate
+from fedssl.config import Evaluate
+from fedssl.data.dataset import Split
+from fedssl.errors import UserError
+from fedssl.evaluate import check, judge, parse, protocols
+
+
+def views(images, index, view):
+    return images.float() / 255 + 0.1 * view
+
+
+def split(n=60, classes=3, seed=0, noise=60, modalities=1):
+    """Class c is bright in row c, so a flip changes nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % classes
+    images = torch.randint(0, noise, (n, 1, classes, 4), generator=generator)
+    images += 120 * nn.functional.one_hot(labels, classes)[:, None, :, None]
+    blank = torch.zeros_like(images)
+    both = (images.to(torch.uint8), blank.to(torch.uint8))
+    return Split(both[:modalities], labels)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 12, bias=False)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.eye(12))
+        self.images = 0
+
+    def forward(self, x):
+        self.images += len(x)
+        return self.layer(x.flatten(1) - 0.5)
+
+
+def run(settings, train, test, classes=3, seed=0, modality=0, encoder=None):
+    encoder = encoder or Encoder().eval()
+    return judge(
+        encoder, train, test, classes, settings, seed, "cpu", views=views, modality=modality
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("knn", ("knn", None)),
+        ("linear@500", ("linear", 500)),
+        ("finetune@10", ("finetune", 10)),
+        ("head", ("head", None)),
+        ("unlabeled", ("unlabeled", None)),
+    ],
+)
+def test_parse(spec, expected):
+    assert parse(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("liner", r"protocols=liner: unknown \(did you mean linear\?\); choose of knn, linear,"),
+        ("liner@5", r"protocols=liner@5: unknown \(did you mean linear"),
+        ("svm", r"protocols=svm: unknown; choose of"),
+        ("", r"protocols=: unknown"),
+        ("linear@", r"protocols=linear@: the number of labels"),
+        ("linear@0", r"protocols=linear@0: the number of labels"),
+        ("knn@-5", r"protocols=knn@-5: the number of labels"),
+        ("knn@1.5", r"protocols=knn@1.5: the number of labels"),
+        ("knn@five", r"protocols=knn@five: the number of labels must be a whole number above 0"),
+        ("knn@5@6", r"protocols=knn@5@6: the number of labels"),
+        ("unlabeled@5", r"protocols=unlabeled@5: unlabeled takes no number"),
+        ("head@5", r"protocols=head@5: head takes no number"),
+    ],
+)
+def test_bad_specs_are_refused_in_one_line(spec, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_protocols_by_default_and_by_name():
+    labelled, bare = split(), Split(split().images)
+    unknown = Split(split().images, torch.full((60,), -1))
+    one_class = Split(split().images, torch.zeros(60, dtype=torch.int64))
+    assert protocols(Evaluate(), labelled, labelled) == ("knn", "linear")
+    for train, test in (
+        (labelled, None),
+        (labelled, bare),
+        (bare, labelled),
+        (unknown, labelled),
+        (labelled, unknown),
+        (one_class, labelled),
+    ):
+        assert protocols(Evaluate(), train, test) == ("unlabeled",)
+        check(Evaluate(), train, test, 3)
+    assert protocols(Evaluate(protocols=("finetune",)), bare, None) == ("finetune",)
+
+
+@pytest.mark.parametrize("spec", ["knn", "linear", "finetune", "head", "linear@30"])
+def test_labelled_protocols_without_labels_are_refused(spec):
+    settings, labelled, bare = Evaluate(protocols=(spec,)), split(), Split(split().images)
+    one_class = Split(split().images, torch.zeros(60, dtype=torch.int64))
+    check(settings, labelled, labelled, 3)
+    for train, test, message in (
+        (labelled, None, "there is no test split"),
+        (labelled, bare, "the test split has no labels"),
+        (bare, labelled, "needs labels of at least two classes"),
+        (one_class, labelled, "needs labels of at least two classes"),
+    ):
+        with pytest.raises(UserError, match=f"^evaluate.protocols={spec}: .*{message}"):
+            check(settings, train, test, 3)
+
+
+@pytest.mark.parametrize("name", ["knn", "linear", "finetune"])
+def test_labels_that_cannot_be_drawn_are_refused(name):
+    data = split(60)
+    check(Evaluate(protocols=(f"{name}@60",)), data, data, 3)
+    for count, message in ((63, "21 samples of each class"), (31, "multiple of the 3 classes")):
+        with pytest.raises(UserError, match=f"^evaluate.protocols={name}@{count}: .*{message}"):
+            check(Evaluate(protocols=(f"{name}@{count}",)), data, data, 3)
+
+
+def test_labels_are_counted_in_cases():
+    data = split(60)
+    cases = Split(data.images, data.labels, cases=np.arange(60) % 30)
+    check(Evaluate(protocols=("knn@30",)), cases, data, 3)
+    with pytest.raises(UserError, match=r"knn@33: .*class number 0 has 10"):
+        check(Evaluate(protocols=("knn@33",)), cases, data, 3)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_case_with_two_labels_is_refused_before_training(side):
+    data = [split(60), split(60)]
+    data[side] = Split(data[side].images, data[side].labels, cases=np.arange(60) // 2)
+    with pytest.raises(UserError, match="case 0"):
+        check(Evaluate(protocols=("knn",)), *data, 3)
+
+
+def test_one_image_is_too_few_for_unlabeled():
+    with pytest.raises(UserError, match="at least two training images, not 1"):
+        check(Evaluate(), Split((torch.zeros(1, 1, 2, 2, dtype=torch.uint8),)), None, 0)
+
+
+@pytest.mark.parametrize("preset", ["logistic", "dcco"])
+def test_judges_by_every_protocol_and_names_each(preset):
+    names = ("knn", "linear", "linear@6", "knn@6", "finetune@30", "head", "unlabeled")
+    result = run(Evaluate(protocols=names, preset=preset), split(), split(seed=1))
+    accuracies = {k: v for k, v in result.items() if k.endswith("_top1")}
+    assert list(accuracies) == [f"{name}_top1" for name in names[:5]]
+    assert min(accuracies.values()) > 90.0
+    assert set(result) - set(accuracies) == {"effective_rank", "alignment", "uniformity"}
+
+
+def test_settings_reach_their_protocols(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(evaluate.knn, "accuracy", lambda *a: seen.setdefault("knn", a[-2:]) and 0.0)
+    monkeypatch.setattr(
+        evaluate.linear, "accuracy", lambda *a: seen.setdefault("linear", a[-2:]) and 0.0
+    )
+    run(Evaluate(k=3, temperature=0.7, preset="dcco"), split(), split(), seed=5)
+    assert seen == {"knn": (3, 0.7), "linear": ("dcco", 5)}
+
+
+def test_features_are_computed_once_for_all_protocols_and_only_where_needed():
+    encoder = Encoder()
+    run(Evaluate(protocols=("knn", "linear", "knn@6")), split(60), split(30), encoder=encoder)
+    assert encoder.images == 90
+    encoder = Encoder()
+    run(Evaluate(protocols=("unlabeled",)), split(60), split(30), encoder=encoder)
+    assert encoder.images == 60 * 3  # plain and both views, no test images
+
+
+def test_without_labels_it_says_what_can_be_said():
+    result = run(Evaluate(), Split(split().images), None, classes=0)
+    assert set(result) == {"effective_rank", "alignment", "uniformity"}
+
+
+def test_few_labels_are_drawn_by_seed():
+    train, test = split(noise=250), split(noise=250, seed=1, n=300)
+    settings = Evaluate(protocols=("knn@3", "linear@3", "finetune@3"))
+    scores = [run(settings, train, test, seed=seed) for seed in (0, 0, 1, 2)]
+    assert scores[0] == scores[1]
+    for name in scores[0]:
+        assert len({score[name] for score in scores}) > 1, name
+
+
+def test_samples_without_a_label_are_never_used():
+    data, test = split(60), split(60, seed=1)
+    wrong = torch.where(torch.arange(60) < 30, data.labels, -1)
+    mixed = Split((data.images[0].clone(),), wrong)
+    mixed.images[0][30:] = 255 - mixed.images[0][30:]
+    half = Split((data.images[0][:30],), data.labels[:30])
+    settings = Evaluate(protocols=("knn", "linear", "finetune", "linear@6"))
+    assert run(settings, mixed, test) == run(settings, half, test)
+    unlabelled = Split(test.images, torch.where(torch.arange(60) < 6, test.labels, -1))
+    six = Split((test.images[0][:6],), test.labels[:6])
+    assert run(settings, half, unlabelled) == run(settings, half, six)
+
+
+def test_the_second_modality():
+    settings = Evaluate(protocols=("linear", "knn", "finetune", "unlabeled"))
+    train, test = split(modalities=2), split(modalities=2)
+    good, blank = (run(settings, train, test, modality=m) for m in (0, 1))
+    assert good["linear_top1"] > 90 and good["finetune_top1"] > 90 and good["knn_top1"] > 90
+    for name in ("linear_top1", "finetune_top1", "knn_top1"):
+        assert blank[name] == pytest.approx(100 / 3)
+    assert blank["effective_rank"] == 0
+
+
+@pytest.mark.parametrize("count", ["", "@20"])
+def test_the_mean_of_a_case_decides_where_single_images_are_ambiguous(count):
+    def cases(seed, with_cases):
+        generator = torch.Generator().manual_seed(seed)
+        n = 120
+        labels = torch.arange(n) % 2
+        away = torch.randint(-90, 90, (n, 1, 2, 6), generator=generator)
+        own = 116 + 24 * labels[:, None, None, None]
+        images = torch.cat((own + away, own - away)).to(torch.uint8)
+        numbers = np.arange(2 * n) % n
+        return Split((images,), labels.repeat(2), cases=numbers if with_cases else None)
+
+    settings = Evaluate(protocols=(f"linear{count}", f"knn{count}"))
+    pooled = run(settings, cases(0, True), cases(1, True), classes=2)
+    single = run(settings, cases(0, False), cases(1, False), classes=2)
+    assert min(pooled.values()) > 99.0
+    assert max(single.values()) < 85.0

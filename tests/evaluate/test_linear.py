@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from fedssl.evaluate import linear
+from fedssl.evaluate.linear import Training, batches, fit_logistic, train_lars
+
+PRESETS = ("logistic", "dcco")
+
+
+def blobs(n, classes, d, spread, seed):
+    """Class c sits at the c-th corner; samples are around it."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % classes
+    return torch.eye(classes, d)[labels] + spread * torch.randn(n, d, generator=generator), labels
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("size", "offset"), [(1.0, 0.0), (1e-3, 0.0), (1e3, 0.0), (1.0, 30.0)])
+def test_learns_blobs_whatever_the_size_and_offset_of_the_features(preset, size, offset):
+    train, labels = blobs(300, 5, 16, 0.15, seed=0)
+    test, truth = blobs(300, 5, 16, 0.15, seed=1)
+    score = linear.accuracy(
+        size * (train + offset), labels, size * (test + offset), truth, 5, preset
+    )
+    assert score > 97.0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_labels_that_say_nothing_give_chance(preset):
+    train, labels = blobs(400, 4, 8, 0.3, seed=0)
+    shuffled = labels[torch.randperm(400, generator=torch.Generator().manual_seed(2))]
+    test, truth = blobs(400, 4, 8, 0.3, seed=1)
+    assert linear.accuracy(train, shuffled, test, truth, 4, preset) < 50.0
+
+
+@pytest.mark.parametrize(("n", "d"), [(200, 6), (30, 50)])
+def test_logistic_is_scikit_learns(n, d):
+    x, labels = blobs(n, 3, d, 0.6, seed=3)
+    x = x * torch.linspace(0.1, 5, d) + torch.linspace(-3, 8, d)
+    weight, bias = fit_logistic(x, labels, 3)
+    mean, std = x.double().mean(0), x.double().std(0, correction=0)
+    reference = LogisticRegression(C=1.0, solver="newton-cholesky", tol=1e-10)
+    reference.fit(((x.double() - mean) / std).numpy(), labels.numpy())
+    # Both are shifted to sum to zero over classes: only differences of biases are determined.
+    ours = bias + weight @ mean
+    np.testing.assert_allclose(weight * std, reference.coef_, atol=1e-4)
+    np.testing.assert_allclose(
+        ours - ours.mean(), reference.intercept_ - reference.intercept_.mean(), atol=1e-4
+    )
+
+
+def test_float32_comes_to_the_same_solution(monkeypatch):
+    x, labels = blobs(400, 4, 10, 0.7, seed=4)
+    exact, _ = fit_logistic(x, labels, 4)
+    monkeypatch.setattr(linear, "_SMALL", 0)
+    rough, _ = fit_logistic(x, labels, 4)
+    assert not torch.equal(rough, exact)
+    torch.testing.assert_close(rough, exact, atol=5e-3, rtol=0)
+
+
+def test_dead_and_nearly_dead_features_do_no_harm():
+    train, labels = blobs(100, 3, 8, 0.2, seed=0)
+    test, truth = blobs(100, 3, 8, 0.2, seed=1)
+    clean = linear.accuracy(train, labels, test, truth, 3)
+    # One is constant, the other moves by a rounding error in training and by 1e-3 in the test.
+    dead = torch.stack((torch.full((100,), 7.0), 1e-7 * labels), dim=1)
+    moved = torch.stack((torch.full((100,), 7.0), 1e-3 * (2 - truth)), dim=1)
+    assert clean > 95.0
+    assert (
+        linear.accuracy(torch.cat((train, dead), 1), labels, torch.cat((test, moved), 1), truth, 3)
+        > 95.0
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_collapsed_encoder_gets_chance_and_no_error(preset):
+    labels = torch.arange(20) % 2
+    assert linear.accuracy(torch.ones(20, 4), labels, torch.ones(20, 4), labels, 2, preset) == 50.0
+
+
+def test_logistic_needs_no_seed_and_lars_depends_on_nothing_else():
+    x, labels = blobs(300, 4, 8, 0.5, seed=0)
+    assert torch.equal(fit_logistic(x, labels, 4)[0], fit_logistic(x, labels, 4)[0])
+    assert torch.equal(train_lars(x, labels, 4, 1)[0], train_lars(x, labels, 4, 1)[0])
+    assert not torch.equal(train_lars(x, labels, 4, 1)[0], train_lars(x, labels, 4, 2)[0])
+
+
+@pytest.mark.parametrize(
+    ("n", "steps", "batch", "lr"), [(2499, 400, 128, 2.5), (2500, 1000, 512, 2.0)]
+)
+def test_the_paper_has_two_rows(n, steps, batch, lr, monkeypatch):
+    seen = []
+    original = linear.descend
+
+    def spy(flat, state, training, step):
+        seen.append((training.steps, training.batch, training.rule.lr, step))
+        original(flat, state, training, step)
+
+    monkeypatch.setattr(linear, "descend", spy)
+    train_lars(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
+    assert seen == [(steps, batch, lr, step) for step in range(steps)]
+
+
+def test_batches_are_full_and_differ_within_an_epoch_and_between_epochs():
+    training = Training(linear.DCCO_FEW.rule, steps=6, batch=3)
+    steps = list(batches(0, "probe", 10, training))
+    assert [len(b) for b in steps] == [3] * 6
+    for epoch in (steps[:3], steps[3:]):
+        assert len(set(np.concatenate(epoch).tolist())) == 9
+    assert np.concatenate(steps[:3]).tolist() != np.concatenate(steps[3:]).tolist()
+    whole = next(batches(0, "probe", 2, training))
+    assert sorted(whole.tolist()) == [0, 1]

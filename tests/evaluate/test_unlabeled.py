@@ -1,0 +1,109 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedssl.evaluate import unlabeled
+from fedssl.evaluate.features import extract
+from fedssl.evaluate.unlabeled import alignment, effective_rank, uniformity
+
+
+def cloud(n, d, seed=0):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def unit(row):
+    length = math.hypot(*row)
+    return [x / length for x in row]
+
+
+def square_distance(a, b):
+    return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
+
+
+def test_effective_rank_of_a_round_cloud_is_its_dimension():
+    corners = torch.cat((torch.eye(6), -torch.eye(6)))
+    assert effective_rank(corners) == pytest.approx(6)
+    # Where the cloud lies does not matter, only how wide it is.
+    assert effective_rank(corners + 50) == pytest.approx(6, abs=1e-4)
+
+
+def test_effective_rank_of_a_line_is_one_and_of_a_point_is_zero():
+    line = cloud(100, 1) * torch.tensor([[1.0, -2.0, 3.0]]) + 5
+    assert effective_rank(line) == pytest.approx(1, abs=1e-4)
+    assert effective_rank(torch.full((100, 3), 0.1)) == 0.0
+    assert effective_rank(torch.zeros(100, 3)) == 0.0
+
+
+def test_effective_rank_by_hand():
+    # Widths 3 : 1, so shares 3/4 and 1/4.
+    cross = torch.tensor([[3.0, 0], [-3, 0], [0, 1], [0, -1]])
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert effective_rank(cross) == pytest.approx(math.exp(entropy))
+
+
+def test_effective_rank_with_fewer_samples_than_features_is_that_of_the_singular_values():
+    x = cloud(10, 40)
+    sigma = torch.linalg.svdvals((x - x.mean(0)).double())[:-1]
+    share = sigma / sigma.sum()
+    expected = math.exp(-(share * share.log()).sum())
+    assert effective_rank(x) == pytest.approx(expected, rel=1e-6)
+
+
+def test_uniformity_by_a_double_loop():
+    rows = [unit(row) for row in (5 * cloud(30, 4)).tolist()]
+    terms = [math.exp(-2 * square_distance(rows[i], rows[j])) for i in range(30) for j in range(i)]
+    assert uniformity(5 * cloud(30, 4)) == pytest.approx(math.log(sum(terms) / len(terms)))
+
+
+def test_alignment_by_a_loop():
+    first, second = 3 * cloud(30, 4, seed=0), cloud(30, 4, seed=1)
+    pairs = zip(first.tolist(), second.tolist(), strict=True)
+    expected = sum(square_distance(unit(a), unit(b)) for a, b in pairs) / 30
+    assert alignment(first, second) == pytest.approx(expected)
+    assert alignment(first, 2 * first) == pytest.approx(0, abs=1e-12)
+
+
+def test_views_get_the_images_their_numbers_and_both_views(monkeypatch):
+    monkeypatch.setattr(unlabeled, "SAMPLES", 8)
+    images = torch.arange(20, dtype=torch.uint8)[:, None, None, None].expand(20, 2, 1, 1)
+    calls = []
+
+    def views(part, index, view):
+        assert torch.equal(part[:, 0, 0, 0].long(), index)
+        calls.append((view, index.tolist()))
+        x = part.float() + 1
+        x[:, view] *= 2
+        return x
+
+    encoder = nn.Flatten()
+    result = unlabeled.measures(
+        encoder, images, extract(encoder, images), views, seed=3, device="cpu", batch=5
+    )
+    assert [(view, len(index)) for view, index in calls] == [(0, 5), (0, 3), (1, 5), (1, 3)]
+    assert calls[0][1] + calls[1][1] == calls[2][1] + calls[3][1]
+    # (2, 1) and (1, 2), each over √5: 0.4.
+    assert result["alignment"] == pytest.approx(0.4)
+    # All plain images lie on one ray.
+    assert result["uniformity"] == pytest.approx(0, abs=1e-6)
+    assert result["effective_rank"] == pytest.approx(1, abs=1e-3)
+
+
+def test_measures_depend_on_the_seed_by_the_choice_of_images_alone(monkeypatch):
+    monkeypatch.setattr(unlabeled, "SAMPLES", 16)
+    images = torch.randint(
+        0, 256, (60, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    features = extract(nn.Flatten(), images)
+
+    def views(part, index, view):
+        return part.float() + view * index[:, None, None, None]
+
+    def run(seed):
+        return unlabeled.measures(nn.Flatten(), images, features, views, seed, "cpu")
+
+    assert run(0) == run(0)
+    assert run(0)["uniformity"] != run(1)["uniformity"]
+    assert run(0)["alignment"] != run(1)["alignment"]
+    assert run(0)["effective_rank"] == run(1)["effective_rank"]
