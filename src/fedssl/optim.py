@@ -68,7 +68,7 @@ def _adam(state: State, gradient: Tensor, lr: float) -> Tensor:
 def _trusted(
     gradient: Tensor, params: Tensor, weight_decay: float, layers: Sequence[Shape]
 ) -> Tensor:
-    """LARS: scale each weight tensor's gradient to a fraction of its own norm.
+    """LARS (You et al. 2017, Eq. 6): scale each weight tensor's gradient to its own norm.
 
     Biases and norm parameters (one dimension) keep plain gradients without decay, and a tensor of
     zeros (a fresh classifier) has a ratio of one, as in SimCLR's and BYOL's optimizers.
@@ -78,10 +78,9 @@ def _trusted(
     for shape, g, w in zip(layers, out.split(sizes), params.split(sizes), strict=True):
         if len(shape) < 2:
             continue
-        g.add_(w, alpha=weight_decay)
         norm_w, norm_g = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
-        ratio = LARS_TRUST * norm_w / norm_g
-        g.mul_(torch.where((norm_w > 0) & (norm_g > 0), ratio, torch.ones_like(ratio)))
+        ratio = LARS_TRUST * norm_w / (norm_g + weight_decay * norm_w)
+        g.add_(w, alpha=weight_decay).mul_(torch.where((norm_w > 0) & (norm_g > 0), ratio, torch.ones_like(ratio)))
     return out
 
 

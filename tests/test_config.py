@@ -1,0 +1,108 @@
+"""Keys, types, names and the sentences that a mistake gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedssl import config
+from fedssl.errors import UserError
+
+
+def resolve(*words: str, recipe: str | None = None) -> config.Config:
+    return config.resolve(config.read_recipe(recipe), words)
+
+
+@pytest.mark.parametrize("name", config.recipes())
+def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
+    settings = resolve(recipe=name)
+    assert settings.about
+    again = config.build(yaml.safe_load(config.dump(settings)))
+    assert again == settings
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("algorithm.nmae=dcco", "algorithm.nmae: unknown key (did you mean algorithm.name?)"),
+        ("roundss=3", "roundss: unknown key (did you mean rounds?)"),
+        ("rounds=many", "rounds=many: expected a whole number"),
+        ("rounds=2.5", "rounds=2.5: expected a whole number"),
+        ("rounds=-1", "rounds=-1: must not be negative"),
+        ("server.lr=fast", "server.lr=fast: expected a number"),
+        ("server.lr=nan", "server.lr=nan: expected a number"),
+        ("server.lr=0", "server.lr=0.0: must be above 0"),
+        ("server.momentum=1", "server.momentum=1.0: must be at least 0 and below 1"),
+        ("data.halves=maybe", "data.halves=maybe: expected true or false"),
+        ("objective.name=barlow", "objective.name=barlow: unknown; choose one of cco, vicreg"),
+        ("algorithm.name=fedavgg", "algorithm.name=fedavgg: unknown (did you mean fedavg?)"),
+        ("encoder.name=resnet99", "encoder.name=resnet99: unknown"),
+        ("precision=fp8", "precision=fp8: unknown"),
+        ("algorithm.local_epochs=2", "give one of the two"),
+        ("cohort.fraction=0.5", "give one of the two"),
+        ("cohort.size=0", "cohort.size=0: must be above 0"),
+        ("cohort.minimum=40", "cohort.minimum=40: more than cohort.size=32"),
+        ("rounds", "rounds: expected key=value"),
+        ("rounds.x=1", "rounds={'x': 1}: expected a whole number"),
+        ("data=cifar10", "data=cifar10: expected keys such as data.name"),
+        ("objective.temperature=0.1", "objective.temperature: unknown key"),
+        ("evaluate.baselines=fedfoo", "algorithm.name=fedfoo: unknown"),
+        ("data.levels=class,kind", "data.levels=kind: unknown"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        resolve(word)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_fraction_must_be_a_fraction() -> None:
+    for bad in ("0", "1.5", "-0.1"):
+        with pytest.raises(UserError, match=r"cohort\.fraction"):
+            config.build({"cohort": {"fraction": bad}})
+
+
+def test_values_as_people_write_them() -> None:
+    settings = resolve(
+        "server.lr=1e-3",
+        "engine.merge=off",
+        "evaluate.protocols=knn,linear@100",
+        "partition.alpha=inf",
+    )
+    assert settings.server.lr == 0.001
+    assert settings.engine.merge == "off"  # YAML reads a bare off as false
+    assert settings.evaluate.protocols == ("knn", "linear@100")
+    assert settings.partition.alpha == float("inf")  # type: ignore[attr-defined]
+    assert resolve("objective.projector=[64, 32]").objective.projector == (64, 32)  # type: ignore[attr-defined]
+    assert resolve("data.root=2024").data.root == "2024"
+
+
+def test_a_new_name_drops_the_recipes_keys_that_do_not_fit_but_not_the_users() -> None:
+    settings = resolve("objective.name=simclr", "algorithm.name=fedavg")
+    assert settings.objective.projector == (128, 128, 128)  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"objective\.lambda: unknown key"):
+        resolve("objective.name=simclr", "objective.lambda=3")
+
+
+def test_lambda_is_the_papers_letter() -> None:
+    settings = resolve("objective.lambda=7")
+    assert settings.objective.lambda_ == 7.0  # type: ignore[attr-defined]
+    assert config.to_tree(settings)["objective"]["lambda"] == 7.0
+
+
+def test_recipes_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: default\nrounds: 7\nserver: {lr: 0.5}\n")
+    settings = resolve(recipe=str(path))
+    assert (settings.rounds, settings.server.lr, settings.server.optimizer) == (7, 0.5, "adam")
+    path.write_text("rounds: [1\n")
+    with pytest.raises(UserError, match="not valid YAML"):
+        resolve(recipe=str(path))
+    path.write_text("- 1\n")
+    with pytest.raises(UserError, match="expected keys and values"):
+        resolve(recipe=str(path))
+    with pytest.raises(UserError, match="no such recipe or file"):
+        resolve(recipe="dcco/cifar100-noniid-5")
