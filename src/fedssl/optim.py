@@ -80,7 +80,9 @@ def _trusted(
             continue
         norm_w, norm_g = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
         ratio = LARS_TRUST * norm_w / (norm_g + weight_decay * norm_w)
-        g.add_(w, alpha=weight_decay).mul_(torch.where((norm_w > 0) & (norm_g > 0), ratio, torch.ones_like(ratio)))
+        g.add_(w, alpha=weight_decay).mul_(
+            torch.where((norm_w > 0) & (norm_g > 0), ratio, torch.ones_like(ratio))
+        )
     return out
 
 

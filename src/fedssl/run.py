@@ -36,11 +36,13 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
 
     Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
     """
-    sessions = {out: open_run(settings, out, resume)}
+    folders = {out: settings}
     for name in settings.evaluate.baselines:
-        folder = out / "baselines" / name
-        other = config.with_algorithm(settings, name)
-        sessions[folder] = open_run(other, folder, resume and folder.exists())
+        folders[out / "baselines" / name] = config.with_algorithm(settings, name)
+    # All are checked before the first leaves anything on the disk.
+    sessions = {f: open_run(s, f, resume and (f == out or f.exists())) for f, s in folders.items()}
+    for folder, session in sessions.items():
+        start_folder(session, folder, resume)
     with _stop_signals() as stop:
         for folder, session in sessions.items():
             train(session, folder, stop)
@@ -53,7 +55,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
 
 
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
-    """A session in its folder, at the start or at its last checkpoint."""
+    """A session for a folder that is free, or that holds the same run when resuming."""
     known = out / "config.yaml"
     if known.exists():
         if not resume:
@@ -64,15 +66,18 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         check_same(settings, config.build(config.read_yaml(known)), out)
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
-    session = prepare(settings)
+    return prepare(settings)
+
+
+def start_folder(session: Session, out: Path, resume: bool) -> None:
+    """Write the configuration, and go to the checkpoint if there is one to resume."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        known.write_text(config.dump(session.config), encoding="utf-8")
+        (out / "config.yaml").write_text(config.dump(session.config), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
     if resume:
         checkpoint.read(out, session)
-    return session
 
 
 def check_same(new: Config, old: Config, out: Path) -> None:

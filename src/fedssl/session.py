@@ -40,6 +40,7 @@ class Session:
     dataset: Dataset
     engine: LocalEngine
     server: Server
+    cohort: int  # clients in a round
 
     @property
     def work(self) -> Workspace:
@@ -53,9 +54,8 @@ class Session:
 
     def cohort_ids(self, round: int) -> NDArray[np.int64]:
         """Who takes part in a round."""
-        clients = len(self.engine.groups)
         state = key(self.config.seed, "cohort", round)
-        return choose(state, clients, cohort_size(self.config, clients))
+        return choose(state, len(self.engine.groups), self.cohort)
 
     def encoder(self, tower: int = 0) -> Tower:
         """One tower of the network that clients train (whatever weights it holds now)."""
@@ -136,6 +136,7 @@ def prepare(config: Config) -> Session:
     algorithm_class: type[Algorithm] = configuration.variant("algorithm", config.algorithm.name)
     if algorithm_class.pools_data:
         config, groups = pooled(config, groups, size)
+        size = 1
     algorithm = algorithm_class(config.algorithm, objective)
     check_objective(objective, train)
     algorithm.check_clients(groups.sizes)
@@ -145,7 +146,8 @@ def prepare(config: Config) -> Session:
     network = build_network(config, objective, channels, min(height, width), len(dataset.classes))
     work = Workspace(config, network, objective, augmentation, train, device)
     check_evaluation(config, dataset, objective)
-    return Session(config, dataset, LocalEngine(work, algorithm, groups), Server(config, work.flat))
+    engine = LocalEngine(work, algorithm, groups)
+    return Session(config, dataset, engine, Server(config, work.flat), size)
 
 
 def build_network(

@@ -273,11 +273,13 @@ def test_samples_have_the_distribution_of_the_slow_process_as_classes_run_out(
         assert chi < len(frequent) + 4 * math.sqrt(2 * len(frequent))
 
 
-def test_samples_keep_the_concentration_of_the_classes_that_are_left() -> None:
+@pytest.mark.parametrize("window", [8, 16])  # client 1 is drawn after, or before, class 0 is gone
+def test_samples_keep_the_concentration_of_the_classes_that_are_left(window: int) -> None:
     """Without class 0, q is Dir(α/4, α/4): two places agree with chance (α/4 + 1) / (α/2 + 1)."""
     split, alpha, agree = data([8, 4, 4]), 0.5, []
     for seed in range(2000):
-        groups = partition(Samples.Params("samples", 8, alpha), split, 3, seed)
+        with patch.object(module, "_WINDOW", window):
+            groups = partition(Samples.Params("samples", 8, alpha), split, 3, seed)
         if not labels_of(split)[groups[0]].any():  # client 0 took all of class 0
             first, second = labels_of(split)[groups[1][:2]]
             agree.append(first == second)

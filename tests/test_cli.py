@@ -1,0 +1,116 @@
+"""The command line as a user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedssl.cli import main
+
+SMALL = [
+    "rounds=2",
+    "cohort.size=4",
+    "data.size=8",
+    "objective.projector=32,32,16",
+    "evaluate.protocols=knn",
+    "evaluate.baselines=[]",
+]
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = (
+        "import sys, fedssl.cli\n"
+        "try: fedssl.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def test_run_evaluate_partition_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", *SMALL, "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "untrained" in shown.out and "dcco" in shown.out and str(out) in shown.out
+    assert "round 2/2" in shown.err and "images/s" in shown.err and "s left" in shown.err
+
+    assert main(["evaluate", str(out), "evaluate.protocols=knn,unlabeled"]) == 0
+    shown = capsys.readouterr()
+    assert "effective rank" in shown.out and "result" in shown.out
+    assert (out / "evaluations.jsonl").read_text().count("\n") == 1
+
+    assert main(["partition", "partition.samples=8"]) == 0
+    assert "179" in capsys.readouterr().out  # 1,438 training digits make 179 clients of 8
+
+    assert main(["recipes"]) == 0
+    assert "dcco/cifar100-noniid-4" in capsys.readouterr().out
+
+
+def test_runs_without_out_get_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *SMALL]) == 0
+    assert main(["run", *SMALL]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["run", "bogus=1"], "bogus: unknown key"),
+        (["run", "--resume"], "--resume: say which run with --out"),
+        (["run", "--resume", "--out", "/nonexistent/x"], "holds no run"),
+        (["run", "no-such-recipe"], "no such recipe or file"),
+        (["run", "data.name=folder", "data.root=/nonexistent"], "data.root"),
+        (["run", "data.name=folder"], "data.root"),
+        (["run", "partition.samples=5000"], "partition.samples"),
+        (["run", "partition.name=iid", "partition.clients=9999"], "partition.clients=9999"),
+        (["run", "cohort.size=400"], "cohort.size=400: the partition has only 359 clients"),
+        (["run", "objective.name=simclr"], "objective.name=simclr: dcco shares moments"),
+        (["run", "encoder.groups=5"], "encoder.groups=5"),
+        (["run", "encoder.groups=128"], "encoder.groups=128"),
+        (["run", "objective.projector=16,16,16", "encoder.groups=16"], "encoder.groups=16"),
+        (["run", "evaluate.protocols=knnn"], "did you mean knn?"),
+        (["run", "evaluate.protocols=linear@7"], "linear@7"),
+        (["run", "evaluate.protocols=head"], "trains no classifier"),
+        (["run", "evaluate.tower=second"], "encoder.towers=2"),
+        (["run", "device=quantum"], "device=quantum"),
+        (["run", "augment.name=vivid"], "augment.name=vivid"),
+        (["run", "encoder.init=/nonexistent"], "encoder.init=/nonexistent"),
+        (
+            ["run", "algorithm.name=fedavg", "partition.samples=1", "evaluate.baselines=[]"],
+            "client 0 holds 1 sample",
+        ),
+        (["run", "partition.samples=1"], "holds 1 sample"),  # its fedavg baseline
+        (["evaluate", "/nonexistent"], "holds no run"),
+        (["partition", "partition.name=folder"], "data.levels"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err
+    assert shown.err.startswith("fedssl: ") and shown.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists(), "nothing may be left behind"
+
+
+def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *SMALL, "--out", "/proc/fedssl"]) == 2
+    assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err

@@ -1,0 +1,257 @@
+"""Runs from the outside: files, resume to the same bits, and every way to stop early."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedssl import checkpoint, config, run
+from fedssl.engines.local import LocalCohort
+from fedssl.errors import TrainingError, UserError
+
+SMALL = (
+    "rounds=6",
+    "cohort.size=6",
+    "data.size=8",
+    "objective.projector=32,32,16",
+    "evaluate.protocols=knn",
+    "evaluate.baselines=[]",
+    "checkpoint.seconds=0",
+)
+
+
+def small(*words: str) -> config.Config:
+    return config.resolve(config.read_recipe(None), [*SMALL, *words])
+
+
+def lines(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def same_run(a: Path, b: Path) -> bool:
+    states = [load_file(folder / checkpoint.FILE) for folder in (a, b)]
+    equal = states[0].keys() == states[1].keys() and all(
+        torch.equal(states[0][k], states[1][k]) for k in states[0]
+    )
+    return equal and without_time(lines(a)) == without_time(lines(b))
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
+    """As if Ctrl-C came in that round."""
+    real = run.one_round
+
+    def one_round(session, out, progress):  # type: ignore[no-untyped-def]
+        line = real(session, out, progress)
+        if session.server.round == rounds:
+            os.kill(os.getpid(), signal.SIGINT)
+        return line
+
+    monkeypatch.setattr(run, "one_round", one_round)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_a_run_leaves_its_files(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    summary = run.run(small("evaluate.baselines=fedavg", "evaluate.every=2"), out)
+    assert {p.name for p in out.iterdir()} >= {
+        "config.yaml", "metrics.jsonl", "checkpoint", "encoder.safetensors", "encoder.json",
+        "summary.json", "baselines", "tensorboard",
+    } - ({"tensorboard"} if not (out / "tensorboard").exists() else set())  # fmt: skip
+    rows = lines(out)
+    assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "bytes_up", "bytes_down", "seconds", "images", "missing"} <= rows[0].keys()
+    assert "knn_top1" in rows[1] and "knn_top1" not in rows[0]
+    assert rows[1]["images"] == 24
+    stored = json.loads((out / "summary.json").read_text())
+    assert stored == summary
+    assert stored["bytes_up"] == sum(row["bytes_up"] for row in rows)  # type: ignore[misc]
+    for name in ("knn_top1", "rounds", "seconds", "images_per_second", "bytes_down"):
+        assert name in stored
+    assert set(stored["baselines"]) == {"fedavg"} and "knn_top1" in stored["untrained"]
+    again = config.build(config.read_yaml(out / "config.yaml"))
+    assert again == small("evaluate.baselines=fedavg", "evaluate.every=2")
+
+
+def test_the_exported_encoder_is_the_one_that_was_judged(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run.run(small(), out)
+    note = json.loads((out / "encoder.json").read_text())
+    assert note["model"] == "global" and note["features"] == 96
+    started = small(f"encoder.init={out}", "rounds=0")
+    summary = run.run(started, tmp_path / "again")
+    assert summary["knn_top1"] == json.loads((out / "summary.json").read_text())["knn_top1"]
+
+
+@pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "centralized", "standalone"])
+def test_resume_gives_the_same_bits(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = small(f"algorithm.name={algorithm}", "server.momentum=0.9")
+    run.run(settings, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(run.Interrupted):
+            run.run(settings, tmp_path / "cut")
+    assert len(lines(tmp_path / "cut")) == 3
+    run.run(settings, tmp_path / "cut", resume=True)
+    assert same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Real processes, killed for good while they work; what the checkpoint lacks is redone."""
+    words = [*SMALL, "rounds=40", "checkpoint.seconds=0.3"]
+    command = [sys.executable, "-m", "fedssl", "run", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def call(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more], env=environment, capture_output=True, text=True, check=True
+        )
+
+    call("--out", str(tmp_path / "whole"))
+    cut = tmp_path / "cut"
+    victim = subprocess.Popen(
+        [*command, "--out", str(cut)], env=environment, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (cut / checkpoint.FILE).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    victim.kill()
+    assert victim.wait() == -signal.SIGKILL, "it was to be killed before its end"
+    call("--out", str(cut), "--resume")
+    assert same_run(tmp_path / "whole", cut)
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(run.Interrupted):
+            run.run(small(), out)
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 3, "loss": 1.0, "seconds": 0.1}\n{"round": 4, "lo')
+    run.run(small(), out, resume=True)
+    assert [row["round"] for row in lines(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_before_the_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run.start_folder(run.open_run(small(), out, resume=False), out, resume=False)
+    assert run.run(small(), out, resume=True)["rounds"] == 6
+
+
+def test_resume_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
+    first = run.run(small(), tmp_path / "run")
+    assert run.run(small(), tmp_path / "run", resume=True) == first
+
+
+def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
+    run.run(small(), tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
+        run.run(small("rounds=2"), tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:
+    run.run(small(), tmp_path)
+    with pytest.raises(UserError, match=r"--resume: server\.lr was 0\.003 .* is now 0\.1"):
+        run.run(small("server.lr=0.1"), tmp_path, resume=True)
+    with pytest.raises(UserError, match=r"--resume: .* holds no run"):
+        run.run(small(), tmp_path / "nothing", resume=True)
+
+
+def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None:
+    run.run(small(), tmp_path)
+    summary = run.run(small("evaluate.protocols=knn,linear@10"), tmp_path, resume=True)
+    assert "linear@10_top1" in summary
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = run.one_round
+
+    def poisoned(session, out, progress):  # type: ignore[no-untyped-def]
+        if session.server.round == 3:
+            session.server.weights = session.server.weights * torch.nan
+        return real(session, out, progress)
+
+    monkeypatch.setattr(run, "one_round", poisoned)
+    with pytest.raises(TrainingError, match=r"round 4: the loss is nan.*last good checkpoint"):
+        run.run(small(), tmp_path)
+    state = load_file(tmp_path / checkpoint.FILE)
+    assert all(torch.isfinite(tensor).all() for tensor in state.values())
+    monkeypatch.undo()
+    assert run.run(small(), tmp_path, resume=True)["rounds"] == 6
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    session = run.open_run(small(), tmp_path, resume=False)
+    checkpoint.write(tmp_path, session)
+    before = (tmp_path / checkpoint.FILE).read_bytes()
+    session.server.weights = session.server.weights * torch.inf
+    with pytest.raises(TrainingError, match="no longer finite"):
+        checkpoint.write(tmp_path, session)
+    assert (tmp_path / checkpoint.FILE).read_bytes() == before
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    session = run.open_run(small(), tmp_path, resume=False)
+    checkpoint.write(tmp_path, session)
+    before = (tmp_path / checkpoint.FILE).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"cannot be written .*make room.*--resume"):
+            checkpoint.write(tmp_path, session)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / checkpoint.FILE).read_bytes() == before
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["state.safetensors"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    run.run(small("rounds=1"), tmp_path)
+    (tmp_path / checkpoint.FILE).write_bytes(b"not a checkpoint")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        run.run(small("rounds=1"), tmp_path, resume=True)
+
+
+def test_a_skipped_round_leaves_the_model_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, after = LocalCohort.ask, []
+
+    def ask(self, task, payload, merge):  # type: ignore[no-untyped-def]
+        if task == "encode":
+            after.append(payload[0])
+        return iter(()) if self.round == 2 else real(self, task, payload, merge)
+
+    monkeypatch.setattr(LocalCohort, "ask", ask)
+    run.run(small("rounds=4"), tmp_path)
+    rows = lines(tmp_path)
+    assert [row["skipped"] for row in rows] == [False, False, True, False]
+    assert rows[2]["missing"] == 6
+    assert torch.equal(after[2], after[3]) and not torch.equal(after[1], after[2])
