@@ -143,5 +143,5 @@ def _partition(options: argparse.Namespace) -> int:
     train = dataset.train
     groups = partition(settings.partition, train, len(dataset.classes), settings.seed)
     labels = None if train.labels is None else train.labels.numpy()
-    print(table(groups, labels, dataset.classes))
+    print(table(groups, labels, dataset.classes, len(train)))
     return 0

@@ -459,6 +459,14 @@ def test_dirichlet_gives_up_at_once_where_it_is_hopeless() -> None:
 # folder
 
 
+def test_cases_can_be_the_clients() -> None:
+    split = Split((torch.zeros(4, 1, 2, 2, dtype=torch.uint8),), cases=np.array([1, 0, 1, 2]))
+    groups = partition(Folder.Params("folder", level="case"), split, 0, 0)
+    assert [groups[k].tolist() for k in range(3)] == [[1], [0, 2], [3]]
+    with pytest.raises(UserError, match="no client folders"):
+        partition(Folder.Params("folder"), split, 0, 0)
+
+
 def test_folder_is_one_client_a_folder() -> None:
     split = Split(unlabeled(6).images, None, clients=np.array([2, 0, 2, 0, 2, 4]))
     groups = partition(Folder.Params("folder"), split, 0, 0)

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Literal, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,18 +220,22 @@ class Folder:
 
     @dataclass(frozen=True)
     class Params(PartitionParams):
-        """No further keys."""
+        """``level``: which folders are the clients; DERM's are its cases (DCCO paper, 4.3)."""
+
+        level: Literal["client", "case"] = "client"
 
     params: Params
 
     def split(self, split: Split, classes: int, seed: int) -> Groups:
-        """Needs data that was read with a ``client`` level."""
-        if split.clients is None:
+        """Needs data that was read with folders of that level."""
+        level = self.params.level
+        folders = split.clients if level == "client" else split.cases
+        if folders is None:
             raise UserError(
-                "partition.name=folder: the data has no client folders; "
-                "data.levels must contain client, as in data.levels=client,class"
+                f"partition.name=folder: the data has no {level} folders; "
+                f"data.levels must contain {level}, as in data.levels={level}"
             )
-        present, owners = np.unique(split.clients, return_inverse=True)
+        present, owners = np.unique(folders, return_inverse=True)
         return Groups.from_labels(owners, len(present))
 
 

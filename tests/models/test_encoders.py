@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from timm.layers import StdConv2d
+from torch import nn
+
+from fedssl.config import Encoder
+from fedssl.errors import UserError
+from fedssl.models.encoders import encoder
+from fedssl.models.network import Network, Tower, build, initialize, mlp
+from fedssl.models.norms import Norm, StandardizedConv2d, StandardizedLinear
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_batch_norm_resnets_have_torchvisions_parameters(name: str) -> None:
+    """With the large stem it is the same network, so the same numbers come out."""
+    ours = encoder(Encoder(name, norm="batch"), 3, 224).eval()  # type: ignore[arg-type]
+    theirs = getattr(torchvision.models, name)(num_classes=1)
+    theirs.fc = nn.Identity()
+    assert count(ours) == count(theirs)
+    pairs = list(zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True))
+    assert [a.shape for (_, a), _ in pairs] == [b.shape for _, (_, b) in pairs]
+    theirs.load_state_dict({k: a for (_, a), (k, _) in pairs})
+    x = torch.rand(2, 3, 96, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs.eval()(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "features"), [("tiny", 96), ("resnet14", 2048), ("resnet18", 512), ("resnet50", 2048)]
+)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_any_image_size_and_both_norms(name: str, features: int, norm: str) -> None:
+    for size in (16, 96):
+        net = encoder(Encoder(name, norm=norm), 1, size).eval()  # type: ignore[arg-type]
+        with torch.no_grad():
+            assert net(torch.rand(2, 1, size, size)).shape == (2, features)
+            assert net(torch.rand(2, 1, 2 * size, size)).shape == (2, features)
+        kinds = {type(m) for m in net.modules()}
+        assert (nn.GroupNorm in kinds) == (norm == "group")
+        assert (nn.BatchNorm2d in kinds) == (norm == "batch")
+
+
+def test_tiny_is_about_80_000_parameters() -> None:
+    assert 70_000 < count(encoder(Encoder("tiny"), 1, 16)) < 85_000
+
+
+def test_resnet14_is_one_bottleneck_a_stage_with_the_small_stem() -> None:
+    net = encoder(Encoder("resnet14"), 3, 32)
+    convolutions = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
+    names = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d)]
+    assert sum("shortcut" not in n for n in names) == 13  # and the classifier makes 14
+    assert convolutions[0].kernel_size == (3, 3) and convolutions[0].stride == (1, 1)
+    assert all(isinstance(m, StandardizedConv2d) for m in convolutions)
+    assert encoder(Encoder("resnet14"), 3, 224).stem[0].kernel_size == (7, 7)
+
+
+def test_standardized_convolution_agrees_with_timms() -> None:
+    ours = StandardizedConv2d(3, 8, 3, bias=False).double()
+    theirs = StdConv2d(3, 8, 3, padding=0, eps=1e-10).double()
+    theirs.weight = ours.weight
+    x = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_projector_of_the_paper() -> None:
+    """Section 4.2: standardized weights and group norm on every layer but the last."""
+    head = mlp(2048, (1024, 1024, 1024), Norm("group"))
+    assert [type(m) for m in head] == [
+        StandardizedLinear, nn.GroupNorm, nn.ReLU,
+        StandardizedLinear, nn.GroupNorm, nn.ReLU,
+        nn.Linear,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(5, 64), (128, 64)])
+def test_group_norm_with_too_few_channels_is_refused(groups: int, channels: int) -> None:
+    with pytest.raises(UserError, match=rf"encoder\.groups={groups}"):
+        Norm("group", groups).after_conv(channels)
+    with pytest.raises(UserError, match="a normalized single number is always 0"):
+        Norm("group", 32).after_linear(32)
+
+
+def network(seed: int, towers: int = 1, width: int = 16) -> Network:
+    settings = Encoder("tiny", groups=8, towers=towers)  # type: ignore[arg-type]
+    return build(settings, (1,), 8, lambda n, norm: mlp(n, (width, 16), norm), seed)
+
+
+def test_initialization_depends_on_name_and_seed_only() -> None:
+    a, b, c = network(0), network(0), network(1)
+    wide = network(0, width=32)
+    for (name, p), q, r in zip(a.named_parameters(), b.parameters(), c.parameters(), strict=True):
+        assert torch.equal(p, q)
+        if p.ndim > 1:
+            assert not torch.equal(p, r)
+        if ".encoder." in name:
+            assert torch.equal(p, dict(wide.named_parameters())[name])
+
+
+def test_two_towers_start_differently_and_one_is_shared() -> None:
+    two = network(0, towers=2)
+    first, second = two.towers
+    assert isinstance(first, Tower)
+    weights = [t.encoder.layers[0].weight for t in (first, second)]
+    assert not torch.equal(*weights)
+    x = torch.rand(3, 1, 8, 8)
+    f, g = network(0)((x, x))
+    assert torch.equal(f, g)
+    f, g = two((x, x))
+    assert not torch.equal(f, g)
+
+
+def test_one_pass_for_two_views_equals_two_passes() -> None:
+    net = network(0).double()
+    a, b = torch.rand(2, 5, 1, 8, 8, dtype=torch.float64)
+    f, g = net((a, b))
+    torch.testing.assert_close(f, net.towers[0](a), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(g, net.towers[0](b), rtol=1e-12, atol=1e-12)
+
+
+def test_batch_norm_sees_one_view_at_a_time() -> None:
+    settings = Encoder("tiny", norm="batch")
+    net = build(settings, (1,), 8, lambda n, norm: mlp(n, (16, 16), norm), 0).double().train()
+    a, b = torch.rand(2, 5, 1, 8, 8, dtype=torch.float64)
+    f, _ = net((a, b))
+    torch.testing.assert_close(f, net.towers[0](a), rtol=1e-12, atol=1e-12)
+
+
+def test_initialize_touches_no_global_generator() -> None:
+    net = network(0)
+    before = torch.get_rng_state()
+    initialize(net, 3)
+    assert torch.equal(torch.get_rng_state(), before)
