@@ -53,12 +53,12 @@ class Augment:
 
     name: str = "dcco"
     crop: tuple[float, float] | None = None  # area range of the random resized crop
-    flip: float | None = None  # probabilities, one for both views or one each
+    flip: float | None = None  # a probability, as are jitter_p and gray
     rotate: float | None = None  # degrees to either side
     jitter: tuple[float, float, float, float] | None = None  # brightness, contrast, saturation, hue
     jitter_p: float | None = None
     gray: float | None = None
-    blur: tuple[float, float] | None = None
+    blur: tuple[float, float] | None = None  # probabilities in the first and the second view
     solarize: tuple[float, float] | None = None
     noise: float | None = None  # standard deviation, pixels being 0 to 1
 

@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any
 
 FILE = "metrics.jsonl"
+BOARD_POINTS = 2000  # TensorBoard shows no more, and a point costs as much as a small round
 
 
 class Metrics:
     """Appends to a run's metrics; lines after the checkpoint that is resumed are dropped."""
 
-    def __init__(self, out: Path, round: int) -> None:
+    def __init__(self, out: Path, round: int, rounds: int) -> None:
         path = out / FILE
         kept = [line for line in read(out) if line["round"] <= round] if path.exists() else []
         new = path.with_name(FILE + ".new")
@@ -23,6 +24,7 @@ class Metrics:
         new.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = _board(out, round)
+        self._every = max(1, rounds // BOARD_POINTS)
 
     def __enter__(self) -> Metrics:
         return self
@@ -41,7 +43,7 @@ class Metrics:
         """One round's numbers."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._board is not None:
+        if self._board is not None and line["round"] % self._every == 0:
             for name, value in line.items():
                 if isinstance(value, (int, float)) and name != "round":
                     self._board.add_scalar(name, value, line["round"])

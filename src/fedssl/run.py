@@ -98,7 +98,7 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
     server, settings = session.server, session.config
     saved = time.monotonic()
     with (
-        Metrics(out, server.round) as metrics,
+        Metrics(out, server.round, settings.rounds) as metrics,
         Progress(settings.algorithm.name, settings.rounds, server.round) as progress,
     ):
         while server.round < settings.rounds:

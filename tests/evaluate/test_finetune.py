@@ -126,6 +126,32 @@ def test_the_paper_has_two_rows(n, steps, batch, monkeypatch):
     assert seen == [(steps, batch, "adam", 5e-3)] * steps
 
 
+def test_every_step_flips_anew_the_images_of_its_cases(monkeypatch):
+    calls = []
+
+    def spy(images, index, state):
+        assert torch.equal(images, train.images[index].float() / 255)
+        calls.append((sorted(index.tolist()), state))
+        return images
+
+    train = hidden(12, 0)
+    train = Labelled(train.images, *units(train.labels, np.arange(12) // 4 * 2 + np.arange(12) % 2))
+    monkeypatch.setattr(finetune, "flip", spy)
+    finetune.fit(blind(), train, 2, seed=0, device="cpu")
+    assert [index for index, _ in calls] == [list(range(12))] * 40
+    assert len({state for _, state in calls}) == 40
+
+
+def test_every_step_starts_from_no_gradient(monkeypatch):
+    seen = []
+    monkeypatch.setattr(finetune, "descend", lambda flat, *rest: seen.append(flat.gradient.clone()))
+    train = hidden(30, 0)
+    uneven = Labelled(train.images * 0, train.groups, (torch.arange(30) % 3 == 0).long())
+    finetune.fit(blind(), uneven, 2, seed=0, device="cpu")
+    assert seen[0].any()
+    torch.testing.assert_close(seen[-1], seen[0])
+
+
 def test_works_in_the_encoders_own_precision():
     model = finetune.fit(blind().double(), hidden(20, 0), 2, seed=0, device="cpu")
     assert model.head.weight.dtype == torch.float64

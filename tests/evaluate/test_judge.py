@@ -170,6 +170,9 @@ def test_features_are_computed_once_for_all_protocols_and_only_where_needed():
     run(Evaluate(protocols=("knn", "linear", "knn@6")), split(60), split(30), encoder=encoder)
     assert encoder.images == 90
     encoder = Encoder()
+    run(Evaluate(protocols=("unlabeled", "knn")), split(60), split(30), encoder=encoder)
+    assert encoder.images == 90 + 2 * 60
+    encoder = Encoder()
     run(Evaluate(protocols=("unlabeled",)), split(60), split(30), encoder=encoder)
     assert encoder.images == 60 * 3  # plain and both views, no test images
 
@@ -209,6 +212,7 @@ def test_the_second_modality():
     for name in ("linear_top1", "finetune_top1", "knn_top1"):
         assert blank[name] == pytest.approx(100 / 3)
     assert blank["effective_rank"] == 0
+    assert blank["alignment"] != good["alignment"]
 
 
 @pytest.mark.parametrize("count", ["", "@20"])

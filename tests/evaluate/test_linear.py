@@ -88,6 +88,25 @@ def test_logistic_needs_no_seed_and_lars_depends_on_nothing_else():
 
 
 @pytest.mark.parametrize(
+    ("preset", "other"), [("logistic", "train_lars"), ("dcco", "fit_logistic")]
+)
+def test_the_preset_decides(preset, other, monkeypatch):
+    monkeypatch.setattr(linear, other, None)
+    data = blobs(20, 2, 3, 0.1, seed=0)
+    assert linear.accuracy(*data, *data, 2, preset) == 100.0
+
+
+def test_the_learning_rate_falls_as_a_cosine(monkeypatch):
+    rates = []
+    monkeypatch.setattr(
+        linear.optim, "step", lambda rule, state, params, g, lr, layers: rates.append(lr) or g
+    )
+    train_lars(*blobs(20, 2, 3, 0.1, seed=0), 2, 0)
+    assert [rates[0], rates[200], rates[300]] == pytest.approx([2.5, 1.25, 1.25 * (1 - 0.5**0.5)])
+    assert len(rates) == 400
+
+
+@pytest.mark.parametrize(
     ("n", "steps", "batch", "lr"), [(2499, 400, 128, 2.5), (2500, 1000, 512, 2.0)]
 )
 def test_the_paper_has_two_rows(n, steps, batch, lr, monkeypatch):

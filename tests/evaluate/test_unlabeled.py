@@ -32,7 +32,9 @@ def test_effective_rank_of_a_round_cloud_is_its_dimension():
 def test_effective_rank_of_a_line_is_one_and_of_a_point_is_zero():
     line = cloud(100, 1) * torch.tensor([[1.0, -2.0, 3.0]]) + 5
     assert effective_rank(line) == pytest.approx(1, abs=1e-4)
-    assert effective_rank(torch.full((100, 3), 0.1)) == 0.0
+    point = torch.full((100, 3), 0.1)
+    assert effective_rank(point) == 0.0
+    assert effective_rank(point + 1e-8 * cloud(100, 3)) == 0.0  # rounding, not spread
     assert effective_rank(torch.zeros(100, 3)) == 0.0
 
 

@@ -66,13 +66,15 @@ PRESETS: dict[str, Preset] = {
     "none": Preset(),
 }
 
-_NAMES = ("brightness", "contrast", "saturation", "hue")
+_COLOURS = ("brightness", "contrast", "saturation", "hue")
 _TRIES = 10
 
-# Which of a sample's draws serves which operation. The places are fixed, so that switching one
-# operation off leaves the others as they were; the crop takes the most and stands last.
-_FLIP, _ROTATE, _JITTER, _GRAY, _BLUR, _SIGMA, _SOLARIZE = range(7)
-_FACTOR, _TURN, _CROP = 7, 11, 15
+# Which of a sample's draws serves what. The places are fixed, so that switching one operation off
+# leaves the others as they were; the crop takes the most and stands last.
+_HAPPENS = slice(0, 5)  # flip, jitter, gray, blur, solarize
+_RANGES = slice(5, 11)  # degrees, sigma, the four colour factors
+_TURNS = slice(11, 15)
+_CROP = 15
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Choices:
     degrees: Tensor | None = None
     box: Box | None = None
     jitter: Tensor | None = None
-    factors: Tensor | None = None  # [B, n]: of the n colour operations in use
-    turns: Tensor | None = None  # [B, n]: which of them comes first, second, …
+    factors: Tensor | None = None  # [B, 4]: of brightness, contrast, saturation, hue
+    turns: Tensor | None = None  # [B, n]: which of the n in use comes first, second, …
     gray: Tensor | None = None
     blur: Tensor | None = None
     sigma: Tensor | None = None
@@ -120,9 +122,9 @@ class Augmentation:
     @functools.cached_property
     def colours(self) -> tuple[str, ...]:
         """The operations of the colour jitter that are in use."""
-        known = len(_NAMES) if self.channels == 3 else 2
-        used = zip(_NAMES[:known], self.preset.jitter, strict=False)
-        return tuple(name for name, strength in used if strength and self.preset.jitter_p)
+        known = _COLOURS if self.channels == 3 else _COLOURS[:2]
+        strengths = dict(zip(_COLOURS, self.preset.jitter, strict=True))
+        return tuple(name for name in known if strengths[name] and self.preset.jitter_p)
 
     @property
     def kernel(self) -> int:
@@ -136,6 +138,9 @@ class Augmentation:
 
         ``state [B]`` is one state of the counter-based hash for each sample.
         """
+        height, width = images.shape[2:]
+        if (height, width) != self.size:
+            raise ValueError(f"augmentation of {self.size} images got {(height, width)}")
         x = images.to(dtype) / 255
         if self.preset == PRESETS["none"]:
             return x
@@ -163,40 +168,41 @@ class Augmentation:
 
     def draw(self, state: Tensor, view: int) -> Choices:
         """What ``views`` does to each sample."""
-        p = self.preset
-        whole = p.crop == (1.0, 1.0)
-        u = random.uniform(random.mix(state, view), _CROP + (0 if whole else 2 + 2 * _TRIES))
-
-        def chance(column: int, probability: float) -> Tensor | None:
-            return u[:, column] < probability if probability else None
-
-        coloured = self.channels == 3
-        blur = chance(_BLUR, p.blur[view])
-        factors, turns = self._draw_jitter(u) if self.colours else (None, None)
+        p, colours = self.preset, self.colours
+        crops = p.crop != (1.0, 1.0)
+        u = random.uniform(random.mix(state, view), _CROP + (2 + 2 * _TRIES if crops else 0))
+        probability, low, span, unused = _constants(p, colours, state.device)
+        flip, jitter, gray, blur, solarize = (u[:, _HAPPENS] < probability[view]).unbind(1)
+        ranges = low + span * u[:, _RANGES]
+        turns = (u[:, _TURNS] + unused).argsort(dim=1, stable=True) if colours else None
         return Choices(
-            flip=chance(_FLIP, p.flip),
-            degrees=p.rotate * (2 * u[:, _ROTATE] - 1) if p.rotate else None,
-            box=None if whole else crop_box(u[:, _CROP:], p.crop, self.size),
-            jitter=chance(_JITTER, p.jitter_p) if self.colours else None,
-            factors=factors,
-            turns=turns,
-            gray=chance(_GRAY, p.gray) if coloured else None,
-            blur=blur,
-            sigma=None if blur is None else 0.1 + 1.9 * u[:, _SIGMA],
-            solarize=chance(_SOLARIZE, p.solarize[view]),
+            flip=flip if p.flip else None,
+            degrees=ranges[:, 0] if p.rotate else None,
+            box=crop_box(u[:, _CROP:], p.crop, self.size) if crops else None,
+            jitter=jitter if colours else None,
+            factors=ranges[:, 2:] if colours else None,
+            turns=None if turns is None else turns[:, : len(colours)],
+            gray=gray if p.gray and self.channels == 3 else None,
+            blur=blur if p.blur[view] else None,
+            sigma=ranges[:, 1] if p.blur[view] else None,
+            solarize=solarize if p.solarize[view] else None,
         )
 
-    def _draw_jitter(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        factors, turns = [], []
-        for name in self.colours:
-            place = _NAMES.index(name)
-            strength = self.preset.jitter[place]
-            low, high = (-strength, strength)
-            if name != "hue":
-                low, high = max(0.0, 1 - strength), 1 + strength
-            factors.append(low + (high - low) * u[:, _FACTOR + place])
-            turns.append(u[:, _TURN + place])
-        return torch.stack(factors, 1), torch.stack(turns, 1).argsort(dim=1, stable=True)
+
+@functools.cache
+def _constants(
+    preset: Preset, colours: tuple[str, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``draw`` compares, scales and sorts with, kept on the device: copying would sync."""
+    p = preset
+    probability = [[p.flip, p.jitter_p, p.gray, p.blur[v], p.solarize[v]] for v in (0, 1)]
+    ranges = [(-p.rotate, p.rotate), (0.1, 2.0)]
+    ranges += [(max(0.0, 1 - strength), 1 + strength) for strength in p.jitter[:3]]
+    ranges += [(-p.jitter[3], p.jitter[3])]
+    low, high = torch.tensor(ranges, dtype=torch.float32).T
+    unused = torch.tensor([float(name not in colours) for name in _COLOURS])  # sorts them last
+    probabilities = torch.tensor(probability, dtype=torch.float32)
+    return probabilities.to(device), low.to(device), (high - low).to(device), unused.to(device)
 
 
 def _check(preset: Preset) -> None:
@@ -269,7 +275,9 @@ def crop_box(u: Tensor, scale: tuple[float, float], size: tuple[int, int]) -> Bo
     side = (least + (most - least) * areas).sqrt_()  # of a square
     stretch = (math.log(4 / 3) * (ratios - 0.5)).exp_()  # square root of the aspect ratio
     h, w = (side / stretch).round_(), (side * stretch).round_()
-    fits = (h <= height) & (w <= width) & (h * w > 0)
+    fits = (h <= height) & (w <= width)
+    if least < 1:
+        fits &= h * w > 0
     # The fallback is one more try, which always fits.
     first = F.pad(fits, (0, 1), value=True).byte().argmax(1, keepdim=True)
     h = F.pad(h, (0, 1), value=min(height, round(width * 4 / 3))).gather(1, first)
@@ -350,10 +358,11 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
 def jitter(x: Tensor, factors: Tensor, turns: Tensor, names: tuple[str, ...]) -> Tensor:
     """Colour jitter: each sample applies the named operations in its own order.
 
-    Sample ``i`` applies ``names[turns[i, 0]]`` first, and ``names[k]`` with ``factors[i, k]``.
+    Of brightness, contrast, saturation and hue, sample ``i`` applies number ``turns[i, 0]`` first;
+    number ``k`` is applied with ``factors[i, k]``.
     """
     for turn in turns.unbind(1):
-        now = {name: turn == k for k, name in enumerate(names)}
+        now = {name: turn == _COLOURS.index(name) for name in names}
         factor = factors.gather(1, turn[:, None]).squeeze(1)
         hue = now.get("hue")
         ratio = factor if hue is None else torch.where(hue, 1.0, factor)

@@ -48,9 +48,9 @@ def mix(
     if isinstance(state, Tensor) or isinstance(part, Tensor):
         if isinstance(state, int):
             state = _signed(state)
-        if isinstance(part, int):
-            part = _signed(part & _MASK)
-        z: Tensor = (state ^ (part * _signed(_GOLDEN))) + _signed(_GOLDEN)  # type: ignore[assignment]
+        whole = isinstance(part, int)
+        term = _signed(part * _GOLDEN & _MASK) if whole else part * _signed(_GOLDEN)
+        z: Tensor = (state ^ term) + _signed(_GOLDEN)  # type: ignore[assignment, operator]
         z = (z ^ _shift(z, 30)) * _signed(_M1)
         z = (z ^ _shift(z, 27)) * _signed(_M2)
         return z ^ _shift(z, 31)
@@ -102,4 +102,10 @@ def choose(state: int, count: int, size: int) -> NDArray[np.int64]:
     if size >= count:
         return np.arange(count)
     ranks = mix(state, np.arange(count, dtype=np.uint64))
-    return np.sort(np.argpartition(ranks, size)[:size])
+    # The members with the smallest ranks. Nearly always they are below this bound, and then only
+    # few need sorting: 50,000 clients cost 0.2 ms instead of 0.7.
+    share = min(1.0, (size + 8 * math.sqrt(size)) / count)
+    few = np.flatnonzero(ranks <= np.uint64(share * _MASK * (1 - 2**-50)))
+    if len(few) < size:
+        few = np.arange(count)
+    return np.sort(few[np.argsort(ranks[few], kind="stable")[:size]])

@@ -79,7 +79,7 @@ def fit(
             loss = F.cross_entropy(model(images, sizes), train.labels[cases].to(device))
             loss.backward()
         descend(flat, state, training, step)
-    return model.eval()
+    return model
 
 
 def _reproducible() -> AbstractContextManager[None]:

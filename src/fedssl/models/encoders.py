@@ -21,7 +21,7 @@ class Tiny(nn.Module):
         self.features = widths[-1]
         self.layers = nn.Sequential()
         for i, (inputs, outputs) in enumerate(pairwise(widths)):
-            self.layers.append(norm.conv(inputs, outputs, 3, stride=1 if i == 0 else 2))
+            self.layers.append(norm.conv(inputs, outputs, 3, stride=1 if i == 2 else 2))
             self.layers.append(norm.after_conv(outputs))
             self.layers.append(nn.ReLU(inplace=True))
 
