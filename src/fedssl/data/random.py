@@ -48,9 +48,12 @@ def mix(
     if isinstance(state, Tensor) or isinstance(part, Tensor):
         if isinstance(state, int):
             state = _signed(state)
-        whole = isinstance(part, int)
-        term = _signed(part * _GOLDEN & _MASK) if whole else part * _signed(_GOLDEN)
-        z: Tensor = (state ^ term) + _signed(_GOLDEN)  # type: ignore[assignment, operator]
+        term: Tensor | int
+        if isinstance(part, Tensor):
+            term = part * _signed(_GOLDEN)
+        else:
+            term = _signed(int(part) * _GOLDEN & _MASK)
+        z: Tensor = (state ^ term) + _signed(_GOLDEN)  # type: ignore[assignment]
         z = (z ^ _shift(z, 30)) * _signed(_M1)
         z = (z ^ _shift(z, 27)) * _signed(_M2)
         return z ^ _shift(z, 31)
