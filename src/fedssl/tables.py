@@ -25,17 +25,14 @@ def rows(table: Mapping[str, Mapping[str, float]]) -> str:
     """One row a model, one column a measure."""
     measures = list(dict.fromkeys(m for row in table.values() for m in row))
     head = ["", *(_title(m) for m in measures)]
-    body = [
-        [
-            name,
-            *(
-                f"{row[m]:.2f}" if m in MEASURES else f"{row[m]:.1f} %" if m in row else "–"
-                for m in measures
-            ),
-        ]
-        for name, row in table.items()
-    ]
+    body = [[name, *(_cell(m, row.get(m)) for m in measures)] for name, row in table.items()]
     return align([head, *body])
+
+
+def _cell(measure: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if measure in MEASURES else f"{value:.1f} %"
 
 
 def _title(measure: str) -> str:
