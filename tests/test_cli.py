@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedssl import metrics
 from fedssl.cli import main
 
 SMALL = [
@@ -114,3 +116,22 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *SMALL, "--out", "/proc/fedssl"]) == 2
     assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file it hits: a limit that the checkpoint exceeds, the metrics, config.yaml."""
+    # TensorBoard writes in a thread of its own, which complains in its own way.
+    monkeypatch.setattr(metrics, "_board", lambda *_: None)
+    for limit in (20_000, 2_500, 100):
+        out = tmp_path / str(limit)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        try:
+            code = main(["run", *SMALL, "rounds=10", "--out", str(out)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        shown = capsys.readouterr().err
+        assert code == 2 and "File too large" in shown.splitlines()[-1]
+        assert "Traceback" not in shown

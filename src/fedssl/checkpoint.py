@@ -73,7 +73,7 @@ def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> No
         new.replace(path)
     except (SafetensorError, OSError) as error:
         new.unlink(missing_ok=True)
-        raise TrainingError(
-            f"{path}: cannot be written ({error}); make room and continue with --resume. "
+        raise UserError(
+            f"{path}: cannot be written ({error}); make room, then continue with --resume. "
             "The last good checkpoint is kept"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -39,6 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read us (head, less) has gone; Python must not complain when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        hint = "make room, then continue with --resume"
+        print(f"fedssl: {where}{error.strerror}; {hint}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("fedssl: stopped", file=sys.stderr)
         return 130

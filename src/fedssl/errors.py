@@ -6,4 +6,4 @@ class UserError(Exception):
 
 
 class TrainingError(Exception):
-    """Training cannot go on (a loss that is not finite, a full disk); what was saved is kept."""
+    """Training cannot go on (a loss that is not finite); what was saved is kept."""

@@ -143,12 +143,19 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         "clients": asked,
         "missing": cohort.traffic.missing,
         "skipped": skipped,
-        "bytes_up": sum(cohort.traffic.up.values()),
-        "bytes_down": sum(cohort.traffic.down.values()),
-        "exchanges": {
-            task: {"up": cohort.traffic.up[task], "down": down}
-            for task, down in cohort.traffic.down.items()
-        },
+        **traffic_line(cohort, asked),
+    }
+
+
+def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
+    """Bytes over all clients, for one of them, and by exchange."""
+    up, down = cohort.traffic.up, cohort.traffic.down
+    return {
+        "bytes_up": sum(up.values()),
+        "bytes_down": sum(down.values()),
+        "bytes_up_per_client": round(sum(up.values()) / clients),
+        "bytes_down_per_client": round(sum(down.values()) / clients),
+        "exchanges": {task: {"up": up[task], "down": down[task]} for task in down},
     }
 
 

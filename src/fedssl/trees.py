@@ -27,9 +27,14 @@ def scaled(tree: Tree, factor: float) -> Tree:
 
 
 def add_scaled(total: Tree, tree: Tree, factor: float) -> None:
-    """``total += factor · tree``, in place."""
-    for a, b in zip(leaves(total), leaves(tree), strict=True):
-        a.add_(b.detach(), alpha=factor)
+    """``total += factor · tree``, in place; leaves meet by name, since messages keep no order."""
+    if isinstance(total, Tensor) and isinstance(tree, Tensor) and total.shape == tree.shape:
+        total.add_(tree.detach(), alpha=factor)
+    elif isinstance(total, Mapping) and isinstance(tree, Mapping) and total.keys() == tree.keys():
+        for name, child in total.items():
+            add_scaled(child, tree[name], factor)
+    else:
+        raise TypeError("two replies to one task differ in their names or shapes")
 
 
 def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:

@@ -1,0 +1,75 @@
+"""What a real client would have: its own process, bytes in, bytes out, its own state on a disk.
+
+Every task of every exchange runs in a workspace made for it alone, so an algorithm that relied on
+what an earlier task left in memory, or on an object of the server, would give other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, settings
+from safetensors.torch import load, save
+
+from fedssl.algorithms.base import Cohort
+from fedssl.config import Config
+from fedssl.trees import Tree, flatten, unflatten
+
+GROUPS = groups_of(3, 5, 2, 4)
+
+
+def over_the_wire(tree: Tree) -> Tree:
+    """Through bytes; a lone tensor travels as a tree of one."""
+    lone = isinstance(tree, torch.Tensor)
+    flat = flatten({"it": tree} if lone else tree)
+    back = unflatten(load(save({k: v.detach().contiguous() for k, v in flat.items()})))
+    return back["it"] if lone else back
+
+
+class Remote(Cohort):
+    """Clients that share nothing with the server but messages."""
+
+    def __init__(self, config: Config, round: int, disk: dict[int, bytes]) -> None:
+        super().__init__(np.arange(len(GROUPS)), 1)
+        self.config, self.round, self.disk = config, round, disk
+
+    def ask(self, task: str, payload: tuple[Any, ...], merge: bool) -> Iterator[Any]:
+        for k in self.ids:
+            engine, _ = engine_of(self.config, made_split(), GROUPS)
+            if int(k) in self.disk:
+                engine.states[int(k)] = unflatten(load(self.disk[int(k)]))  # type: ignore[assignment]
+            client = engine.client(np.array([k]), self.round, remember=False)
+            reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, payload))
+            if client.state:
+                self.disk[int(k)] = save(flatten(client.state))
+            yield np.array([k]), client.samples, over_the_wire(reply)
+
+
+@pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
+@pytest.mark.parametrize(
+    "work", ["algorithm.local_steps=1", "algorithm.local_epochs=2"], ids=["step", "epochs"]
+)
+def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str, work: str) -> None:
+    words = [f"algorithm.name={algorithm}", work, "server.momentum=0.9"]
+    if "epochs" in work:
+        words.append("algorithm.batch=2")
+    config = settings(*words)
+    local, server = engine_of(config, made_split(), GROUPS)
+    _, far_server = engine_of(config, made_split(), GROUPS)
+    disk: dict[int, bytes] = {}
+    for round in range(3):
+        server.round = far_server.round = round
+        local.algorithm.round(server, local.cohort(np.arange(len(GROUPS)), round))
+        engine_of(config, made_split(), GROUPS)[0].algorithm.round(
+            far_server, Remote(config, round, disk)
+        )
+    assert relative(far_server.weights, server.weights) < 1e-10
+    for k, state in local.states.items():
+        if state:
+            far = unflatten(load(disk[k]))
+            assert relative(far["weights"], state["weights"]) < 1e-10  # type: ignore[arg-type]
+    assert far_server.log["loss"] == pytest.approx(float(server.log["loss"]), rel=1e-10)
