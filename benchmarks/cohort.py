@@ -10,6 +10,7 @@ passes, for a cohort of 512 out of 50,000 clients.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -120,7 +121,10 @@ def overhead(config: Config, repeats: int) -> float:
     clients, cohort = 50_000, 512
     engine, _ = engine_of(config, made(clients), even(clients, 1))
     times = []
-    with tempfile.TemporaryDirectory() as folder, Metrics(Path(folder), 0, 100_000) as metrics:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Metrics(Path(folder), 0, 100_000)) as metrics,
+    ):
         for round in range(repeats):
             start = time.perf_counter()
             ids = choose(key(0, "cohort", round), clients, cohort)

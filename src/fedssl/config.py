@@ -78,7 +78,6 @@ class Encoder:
     norm: Literal["batch", "group"] = "group"
     groups: int = 32
     towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
-    stem: Literal["auto", "small", "large"] = "auto"  # small: 3 × 3, for images below 96 px
     init: str | None = None  # encoder.safetensors, or a run's folder
 
 

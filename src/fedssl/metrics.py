@@ -6,7 +6,6 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 FILE = "metrics.jsonl"
@@ -26,15 +25,8 @@ class Metrics:
         self._board = _board(out, round)
         self._every = max(1, rounds // BOARD_POINTS)
 
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Nothing more will be written."""
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -32,15 +31,8 @@ class Progress:
             dynamic_ncols=True,
         )
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the terminal as it was."""
         self.bar.close()
 
     def update(self, round: int, loss: float, images: int) -> None:

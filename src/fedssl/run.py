@@ -98,8 +98,10 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
     server, settings = session.server, session.config
     saved = time.monotonic()
     with (
-        Metrics(out, server.round, settings.rounds) as metrics,
-        Progress(settings.algorithm.name, settings.rounds, server.round) as progress,
+        contextlib.closing(Metrics(out, server.round, settings.rounds)) as metrics,
+        contextlib.closing(
+            Progress(settings.algorithm.name, settings.rounds, server.round)
+        ) as progress,
     ):
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
@@ -127,6 +129,13 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
     except TooFewReplies as reason:
         skipped = True
         progress.say(f"round {server.round + 1} skipped: {reason}")
+    except torch.OutOfMemoryError:
+        chunk, batch = session.config.engine.chunk, session.config.algorithm.batch
+        raise UserError(
+            f"device={session.work.device}: out of memory; lower "
+            + (f"engine.chunk (now {chunk})" if batch is None else f"algorithm.batch (now {batch})")
+            + f", then continue with --resume. {_kept(out)}"
+        ) from None
     loss = float(server.log["loss"]) if "loss" in server.log else math.nan
     if not skipped and not math.isfinite(loss):
         raise TrainingError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,36 +30,45 @@ class Tiny(nn.Module):
         return self.layers(x).mean(dim=(2, 3))
 
 
-class Basic(nn.Module):
-    """Two 3 × 3 convolutions and a shortcut (He et al. 2016, Figure 5 left)."""
+class Block(nn.Module):
+    """A body and a shortcut (He et al. 2016, Figure 5)."""
 
-    expansion = 1
+    expansion: ClassVar[int]
 
-    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
+    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            norm.conv(inputs, width, 3, stride),
-            norm.after_conv(width),
-            nn.ReLU(inplace=True),
-            norm.conv(width, width, 3),
-            norm.after_conv(width),
-        )
-        self.shortcut = shortcut(inputs, width, stride, norm)
+        self.body = body
+        self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         """Body plus shortcut."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-class Bottleneck(nn.Module):
-    """1 × 1, 3 × 3, 1 × 1 and a shortcut (He et al. 2016, Figure 5 right)."""
+class Basic(Block):
+    """Two 3 × 3 convolutions (Figure 5 left)."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
+        body = nn.Sequential(
+            norm.conv(inputs, width, 3, stride),
+            norm.after_conv(width),
+            nn.ReLU(inplace=True),
+            norm.conv(width, width, 3),
+            norm.after_conv(width),
+        )
+        super().__init__(body, shortcut(inputs, width, stride, norm))
+
+
+class Bottleneck(Block):
+    """1 × 1, 3 × 3, 1 × 1 convolutions (Figure 5 right)."""
 
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
-        super().__init__()
         outputs = width * self.expansion
-        self.body = nn.Sequential(
+        body = nn.Sequential(
             norm.conv(inputs, width, 1),
             norm.after_conv(width),
             nn.ReLU(inplace=True),
@@ -69,11 +78,7 @@ class Bottleneck(nn.Module):
             norm.conv(width, outputs, 1),
             norm.after_conv(outputs),
         )
-        self.shortcut = shortcut(inputs, outputs, stride, norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Body plus shortcut."""
-        return F.relu(self.body(x) + self.shortcut(x))
+        super().__init__(body, shortcut(inputs, outputs, stride, norm))
 
 
 def shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
@@ -122,7 +127,7 @@ RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
     "resnet18": (Basic, (2, 2, 2, 2)),
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
 }
-LARGE_IMAGE = 96  # pixels from which `encoder.stem=auto` takes the large stem
+LARGE_IMAGE = 96  # pixels a side from which a residual network has the large stem
 
 
 def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet:
@@ -130,7 +135,5 @@ def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet:
     norm = Norm(settings.norm, settings.groups)
     if settings.name == "tiny":
         return Tiny(channels, norm)
-    stem = settings.stem
-    if stem == "auto":
-        stem = "large" if size >= LARGE_IMAGE else "small"
+    stem: Literal["small", "large"] = "large" if size >= LARGE_IMAGE else "small"
     return ResNet(*RESNETS[settings.name], channels, norm, stem)

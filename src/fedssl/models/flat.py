@@ -23,7 +23,6 @@ class Flat:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.names = [name for name, _ in module.named_parameters()]
         tensors = list(module.parameters())
         self.layers: list[torch.Size] = [p.shape for p in tensors]
         self.parameters = sum(p.numel() for p in tensors)

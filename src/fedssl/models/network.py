@@ -102,26 +102,36 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 
 def load_encoders(network: Network, path: str) -> None:
-    """Start from given weights: ``encoder.safetensors`` or the folder of a run that holds it."""
+    """Start from given weights: ``encoder.safetensors``, or a run's folder that holds it.
+
+    A second tower takes the run's second encoder if there is one, else the same weights.
+    """
+    first = Path(path)
+    first = first / "encoder.safetensors" if first.is_dir() else first
+    second = first.with_name("encoder-second.safetensors")
+    for tower, file in zip(
+        network.towers, (first, second if second.exists() else first), strict=False
+    ):
+        assert isinstance(tower, Tower)
+        _load_encoder(tower.encoder, file, f"encoder.init={path}")
+
+
+def _load_encoder(encoder: nn.Module, file: Path, where: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = Path(path)
-    file = file / "encoder.safetensors" if file.is_dir() else file
     if not file.is_file():
-        raise UserError(f"encoder.init={path}: no such file; give encoder.safetensors or a run")
+        raise UserError(f"{where}: no such file; give encoder.safetensors or a run's folder")
     try:
         state = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"encoder.init={path}: not a safetensors file ({error})") from None
-    for tower in network.towers:
-        assert isinstance(tower, Tower)
-        own = tower.encoder.state_dict()
-        for name, tensor in own.items():
-            if name not in state or state[name].shape != tensor.shape:
-                found = tuple(state[name].shape) if name in state else "nothing"
-                raise UserError(
-                    f"encoder.init={path}: it has {found} for {name} where this encoder has "
-                    f"{tuple(tensor.shape)}; use the same encoder.name, encoder.norm and channels"
-                )
-        tower.encoder.load_state_dict({name: state[name] for name in own})
+        raise UserError(f"{where}: not a safetensors file ({error})") from None
+    own = encoder.state_dict()
+    for name, tensor in own.items():
+        if name not in state or state[name].shape != tensor.shape:
+            found = tuple(state[name].shape) if name in state else "nothing"
+            raise UserError(
+                f"{where}: it has {found} for {name} where this encoder has "
+                f"{tuple(tensor.shape)}; use the same encoder.name, encoder.norm and channels"
+            )
+    encoder.load_state_dict({name: state[name] for name in own})
