@@ -34,21 +34,26 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("server.lr=fast", "server.lr=fast: expected a number"),
         ("server.lr=nan", "server.lr=nan: expected a number"),
         ("server.lr=0", "server.lr=0.0: must be above 0"),
+        ("server.lr=inf", "server.lr=inf: must be above 0 and finite"),
+        ("objective.lambda=-1", "objective.lambda=-1.0: must be finite and not negative"),
+        ("objective.projector=[]", "objective.projector=[]: expected the widths"),
+        ("objective.projector=8,-3", "objective.projector=[8, -3]: expected the widths"),
+        ("evaluate.protocols=[]", "evaluate.protocols=[]: name at least one"),
+        ("paper.results=5", "paper.results=5: expected keys and values"),
+        ("1=2", "1: unknown key"),
         ("server.momentum=1", "server.momentum=1.0: must be at least 0 and below 1"),
         ("data.halves=maybe", "data.halves=maybe: expected true or false"),
         ("objective.name=barlow", "objective.name=barlow: unknown; choose one of cco, vicreg"),
         ("algorithm.name=fedavgg", "algorithm.name=fedavgg: unknown (did you mean fedavg?)"),
         ("encoder.name=resnet99", "encoder.name=resnet99: unknown"),
         ("precision=fp8", "precision=fp8: unknown"),
-        ("algorithm.local_epochs=2", "give one of the two"),
-        ("cohort.fraction=0.5", "give one of the two"),
         ("cohort.size=0", "cohort.size=0: must be above 0"),
         ("cohort.minimum=40", "cohort.minimum=40: more than cohort.size=32"),
         ("rounds", "rounds: expected key=value"),
         ("rounds.x=1", "rounds={'x': 1}: expected a whole number"),
         ("data=cifar10", "data=cifar10: expected keys such as data.name"),
         ("objective.temperature=0.1", "objective.temperature: unknown key"),
-        ("evaluate.baselines=fedfoo", "algorithm.name=fedfoo: unknown"),
+        ("evaluate.baselines=fedfoo", "evaluate.baselines=fedfoo: unknown"),
         ("data.levels=class,kind", "data.levels=kind: unknown"),
     ],
 )
@@ -57,6 +62,22 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
         resolve(word)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_alternatives_exclude_each_other_and_the_users_replaces_the_recipes() -> None:
+    assert resolve("algorithm.local_epochs=2").algorithm.local_steps is None
+    assert resolve("cohort.fraction=0.5").cohort.size is None
+    with pytest.raises(UserError, match="give one of the two"):
+        resolve("algorithm.local_epochs=2", "algorithm.local_steps=1")
+    with pytest.raises(UserError, match="give one of the two"):
+        resolve("cohort.fraction=0.5", "cohort.size=4")
+
+
+def test_a_recipe_that_extends_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"extends: {path}\n")
+    with pytest.raises(UserError, match="extends itself"):
+        resolve(recipe=str(path))
 
 
 def test_fraction_must_be_a_fraction() -> None:
@@ -80,9 +101,13 @@ def test_values_as_people_write_them() -> None:
     assert resolve("data.root=2024").data.root == "2024"
 
 
-def test_a_new_name_drops_the_recipes_keys_that_do_not_fit_but_not_the_users() -> None:
+def test_a_new_name_keeps_no_key_of_the_old_one_but_every_key_of_the_user() -> None:
     settings = resolve("objective.name=simclr", "algorithm.name=fedavg")
-    assert settings.objective.projector == (128, 128, 128)  # type: ignore[attr-defined]
+    assert settings.objective.projector == (256, 256, 128)  # type: ignore[attr-defined]
+    assert settings.algorithm.local_steps == 1  # means the same under every algorithm
+    # The default recipe's λ = 2 is CCO's; VICReg's λ is another weight.
+    assert resolve("objective.name=vicreg").objective.lambda_ == 25  # type: ignore[attr-defined]
+    assert resolve("partition.name=dirichlet").partition.alpha == 0.5  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"objective\.lambda: unknown key"):
         resolve("objective.name=simclr", "objective.lambda=3")
 

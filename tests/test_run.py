@@ -158,7 +158,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(
 
 def test_resume_before_the_first_checkpoint_starts_anew(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run.start_folder(run.open_run(small(), out, resume=False), out, resume=False)
+    run.start_folder(run.open_run(small(), out, resume=False), small(), out, resume=False)
     assert run.run(small(), out, resume=True)["rounds"] == 6
 
 

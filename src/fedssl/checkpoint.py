@@ -21,11 +21,6 @@ FILE = Path("checkpoint") / "state.safetensors"
 def write(out: Path, session: Session) -> None:
     """Save everything that the next round depends on."""
     server = session.server
-    if not bool(torch.isfinite(server.weights).all()):
-        raise TrainingError(
-            f"round {server.round}: the weights are no longer finite; lower server.lr "
-            f"(now {session.config.server.lr}). The last good checkpoint is kept in {out}"
-        )
     states = {str(client): state for client, state in session.engine.states.items() if state}
     tree: dict[str, Tree] = {
         "weights": server.weights,
@@ -34,7 +29,20 @@ def write(out: Path, session: Session) -> None:
         "clients": cast("dict[str, Tree]", states),
     }
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
-    save(out / FILE, tensors, {"round": str(server.round)})
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        raise TrainingError(
+            f"round {server.round}: the weights are no longer finite; lower server.lr "
+            f"(now {session.config.server.lr}). {kept(out)}"
+        )
+    notes = {"round": str(server.round), "threads": str(torch.get_num_threads())}
+    save(out / FILE, tensors, notes)
+
+
+def kept(out: Path) -> str:
+    """What a run that failed leaves to resume from."""
+    if (out / FILE).exists():
+        return f"The last good checkpoint is kept in {out}"
+    return f"No checkpoint had been written yet in {out}"
 
 
 def read(out: Path, session: Session) -> bool:
@@ -46,13 +54,22 @@ def read(out: Path, session: Session) -> bool:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            round = int(file.metadata()["round"])
+            notes = file.metadata()
+            round, threads = int(notes["round"]), int(notes["threads"])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint of this program ({error})") from None
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
     server = session.server
     server.round = round
-    server.weights = cast(Tensor, tree["weights"])
+    weights = cast(Tensor, tree["weights"])
+    if weights.shape != server.weights.shape:
+        raise UserError(
+            f"{path}: holds a network of {len(weights)} numbers where this configuration makes one "
+            f"of {len(server.weights)}; the encoder, the head or the data's channels differ"
+        )
+    server.weights = weights
+    # The order in which threads add up decides the last bits.
+    torch.set_num_threads(threads)
     rule = cast("dict[str, Tensor]", tree.get("rule", {}))
     # A count of steps is read by the host at every step: it lives there.
     server.rule_state = {k: v.cpu() if v.ndim == 0 else v for k, v in rule.items()}

@@ -19,7 +19,7 @@ EXAMPLES = """examples:
   fedssl run rounds=50 seed=1 --out runs/a    the same with other keys
   fedssl run dcco/cifar100-noniid-4           a row of a paper's table
   fedssl run --resume --out runs/a            go on after Ctrl-C or a crash
-  fedssl run data.name=folder data.root=DIR   your own images
+  fedssl run folder data.root=DIR             your own images
 """
 
 
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="what ships, and which row of which paper it is")
     recipes.set_defaults(command=_recipes)
 
-    evaluate = commands.add_parser("evaluate", help="judge a run's encoder again")
+    evaluate = commands.add_parser("evaluate", help="judge a run again, from its last checkpoint")
     evaluate.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     evaluate.add_argument("words", nargs="*", metavar="key=value", help="evaluate.* or data.* keys")
     evaluate.set_defaults(command=_evaluate)
@@ -101,9 +101,10 @@ def _resolve(words: Sequence[str]) -> tuple[str, configuration.Config]:
 def _run(options: argparse.Namespace) -> int:
     if options.resume and options.out is None:
         raise UserError("--resume: say which run with --out DIR")
-    if options.resume and not options.words and (options.out / "config.yaml").exists():
-        name = "run"
-        settings = configuration.build(configuration.read_yaml(options.out / "config.yaml"))
+    known = options.out / "config.yaml" if options.resume else None
+    if known is not None and known.exists() and not (options.words and "=" not in options.words[0]):
+        # Without a recipe's name, words change the run's own configuration.
+        name, settings = "run", configuration.resolve(configuration.read_yaml(known), options.words)
     else:
         name, settings = _resolve(options.words)
     out = options.out or _fresh_folder(name)
@@ -147,11 +148,13 @@ def _partition(options: argparse.Namespace) -> int:
     _, settings = _resolve(options.words)
 
     from fedssl.data import datasets
-    from fedssl.data.partition import partition, table
+    from fedssl.data.partition import Folder, partition, table
 
     dataset = datasets.load(settings.data, settings.seed)
     train = dataset.train
     groups = partition(settings.partition, train, len(dataset.classes), settings.seed)
     labels = None if train.labels is None else train.labels.numpy()
-    print(table(groups, labels, dataset.classes, len(train)))
+    by_folder = isinstance(settings.partition, Folder.Params)
+    names = dataset.clients if by_folder and len(dataset.clients) >= len(groups) else ()
+    print(table(groups, labels, dataset.classes, len(train), names))
     return 0

@@ -89,6 +89,12 @@ class Plan:
         """Samples that one round trains on, repeats counted."""
         return self.count(size) * min(size, self.batch or size)
 
+    def contributing(self, size: int) -> int:
+        """Different samples that a round uses: N_k of the DCCO paper's Eq. 3."""
+        if self.batch is None or self.steps is None:
+            return size
+        return min(size, self.steps * self.batch)
+
     def indices(self, round: int, step: int, client: int, size: int) -> tuple[int, slice | Tensor]:
         """The epoch that a step belongs to and the positions of its samples within the client.
 
@@ -183,8 +189,13 @@ class Client:
 
     @property
     def samples(self) -> int:
-        """How many samples the client holds: its weight in a mean."""
+        """How many samples the client holds."""
         return len(self.members)
+
+    @property
+    def weight(self) -> int:
+        """Its weight in a mean: the samples that contribute to the round."""
+        return self.work.plan.contributing(self.samples)
 
     def average(self, weights: Tensor, function: Callable[[Encoded], Tree]) -> Tree:
         """The mean of ``function`` over the round's first pass; nothing is learned."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -193,15 +194,21 @@ VARIANTS: dict[str, dict[str, str]] = {
         "standalone": "fedssl.algorithms.standalone:Standalone",
     },
 }
+_SECTIONS = {
+    "partition": PartitionParams,
+    "objective": ObjectiveParams,
+    "algorithm": AlgorithmParams,
+}
+ALTERNATIVES = (("local_steps", "local_epochs"), ("size", "fraction"))  # one replaces the other
 DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
 
 
-def variant(section: str, name: str) -> Any:
-    """The class behind a name, imported when it is asked for."""
+def variant(section: str, name: str, key: str | None = None) -> Any:
+    """The class behind a name, imported when it is asked for; ``key`` is who named it."""
     known = VARIANTS[section]
     if name not in known:
         raise UserError(
-            f"{section}.name={name}: unknown{_nearest(name, known)}; "
+            f"{key or section + '.name'}={name}: unknown{_nearest(name, known)}; "
             f"choose one of {', '.join(known)}"
         )
     module, attribute = known[name].split(":")
@@ -218,12 +225,14 @@ def _shipped() -> dict[str, Path]:
     return {p.relative_to(root).with_suffix("").as_posix(): p for p in sorted(root.rglob("*.yaml"))}
 
 
-def read_recipe(name: str | None) -> Tree:
+def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
     """A shipped recipe by name, or a YAML file by path; none: the default run.
 
     A recipe that ``extends`` another holds only what differs.
     """
     name = name or "default"
+    if name in extended_by:
+        raise UserError(f"recipe {name}: extends itself ({' → '.join((*extended_by, name))})")
     path = _shipped().get(name.removesuffix(".yaml")) or Path(name)
     if not path.is_file():
         raise UserError(
@@ -232,7 +241,9 @@ def read_recipe(name: str | None) -> Tree:
         )
     tree = read_yaml(path)
     base = tree.pop("extends", None)
-    return tree if base is None else _merge(read_recipe(str(base)), tree)
+    if base is None:
+        return tree
+    return _merge(read_recipe(str(base), (*extended_by, name)), tree)
 
 
 def read_yaml(path: Path) -> Tree:
@@ -360,12 +371,16 @@ def _check(config: Config) -> None:
         if not 0 <= rule.momentum < 1:
             raise UserError(f"{side}.momentum={rule.momentum}: must be at least 0 and below 1")
     for name in config.evaluate.baselines:
-        variant("algorithm", name)
+        variant("algorithm", name, "evaluate.baselines")
+    if config.evaluate.protocols == ():
+        raise UserError("evaluate.protocols=[]: name at least one, such as knn")
+    if not isinstance(config.paper.get("results", {}), Mapping):
+        raise UserError(f"paper.results={config.paper['results']}: expected keys and values")
 
 
 def _positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise UserError(f"{name}={value}: must be above 0")
+    if value is not None and not 0 < value < math.inf:
+        raise UserError(f"{name}={value}: must be above 0 and finite")
 
 
 def _params(section: str, name: str) -> Any:
@@ -381,13 +396,13 @@ def _fields(cls: Any) -> dict[str, Any]:
 def _known(name: str, fields: Mapping[str, Any], prefix: str) -> None:
     if name not in fields:
         raise UserError(
-            f"{prefix}{name}: unknown key{_nearest(name, fields, prefix)}; "
+            f"{prefix}{name}: unknown key{_nearest(str(name), fields, prefix)}; "
             f"{prefix.rstrip('.') or 'the top level'} has {', '.join(fields)}"
         )
 
 
 def _nearest(name: str, known: typing.Iterable[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
@@ -411,7 +426,7 @@ def _put(tree: Tree, name: str, value: Any) -> None:
 
 
 def _merge(recipe: Tree, overrides: Tree) -> Tree:
-    """Overrides win; a new name in a section drops the recipe's keys that the new class lacks."""
+    """Overrides win; a new name keeps only keys that mean the same under every name."""
     tree = dict(recipe)
     for section, value in overrides.items():
         base = tree.get(section)
@@ -419,8 +434,11 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
             tree[section] = value
             continue
         if section in VARIANTS and value.get("name", base.get("name")) != base.get("name"):
-            kept = _fields(_params(section, str(value["name"])))
+            kept = _fields(_SECTIONS[section])
             base = {k: v for k, v in base.items() if k in kept}
+        for pair in ALTERNATIVES:
+            if set(pair) & value.keys():
+                base = {k: v for k, v in base.items() if k not in pair}
         tree[section] = {**base, **value}
     return tree
 

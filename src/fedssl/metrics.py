@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -60,10 +61,10 @@ def read(out: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics; a line that a kill cut short is passed over."""
     with (out / FILE).open(encoding="utf-8") as file:
         for text in file:
-            try:
-                yield json.loads(text)
-            except json.JSONDecodeError:
-                continue
+            with contextlib.suppress(json.JSONDecodeError):
+                line = json.loads(text)
+                if "round" in line:
+                    yield line
 
 
 def _board(out: Path, round: int) -> Any:

@@ -27,7 +27,7 @@ class Progress:
             desc=title,
             unit="round",
             disable=not self.live,
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {postfix} {remaining} left",
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
             dynamic_ncols=True,
         )
 
@@ -35,18 +35,19 @@ class Progress:
         """Leave the terminal as it was."""
         self.bar.close()
 
-    def update(self, round: int, loss: float, images: int) -> None:
+    def update(self, round: int, loss: float | None, images: int) -> None:
         """Show that ``round`` rounds are done."""
         self.images += images
         now = time.monotonic()
+        shown = "skipped" if loss is None else f"loss {loss:.4g}"
         if self.live:
-            self.bar.set_postfix_str(f"loss {loss:.4g}, {self._rate(now):,.0f} images/s", False)
+            self.bar.set_postfix_str(f"{shown}, {self._rate(now):,.0f} images/s", False)
             self.bar.update(round - self.bar.n)
         elif now - self.last_line > LINE_SECONDS or round == self.rounds:
             self.last_line = now
             left = (now - self.started) / (round - self.first) * (self.rounds - round)
             self.say(
-                f"{self.title} round {round}/{self.rounds}  loss {loss:.4g}  "
+                f"{self.title} round {round}/{self.rounds}  {shown}  "
                 f"{self._rate(now):,.0f} images/s  {left:.0f} s left"
             )
 

@@ -25,10 +25,12 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         if not word.startswith(("evaluate.", "data.", "device=")):
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
     settings = config.resolve(config.read_yaml(known), words)
-    session = prepare(replace(settings, rounds=max(1, settings.rounds)))
+    # Judging needs no clients, so other data need not be divisible in the run's way.
+    whole = config.build({"partition": {"name": "iid", "clients": 1}})
+    session = prepare(replace(settings, partition=whole.partition, cohort=whole.cohort))
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
-    rows = {"untrained": session.judge(session.work.initial), "result": session.judge_result()}
+    rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
     line: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "rounds": session.server.round,

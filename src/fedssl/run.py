@@ -37,12 +37,15 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
     """
     folders = {out: settings}
-    for name in settings.evaluate.baselines:
+    for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
         folders[out / "baselines" / name] = config.with_algorithm(settings, name)
     # All are checked before the first leaves anything on the disk.
-    sessions = {f: open_run(s, f, resume and (f == out or f.exists())) for f, s in folders.items()}
-    for folder, session in sessions.items():
-        start_folder(session, folder, resume)
+    sessions = {
+        folder: open_run(own, folder, resume and (folder == out or _started(folder)))
+        for folder, own in folders.items()
+    }
+    for folder, own in folders.items():
+        start_folder(sessions[folder], own, folder, resume)
     with _stop_signals() as stop:
         for folder, session in sessions.items():
             train(session, folder, stop)
@@ -56,24 +59,28 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
 
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
     """A session for a folder that is free, or that holds the same run when resuming."""
-    known = out / "config.yaml"
-    if known.exists():
+    if _started(out):
         if not resume:
             raise UserError(
                 f"--out {out}: holds another run; choose another folder, "
                 "or continue it with --resume"
             )
-        check_same(settings, config.build(config.read_yaml(known)), out)
+        check_same(settings, config.build(config.read_yaml(out / "config.yaml")), out)
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
     return prepare(settings)
 
 
-def start_folder(session: Session, out: Path, resume: bool) -> None:
-    """Write the configuration, and go to the checkpoint if there is one to resume."""
+def _started(out: Path) -> bool:
+    return (out / "config.yaml").exists()
+
+
+def start_folder(session: Session, settings: Config, out: Path, resume: bool) -> None:
+    """Write the configuration as it was given, and go to the checkpoint if there is one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(config.dump(session.config), encoding="utf-8")
+        if not _started(out):
+            write_text(out / "config.yaml", config.dump(settings))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
     if resume:
@@ -84,8 +91,7 @@ def check_same(new: Config, old: Config, out: Path) -> None:
     """A resumed run keeps every key that its result depends on."""
     before, after = config.flat(config.to_tree(old)), config.flat(config.to_tree(new))
     for name in sorted({**before, **after}):
-        filled_in = name == "algorithm.batch" and after.get(name) is None
-        if before.get(name) == after.get(name) or filled_in or name.startswith(FREE_ON_RESUME):
+        if before.get(name) == after.get(name) or name.startswith(FREE_ON_RESUME):
             continue
         raise UserError(
             f"--resume: {name} was {before.get(name)} in {out} and is now {after.get(name)}; "
@@ -96,6 +102,8 @@ def check_same(new: Config, old: Config, out: Path) -> None:
 def train(session: Session, out: Path, stop: list[int]) -> None:
     """The loop over rounds."""
     server, settings = session.server, session.config
+    if not (out / checkpoint.FILE).exists():
+        checkpoint.write(out, session)  # one to go back to, from the first round on
     saved = time.monotonic()
     with (
         contextlib.closing(Metrics(out, server.round, settings.rounds)) as metrics,
@@ -121,6 +129,7 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
 def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:
     """One round, and its line for the metrics."""
     server, started = session.server, time.perf_counter()
+    server.log.clear()
     cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
     asked = len(cohort.ids)
     skipped = False
@@ -134,14 +143,14 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         raise UserError(
             f"device={session.work.device}: out of memory; lower "
             + (f"engine.chunk (now {chunk})" if batch is None else f"algorithm.batch (now {batch})")
-            + f", then continue with --resume. {_kept(out)}"
+            + f", then continue with --resume. {checkpoint.kept(out)}"
         ) from None
-    loss = float(server.log["loss"]) if "loss" in server.log else math.nan
-    if not skipped and not math.isfinite(loss):
+    loss = None if skipped else float(server.log["loss"])
+    if loss is not None and not math.isfinite(loss):
         raise TrainingError(
             f"round {server.round + 1}: the loss is {loss}; training is unstable with these "
             f"settings (server.lr={session.config.server.lr}, "
-            f"client.lr={session.config.client.lr}); lower the learning rate. {_kept(out)}"
+            f"client.lr={session.config.client.lr}); lower one or both. {checkpoint.kept(out)}"
         )
     server.round += 1
     return {
@@ -176,15 +185,11 @@ def _images(session: Session, cohort: Cohort) -> int:
     return sum(plan.images(int(size)) for size in sizes)
 
 
-def _kept(out: Path) -> str:
-    if (out / checkpoint.FILE).exists():
-        return f"The last good checkpoint is kept in {out}"
-    return f"No checkpoint had been written yet in {out}"
-
-
 def finish(session: Session, out: Path) -> dict[str, Any]:
     """Judge the result and an untrained network, and write encoder and summary."""
-    untrained = session.judge(session.work.initial)
+    rows = {"untrained": session.judge(session.untrained())}
+    if session.config.encoder.init is not None:
+        rows["initial"] = session.judge(session.work.initial)
     result = session.judge_result()
     export(session, out)
     totals = Metrics.totals(out)
@@ -194,7 +199,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         **totals,
         "judged": session.algorithm.judges,
         "result": result,
-        "untrained": untrained,
+        **rows,
         "merged": session.engine.merges,
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
@@ -213,7 +218,7 @@ def export(session: Session, out: Path) -> None:
     if session.algorithm.judges == "personal":
         personal = session.personal(MOST_PERSONAL_FILES)
         for client, own in personal.items():
-            _save_towers(session, own, out / "personal", f"client-{client}", 1)
+            _save_towers(session, own, out / "personal", f"client-{client}", towers)
         first, weights = next(iter(personal.items()))
         model = f"personal, client {first} (the others are in personal/)"
     _save_towers(session, weights, out, "encoder", towers)
@@ -243,9 +248,14 @@ def _save_towers(
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Numbers and names, for people and programs."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Write a small file whole or not at all."""
     new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 

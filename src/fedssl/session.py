@@ -25,7 +25,8 @@ from fedssl.engines.local import LocalEngine
 from fedssl.errors import UserError
 from fedssl.evaluate import check as check_protocols
 from fedssl.evaluate import judge, parse, protocols
-from fedssl.evaluate.features import extract
+from fedssl.evaluate.features import extract, pool_cases, top1
+from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
 
@@ -63,7 +64,7 @@ class Session:
 
     def judge(self, weights: Tensor) -> dict[str, float]:
         """The numbers of an encoder under the configured protocols."""
-        train, test = self._judged_splits
+        train, test = self.judged_splits
         settings, seed, device = self.config.evaluate, self.config.seed, self.work.device
         tower = int(settings.tower == "second")
         modality = tower % len(train.images)
@@ -83,10 +84,22 @@ class Session:
             modality=modality,
         )
         if "head" in self.protocols and test is not None and test.labels is not None:
-            guess = extract(body, test.images[modality], device=device).argmax(1)
-            right = (guess == test.labels.to(device)).double().mean()
-            results["head_top1"] = 100 * float(right)
+            # The head is linear, so a case's mean logits are those of its mean encoding.
+            logits = extract(body, test.images[modality], device=device)
+            scores, labels = pool_cases(logits, test.labels, test.cases)
+            results["head_top1"] = top1(scores.argmax(1), labels)
         return results
+
+    def untrained(self) -> Tensor:
+        """Weights at random, whatever weights the run itself started from."""
+        if self.config.encoder.init is None:
+            return self.work.initial
+        fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
+        images = self.dataset.train.images
+        channels = tuple(i.shape[1] for i in images)
+        size, classes = min(images[0].shape[2:]), len(self.dataset.classes)
+        network = build_network(fresh, self.work.objective, channels, size, classes)
+        return Flat(network).vector.to(self.work.initial)
 
     def judge_result(self) -> dict[str, float]:
         """The numbers of the algorithm's result: the global model, or the mean of personal ones."""
@@ -111,7 +124,8 @@ class Session:
         return (*named, "head") if extra and self.config.evaluate.protocols is None else named
 
     @cached_property
-    def _judged_splits(self) -> tuple[Split, Split | None]:
+    def judged_splits(self) -> tuple[Split, Split | None]:
+        """The data at the size at which the encoder is judged."""
         settings = self.config.evaluate
         if settings.size is None or settings.size == self.config.data.size:
             return self.dataset.train, self.dataset.test
@@ -120,7 +134,9 @@ class Session:
 
     def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:
         state = mix(key(self.config.seed, "views"), indices)
-        return self.work.augmentation.views(images, state, view)
+        height, width = images.shape[2:]
+        augmentation = replace(self.work.augmentation, size=(height, width))
+        return augmentation.views(images, state, view)
 
 
 def prepare(config: Config) -> Session:
@@ -138,8 +154,9 @@ def prepare(config: Config) -> Session:
         config, groups = pooled(config, groups, size)
         size = 1
     algorithm = algorithm_class(config.algorithm, objective)
-    check_objective(objective, train)
+    check_objective(objective, train, config)
     algorithm.check_clients(groups.sizes)
+    check_cohort(config, objective, groups, size)
     height, width = train.images[0].shape[2:]
     channels = tuple(images.shape[1] for images in train.images)
     augmentation = Augmentation.from_config(config.augment, channels[0], (height, width))
@@ -147,7 +164,9 @@ def prepare(config: Config) -> Session:
     work = Workspace(config, network, objective, augmentation, train, device)
     check_evaluation(config, dataset, objective)
     engine = LocalEngine(work, algorithm, groups)
-    return Session(config, dataset, engine, Server(config, work.flat), size)
+    session = Session(config, dataset, engine, Server(config, work.flat), size)
+    _ = session.judged_splits  # a file that cannot be read at that size is found now
+    return session
 
 
 def build_network(
@@ -189,8 +208,30 @@ def pooled(config: Config, groups: Groups, cohort: int) -> tuple[Config, Groups]
     return config, one
 
 
-def check_objective(objective: Objective, train: Split) -> None:
-    """Labels where the objective needs them."""
+def check_cohort(config: Config, objective: Objective, groups: Groups, size: int) -> None:
+    """Enough samples in every round for the loss, and in every batch for batch norm."""
+    fewest = int(np.sort(groups.sizes)[:size].sum())
+    if fewest < objective.minimum:
+        raise UserError(
+            f"cohort.size={size}: a round may hold only {fewest} sample, and "
+            f"objective.name={config.objective.name} compares at least {objective.minimum}; "
+            "take more clients a round"
+        )
+    smallest = min(int(groups.sizes.min()), config.algorithm.batch or len(groups.members))
+    if config.encoder.norm == "batch" and smallest < 2:
+        raise UserError(
+            "encoder.norm=batch: needs batches of at least 2 samples, and a client or "
+            "algorithm.batch has 1; use encoder.norm=group"
+        )
+
+
+def check_objective(objective: Objective, train: Split, config: Config) -> None:
+    """Labels where the objective needs them, and a use for every tower."""
+    if config.encoder.towers > objective.inputs:
+        raise UserError(
+            f"encoder.towers={config.encoder.towers}: objective.name={config.objective.name} looks "
+            "at one input, so a second tower would learn nothing; use encoder.towers=1"
+        )
     if objective.needs_labels and (train.labels is None or bool((train.labels < 0).any())):
         raise UserError(
             f"objective.name={objective.params.name}: needs a label for every training image; "
@@ -218,8 +259,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        float(torch.zeros(1, device=device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0][:100]
         raise UserError(f"device={name}: not available here ({reason}); use device=cpu") from None
     return device

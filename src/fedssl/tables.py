@@ -13,11 +13,14 @@ MEASURES = ("effective_rank", "alignment", "uniformity")
 
 def result(summary: Mapping[str, Any], settings: Config) -> str:
     """The closing table of a run: its result beside an untrained network and the baselines."""
-    table = {"untrained": summary["untrained"], **summary.get("baselines", {})}
+    table = {"untrained": summary["untrained"]}
+    if "initial" in summary:
+        table["as it started"] = summary["initial"]
+    table |= summary.get("baselines", {})
     table[settings.algorithm.name] = summary["result"]
     published = {k: v for k, v in settings.paper.get("results", {}).items() if k in summary}
     if published:
-        table["the paper's number"] = published
+        table["paper, its data"] = published
     return rows(table)
 
 

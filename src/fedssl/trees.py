@@ -37,6 +37,10 @@ def add_scaled(total: Tree, tree: Tree, factor: float) -> None:
         raise TypeError("two replies to one task differ in their names or shapes")
 
 
+class NothingToAverage(Exception):
+    """No reply came."""
+
+
 def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
     """The weighted mean of trees, and the total weight; one tree at a time is held."""
     total: Tree | None = None
@@ -48,7 +52,7 @@ def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
             add_scaled(total, tree, weight)
         weights += weight
     if total is None:
-        raise ValueError("the mean of nothing")
+        raise NothingToAverage
     return scaled(total, 1 / weights), weights
 
 

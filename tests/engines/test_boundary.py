@@ -46,7 +46,7 @@ class Remote(Cohort):
             reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, payload))
             if client.state:
                 self.disk[int(k)] = save(flatten(client.state))
-            yield np.array([k]), client.samples, over_the_wire(reply)
+            yield np.array([k]), client.weight, over_the_wire(reply)
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])

@@ -175,3 +175,15 @@ def test_all_three_forms_of_figure_1(towers: int) -> None:
             changes.append(train(engine, server, rounds=1) - engine.work.initial)
         assert relative(*changes) < 1e-9
     assert len(engine.work.network.towers) == towers
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_value_of_the_combined_statistics_is_the_cohorts_at_every_step(steps: int) -> None:
+    """So the loss of a round cannot depend on how many local steps it has (float32 too)."""
+    losses = []
+    for count in (1, steps):
+        config = settings(f"algorithm.local_steps={count}", "precision=fp32", "client.lr=0.5")
+        engine, server = engine_of(config, made_split(), groups_of(6, 4, 5))
+        train(engine, server, rounds=1)
+        losses.append(float(server.log["loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

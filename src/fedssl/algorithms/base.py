@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
-from fedssl.trees import Tree, count_bytes, leaves, mean
+from fedssl.trees import NothingToAverage, Tree, count_bytes, leaves, mean
 
 T = TypeVar("T")
 Weight = Literal["samples", "uniform"]
@@ -130,10 +131,9 @@ class Cohort(ABC):
                 self._count_up(task, reply, len(ids))
                 yield (samples if weight == "samples" else 1), reply
 
-        try:
-            result: Tree | None = mean(weighted())[0]
-        except ValueError:
-            result = None
+        result: Tree | None = None
+        with contextlib.suppress(NothingToAverage):
+            result = mean(weighted())[0]
         self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0])
         return result
 

@@ -64,8 +64,9 @@ class DCCO(Algorithm):
 
         def loss(encoded: Encoded) -> Tensor:
             local = self.objective.moments(encoded.encodings, centre)
+            # Summed in this order the value is exactly ⟨⟩_A, however far ⟨⟩_k has moved.
             combined = {
-                name: local[name] + (moments[name] - local[name]).detach() for name in local
+                name: moments[name] + (local[name] - local[name].detach()) for name in local
             }
             return self.objective.loss_of(combined, centre)
 

@@ -34,7 +34,7 @@ class Standalone(Algorithm):
         update = client.descend(weights, lambda encoded: encoded.within(self.objective.loss))
         client.state["weights"] = apply(
             rule,
-            cast(optim.State, client.state["rule"]),
+            cast(optim.State, client.state.get("rule", {})),  # files keep no empty trees
             weights,
             cast(Tensor, update["change"]),
             learning_rates(work.config, client.round)[0],

@@ -240,16 +240,24 @@ class Folder:
 
 
 def table(
-    groups: Groups, labels: Ints | None, classes: Sequence[str], total: int | None = None
+    groups: Groups,
+    labels: Ints | None,
+    classes: Sequence[str],
+    total: int | None = None,
+    names: Sequence[str] = (),
 ) -> str:
-    """Who holds what, in plain text; ``total`` (samples in all) is only needed without labels."""
+    """Who holds what, in plain text; ``total`` (samples in all) is only needed without labels.
+
+    ``names`` are those of the clients, where they have any.
+    """
     if labels is not None:
         total = len(labels)
         if (labels < 0).all():
             labels = None
     lines = _summary(groups, labels, total)
     shown = [groups[k] for k in range(min(len(groups), _ROWS))]
-    rows = [["client", "samples"], *([str(k), str(len(s))] for k, s in enumerate(shown))]
+    called = names or [str(k) for k in range(len(shown))]
+    rows = [["client", "samples"], *([called[k], str(len(s))] for k, s in enumerate(shown))]
     if labels is not None:
         held = [Counter(labels[s][labels[s] >= 0].tolist()) for s in shown]
         rows = [a + b for a, b in zip(rows, _class_cells(held, classes), strict=True)]

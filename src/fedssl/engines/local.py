@@ -60,7 +60,7 @@ class LocalCohort(Cohort):
         merge = merge and self.engine.merges and not any(isinstance(p, PerClient) for p in payload)
         for ids, client in self._clients(merge):
             own = (p.values[int(ids[0])] if isinstance(p, PerClient) else p for p in payload)
-            yield ids, client.samples, function(client, *own)
+            yield ids, client.weight, function(client, *own)
 
     def _clients(self, merge: bool) -> Iterator[tuple[NDArray[np.int64], Client]]:
         chunks = self._chunks() if merge else np.split(self.ids, len(self.ids))
@@ -74,8 +74,12 @@ class LocalCohort(Cohort):
             yield ids, self.engine.client(ids, self.round, remember=False)
 
     def _chunks(self) -> list[NDArray[np.int64]]:
-        """Consecutive clients with at most ``engine.chunk`` images together."""
-        sizes = self.engine.groups.sizes[self.ids]
-        # A client's chunk is that of its last image, so no chunk exceeds the limit by a client.
-        number = (np.cumsum(sizes) - 1) // self.engine.work.config.engine.chunk
-        return np.split(self.ids, np.flatnonzero(np.diff(number)) + 1)
+        """Consecutive clients with at most ``engine.chunk`` images; a client is never cut."""
+        sizes, limit = self.engine.groups.sizes[self.ids], self.engine.work.config.engine.chunk
+        cuts, images = [], 0
+        for i, size in enumerate(sizes):
+            if images and images + size > limit:
+                cuts.append(i)
+                images = 0
+            images += int(size)
+        return np.split(self.ids, cuts)

@@ -13,12 +13,19 @@ from torch import Tensor, nn
 from fedssl.data.dataset import Groups
 from fedssl.errors import TrainingError, UserError
 
+PIXELS = 512 * 64 * 64  # in one pass: 512 images of 64 pixels a side, or 10 of 448
+
 
 def extract(
-    encoder: nn.Module, images: Tensor, batch: int = 512, device: torch.device | str = "cpu"
+    encoder: nn.Module,
+    images: Tensor,
+    batch: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """The features ``[N, d]`` of uint8 images, in float32 on ``device``."""
     dtype = precision(encoder)
+    if batch is None:
+        batch = max(1, min(512, PIXELS // (images.shape[2] * images.shape[3])))
     return encode(encoder, (pixels(part, device, dtype) for part in images.split(batch)))
 
 

@@ -58,12 +58,14 @@ class Norm:
 
     def after_conv(self, channels: int) -> nn.Module:
         """The norm of a feature map."""
-        return nn.BatchNorm2d(channels) if self.kind == "batch" else self._group(channels)
+        if self.kind == "batch":
+            return _uncounted(nn.BatchNorm2d(channels))
+        return self._group(channels)
 
     def after_linear(self, channels: int) -> nn.Module:
         """The norm of a vector."""
         if self.kind == "batch":
-            return nn.BatchNorm1d(channels)
+            return _uncounted(nn.BatchNorm1d(channels))
         if channels < 2 * self.groups:
             raise UserError(
                 f"encoder.groups={self.groups}: groups of a vector of {channels} would hold one "
@@ -79,3 +81,9 @@ class Norm:
                 f"into {self.groups} groups; take fewer groups or wider layers"
             )
         return nn.GroupNorm(self.groups, channels)
+
+
+def _uncounted(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> nn.Module:
+    """Without the counter of batches: nothing reads it, and a resumed run would count anew."""
+    norm.num_batches_tracked = None
+    return norm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
+from fedssl.errors import UserError
 from fedssl.models.network import mlp
 from fedssl.models.norms import Norm
 
@@ -42,6 +45,18 @@ class ProjectorParams(ObjectiveParams):
     """Keys of objectives with a projector."""
 
     projector: tuple[int, ...] = (1024, 1024, 1024)
+
+    def __post_init__(self) -> None:
+        if not self.projector or min(self.projector) < 1:
+            raise UserError(
+                f"objective.projector={list(self.projector)}: expected the widths of its layers, "
+                "as in [1024, 1024, 1024]"
+            )
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not 0 <= value < math.inf:
+                name = item.name.rstrip("_")
+                raise UserError(f"objective.{name}={value}: must be finite and not negative")
 
 
 class Dual(Objective):

@@ -25,6 +25,7 @@ class SimCLR(Dual):
         temperature: float = 0.1
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.temperature <= 0:
                 raise UserError(f"objective.temperature={self.temperature}: must be above 0")
 

@@ -1,0 +1,200 @@
+"""What changes from round to round, and what must not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, settings, train
+
+from fedssl.algorithms.base import learning_rates
+from fedssl.client import Plan
+from fedssl.config import Config
+from fedssl.data.dataset import Groups
+from fedssl.engines.local import LocalEngine
+from fedssl.session import Session
+
+
+def views(engine: LocalEngine, round: int, step: int = 0) -> torch.Tensor:
+    """The encodings of client 0's first view: as good as its pixels."""
+    client = engine.client(np.array([0]), round, remember=False)
+    engine.work.load(engine.work.initial)
+    with torch.no_grad():
+        return client._encode(step).encodings[0]
+
+
+def test_every_round_step_and_view_is_augmented_anew() -> None:
+    engine, _ = engine_of(settings("algorithm.local_steps=2"), made_split(), groups_of(4, 4))
+    first = views(engine, 0)
+    assert torch.equal(first, views(engine, 0))
+    for other in (views(engine, 1), views(engine, 0, step=1)):
+        assert relative(other, first) > 0.01
+    client = engine.client(np.array([0]), 0, remember=False)
+    with torch.no_grad():
+        f, g = client._encode(0).encodings
+    assert relative(f, g) > 0.01
+
+
+def test_cohorts_differ_from_round_to_round_and_everyone_is_asked() -> None:
+    engine, server = engine_of(settings(), made_split(), groups_of(*[2] * 20))
+    session = Session(settings(), None, engine, server, 5)  # type: ignore[arg-type]
+    cohorts = [session.cohort_ids(r) for r in range(40)]
+    assert all(len(set(c.tolist())) == 5 for c in cohorts)
+    assert len({tuple(c.tolist()) for c in cohorts}) > 30
+    assert set(np.concatenate(cohorts).tolist()) == set(range(20))
+
+
+def test_epochs_are_shuffled_anew_and_each_sample_is_used_once_in_one() -> None:
+    plan = Plan(steps=1, epochs=None, batch=5, seed=0)
+    rounds = [plan.indices(r, 0, client=3, size=20) for r in range(8)]
+    assert [epoch for epoch, _ in rounds] == [0, 0, 0, 0, 1, 1, 1, 1]
+    orders = [torch.cat([chosen for e, chosen in rounds if e == epoch]) for epoch in (0, 1)]  # type: ignore[misc]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(20))
+    assert not torch.equal(*orders)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "steps", "used", "trained"),
+    [
+        (Plan(1, None, None, 0), 7, 1, 7, 7),
+        (Plan(3, None, 2, 0), 7, 3, 6, 6),
+        (Plan(3, None, 2, 0), 5, 3, 5, 6),
+        (Plan(None, 2, 3, 0), 7, 4, 7, 12),  # the last partial batch is dropped
+        (Plan(None, 2, 9, 0), 7, 2, 7, 14),  # a client smaller than one batch still trains
+    ],
+)
+def test_plan(plan: Plan, size: int, steps: int, used: int, trained: int) -> None:
+    assert plan.count(size) == steps
+    assert plan.contributing(size) == used
+    assert plan.images(size) == trained
+
+
+def with_server(config: Config, **keys: object) -> Config:
+    return dataclasses.replace(config, server=dataclasses.replace(config.server, **keys))
+
+
+def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients() -> None:
+    config = dataclasses.replace(settings("client.lr=0.5"), schedule="cosine", rounds=4)
+    half = 2
+    assert learning_rates(config, half) == pytest.approx((1.0, 0.25))
+    adam = with_server(config, optimizer="adam", lr=0.1)
+    assert learning_rates(adam, half) == pytest.approx((0.05, 0.5))
+    assert learning_rates(with_server(config, momentum=0.9), half) == pytest.approx((0.5, 0.5))
+    constant = dataclasses.replace(adam, schedule="constant")
+    assert learning_rates(constant, half) == pytest.approx((0.1, 0.5))
+    engine, server = engine_of(adam, made_split(), groups_of(4, 4))
+    changes = []
+    for round in (0, half):
+        server.weights, server.rule_state["steps"] = engine.work.initial, torch.zeros(())
+        for name in "mv":
+            server.rule_state[name].zero_()
+        server.round = round
+        server.apply({"change": torch.ones_like(server.weights), "loss": torch.zeros(())})
+        changes.append((server.weights - engine.work.initial).norm())
+    assert float(changes[1] / changes[0]) == pytest.approx(0.5)
+
+
+def test_batch_norm_statistics_reach_the_server_as_a_mean() -> None:
+    config = settings("encoder.norm=batch", "algorithm.name=fedavg")
+    engine, server = engine_of(config, made_split(), groups_of(4, 12))
+    start, n = server.weights, engine.work.flat.parameters
+    own = []
+    for k in range(2):
+        client = engine.client(np.array([k]), 0, remember=False)
+        own.append(engine.algorithm.train(client, start)["change"][n:])
+    train(engine, server, rounds=1)
+    moved = server.weights[n:] - start[n:]
+    assert moved.norm() > 0.01
+    assert relative(moved, (4 * own[0] + 12 * own[1]) / 16) < 1e-12
+
+
+def test_the_centre_follows_the_encodings() -> None:
+    engine, server = engine_of(settings(), made_split(), groups_of(4, 4))
+    train(engine, server, rounds=1)
+    before = {k: v.clone() for k, v in server.state["centre"].items()}
+    everyone = engine.client(np.arange(2), 1, remember=False)
+    with torch.no_grad():
+        engine.work.load(server.weights)
+        f, g = everyone._encode(0).encodings
+    server.round = 1
+    engine.algorithm.round(server, engine.cohort(np.arange(2), 1))
+    centre = server.state["centre"]
+    torch.testing.assert_close(centre["f"], f.mean(0), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(centre["g"], g.mean(0), rtol=1e-9, atol=1e-9)
+    assert relative(centre["f"], before["f"]) > 1e-6
+
+
+def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None:
+    """Clients of 1 and 8 with batches of 2: the moments are those of the 3 samples used."""
+    config = settings("algorithm.batch=2")
+    engine, server = engine_of(config, made_split(), groups_of(1, 8))
+    centre = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
+    moments = engine.cohort(np.arange(2), 0).mean("encode", server.weights, centre)
+    engine.work.load(server.weights)
+    with torch.no_grad():
+        parts = [engine.client(np.array([k]), 0, remember=False)._encode(0) for k in range(2)]
+    union = tuple(torch.cat([p.encodings[i] for p in parts]) for i in range(2))
+    assert len(union[0]) == 3
+    expected = engine.work.objective.moments(union, centre)
+    for name, value in expected.items():
+        torch.testing.assert_close(moments[name], value, rtol=1e-9, atol=1e-12)
+
+    several = settings("algorithm.local_epochs=1", "algorithm.batch=2")
+    engine, server = engine_of(several, made_split(), groups_of(8))
+    client = engine.client(np.array([0]), 0, remember=False)
+    seen = client.average(server.weights, lambda e: {"n": e.encodings[0][0, 0]})
+    with torch.no_grad():
+        engine.work.load(server.weights)
+        each = [client._encode(step).encodings[0][0, 0] for step in range(4)]
+    assert float(seen["n"]) == pytest.approx(float(sum(each) / 4))
+
+
+def test_a_remembered_pass_is_not_used_for_other_weights() -> None:
+    config = settings()
+    engine, server = engine_of(config, made_split(), groups_of(4, 4))
+    algorithm = engine.algorithm
+    ids = np.arange(2)
+    centre = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
+    other = server.weights * 1.1
+
+    def update(disturb: bool, remember: bool) -> torch.Tensor:
+        client = engine.client(ids, 0, remember)
+        moments = algorithm.encode(client, server.weights, centre)
+        if disturb:  # someone else used the network in between
+            engine.work.load(other)
+        return algorithm.descend(client, server.weights, centre, moments)["change"]
+
+    plain = update(disturb=False, remember=False)
+    assert relative(update(disturb=False, remember=True), plain) < 1e-12
+    assert relative(update(disturb=True, remember=True), plain) < 1e-12
+    client = engine.client(ids, 0, remember=True)
+    moments = algorithm.encode(client, server.weights, centre)
+    moved = algorithm.descend(client, other, centre, moments)["change"]
+    assert relative(moved, plain) > 1e-3
+    algorithm.descend(client, server.weights, centre, moments)
+    again = algorithm.descend(client, server.weights, centre, moments)["change"]
+    assert relative(again, plain) < 1e-12
+
+
+def test_chunks_keep_to_their_limit() -> None:
+    engine, _ = engine_of(settings("engine.chunk=6"), made_split(), groups_of(4, 4, 1, 4, 7, 2))
+    cohort = engine.cohort(np.arange(6), 0)
+    assert [c.tolist() for c in cohort._chunks()] == [[0], [1, 2], [3], [4], [5]]
+
+
+def test_bf16_is_computed_in_bf16() -> None:
+    results = []
+    for precision in ("fp32", "bf16"):
+        engine, _ = engine_of(settings(f"precision={precision}"), made_split(), groups_of(4, 4))
+        results.append(views(engine, 0))
+        assert results[-1].dtype == torch.float32
+    assert 1e-4 < relative(*results) < 0.2
+
+
+def test_groups_select() -> None:
+    groups = Groups(np.array([5, 3, 9, 1, 0]), np.array([0, 2, 2, 5]))
+    members, sizes = groups.select(np.array([2, 0]))
+    assert members.tolist() == [9, 1, 0, 5, 3] and sizes.tolist() == [3, 2]

@@ -1,0 +1,136 @@
+"""What is judged: the right weights, at the right size, of the right tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl import config, run
+from fedssl.data.dataset import Split
+from fedssl.errors import UserError
+from fedssl.session import prepare
+
+SMALL = (
+    "rounds=2",
+    "cohort.size=6",
+    "objective.projector=32,32,16",
+    "evaluate.protocols=knn",
+    "evaluate.baselines=[]",
+)
+
+
+def small(*words: str) -> config.Config:
+    return config.resolve(config.read_recipe(None), [*SMALL, *words])
+
+
+def test_judging_at_another_size_and_without_labels() -> None:
+    same, other = prepare(small()), prepare(small("evaluate.size=24"))
+    assert other.judged_splits[0].images[0].shape[2:] == (24, 24)
+    weights = same.work.initial
+    assert same.judge(weights) != other.judge(weights)
+    unlabeled = prepare(small("evaluate.size=24", "evaluate.protocols=unlabeled"))
+    assert unlabeled.judge(weights)["effective_rank"] > 1
+
+
+def test_the_second_tower_is_judged_by_its_own_weights() -> None:
+    words = ("encoder.towers=2", "data.halves=true")
+    first = prepare(small(*words))
+    second = prepare(small(*words, "evaluate.tower=second"))
+    weights = first.work.initial
+    scores = first.judge(weights), second.judge(weights)
+    assert scores[0] != scores[1]
+    spoilt = weights.clone()
+    named = first.work.flat.named(spoilt)
+    for name, tensor in named.items():
+        if name.startswith("towers.1."):
+            tensor.zero_()
+    assert first.judge(spoilt) == scores[0]
+    assert second.judge(spoilt)["knn_top1"] < 30
+
+
+def test_rows_of_untrained_and_given_weights(tmp_path: Path) -> None:
+    plain = run.run(small("rounds=20", "server.lr=0.01"), tmp_path / "a")
+    assert plain["untrained"] != plain["result"]
+    after = run.run(small(f"encoder.init={tmp_path / 'a'}"), tmp_path / "b")
+    assert after["untrained"] == plain["untrained"]
+    assert after["initial"] == plain["result"]
+
+
+def test_two_towers_start_from_their_own_files(tmp_path: Path) -> None:
+    run.run(small("encoder.towers=2"), tmp_path / "a")
+    first, second = prepare(
+        small("encoder.towers=2", f"encoder.init={tmp_path / 'a'}")
+    ).work.network.towers
+    a, b = (next(tower.encoder.parameters()) for tower in (first, second))
+    assert not torch.equal(a, b)
+
+
+def test_standalone_is_judged_by_its_clients_models() -> None:
+    words = ("algorithm.name=standalone", "partition.name=iid", "partition.clients=8")
+    session = prepare(small(*words, "server.lr=0.05"))
+    for round in range(3):
+        session.server.round = round
+        cohort = session.engine.cohort(session.cohort_ids(round), round)
+        session.algorithm.round(session.server, cohort)
+    personal = session.personal(3)
+    assert len(personal) == 3
+    scores = [session.judge(weights)["knn_top1"] for weights in session.personal(5).values()]
+    assert session.judge_result()["knn_top1"] == pytest.approx(sum(scores) / 5)
+    assert session.judge_result() != session.judge(session.work.initial)
+
+
+@pytest.mark.parametrize("cases", [False, True])
+def test_the_heads_accuracy_by_hand(cases: bool) -> None:
+    words = ("algorithm.name=centralized", "objective.name=supervised", "evaluate.protocols=head")
+    settings = config.resolve(
+        config.read_recipe(None), ["rounds=1", "evaluate.baselines=[]", *words]
+    )
+    session = prepare(settings)
+    test = session.dataset.test
+    assert test is not None and test.labels is not None
+    order = torch.argsort(test.labels, stable=True)[:348]
+    groups = np.arange(348) // 2 if cases else None
+    labels = test.labels[order]
+    if cases:  # a case has one label
+        labels = labels[::2].repeat_interleave(2)
+    made = Split((test.images[0][order],), labels, cases=groups)
+    session.judged_splits = (session.dataset.train, made)
+    score = session.judge(session.work.initial)["head_top1"]
+    with torch.no_grad():
+        logits = session.encoder().eval()(made.images[0].float() / 255)
+    if cases:
+        logits, labels = (logits[::2] + logits[1::2]) / 2, labels[::2]
+    assert score == pytest.approx(100 * float((logits.argmax(1) == labels).double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("encoder.norm=batch", "partition.samples=1"), "encoder.norm=batch: needs batches"),
+        (("encoder.norm=batch", "algorithm.batch=1"), "encoder.norm=batch: needs batches"),
+        (("partition.samples=1", "cohort.size=1"), "cohort.size=1: a round may hold only 1"),
+        (
+            ("objective.name=supervised", "algorithm.name=fedavg", "encoder.towers=2"),
+            "encoder.towers=2",
+        ),
+        (("device=meta",), "device=meta: not available"),
+    ],
+)
+def test_what_could_not_learn_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    given = [w for w in SMALL if not ("supervised" in "".join(words) and "projector" in w)]
+    with pytest.raises(UserError, match=sentence):
+        prepare(config.resolve(config.read_recipe(None), [*given, *words]))
+
+
+def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(small())
+
+    def broken(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(session.algorithm, "encode", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        session.algorithm.round(session.server, session.engine.cohort(session.cohort_ids(0), 0))
