@@ -204,6 +204,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
         "device": _device_name(session.work.device),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "fedssl": __version__,
     }
