@@ -155,3 +155,13 @@ def test_every_step_starts_from_no_gradient(monkeypatch):
 def test_works_in_the_encoders_own_precision():
     model = finetune.fit(blind().double(), hidden(20, 0), 2, seed=0, device="cpu")
     assert model.head.weight.dtype == torch.float64
+
+
+def test_each_preset_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+    monkeypatch.setattr(
+        finetune, "descend", lambda flat, state, training, step: rates.append(training.rule.lr)
+    )
+    for preset in ("dcco", "logistic"):
+        finetune.fit(blind(), hidden(20, 0), 2, seed=0, device="cpu", preset=preset)
+    assert set(rates) == {5e-3, 1e-3} and rates[0] == 5e-3

@@ -117,7 +117,9 @@ def judge(
             )
         else:
             part = learn.labelled.take(chosen)
-            score = finetune.accuracy(encoder, part, held_out.labelled, classes, seed, device)
+            score = finetune.accuracy(
+                encoder, part, held_out.labelled, classes, seed, device, settings.preset
+            )
         results[f"{spec}_top1"] = score
     return results
 
