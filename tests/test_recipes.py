@@ -54,7 +54,12 @@ def words_for(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", config.recipes())
 def test_recipe_runs(name: str, folder: Path, tmp_path: Path) -> None:
-    words = ["rounds=1", f"data.cache={tmp_path.parent / 'cache'}", *words_for(name)]
+    words = [
+        "rounds=1",
+        "engine.threads=1",
+        f"data.cache={tmp_path.parent / 'cache'}",
+        *words_for(name),
+    ]
     if "data.name=folder" in words or "derm" in name:
         words.append(f"data.root={folder}")
     summary = run.run(config.resolve(config.read_recipe(name), words), tmp_path / "run")

@@ -27,6 +27,7 @@ SMALL = (
     "evaluate.protocols=knn",
     "evaluate.baselines=[]",
     "checkpoint.seconds=0",
+    "engine.threads=1",
 )
 
 
@@ -61,11 +62,6 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
         return line
 
     monkeypatch.setattr(run, "one_round", one_round)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_a_run_leaves_its_files(tmp_path: Path) -> None:
@@ -122,7 +118,7 @@ def test_resume_gives_the_same_bits(
         with pytest.raises(run.Interrupted):
             run.run(settings, tmp_path / "cut")
     assert len(lines(tmp_path / "cut")) == 3
-    torch.set_num_threads(2)  # the checkpoint brings back the one thread that it began with
+    torch.set_num_threads(2)  # what the process has does not matter: the run has its own number
     run.run(settings, tmp_path / "cut", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "cut")
     encoders = [tmp_path / name / "encoder.safetensors" for name in ("whole", "cut")]
@@ -133,7 +129,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Real processes, killed for good while they work; what the checkpoint lacks is redone."""
     words = [*SMALL, "rounds=40", "checkpoint.seconds=0.3"]
     command = [sys.executable, "-m", "fedssl", "run", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
 
     def call(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -153,6 +149,18 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert victim.wait() == -signal.SIGKILL, "it was to be killed before its end"
     call("--out", str(cut), "--resume")
     assert same_run(tmp_path / "whole", cut)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_machines_number_of_threads_does_not_matter(threads: int, tmp_path: Path) -> None:
+    """Float32, to the bit: the process starts with one thread or with two."""
+    code = "import sys, fedssl.cli as c; sys.exit(c.main(sys.argv[1:]))"
+    words = [w for w in SMALL if "threads" not in w]
+    for name, count in (("a", "1"), ("b", "2")):
+        command = [sys.executable, "-c", code, "run", *words, f"engine.threads={threads}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": count}
+        subprocess.run([*command, "--out", str(tmp_path / name)], env=environment, check=True)
+    assert same_run(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_line_cut_short_by_a_kill_is_dropped(

@@ -19,6 +19,7 @@ SMALL = (
     "objective.projector=32,32,16",
     "evaluate.protocols=knn",
     "evaluate.baselines=[]",
+    "engine.threads=1",
 )
 
 

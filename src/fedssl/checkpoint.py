@@ -34,8 +34,7 @@ def write(out: Path, session: Session) -> None:
             f"round {server.round}: the weights are no longer finite; lower server.lr "
             f"(now {session.config.server.lr}). {kept(out)}"
         )
-    notes = {"round": str(server.round), "threads": str(torch.get_num_threads())}
-    save(out / FILE, tensors, notes)
+    save(out / FILE, tensors, {"round": str(server.round)})
 
 
 def kept(out: Path) -> str:
@@ -54,8 +53,7 @@ def read(out: Path, session: Session) -> bool:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            notes = file.metadata()
-            round, threads = int(notes["round"]), int(notes["threads"])
+            round = int(file.metadata()["round"])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a checkpoint of this program ({error})") from None
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
@@ -68,8 +66,6 @@ def read(out: Path, session: Session) -> bool:
             f"of {len(server.weights)}; the encoder, the head or the data's channels differ"
         )
     server.weights = weights
-    # The order in which threads add up decides the last bits.
-    torch.set_num_threads(threads)
     rule = cast("dict[str, Tensor]", tree.get("rule", {}))
     # A count of steps is read by the host at every step: it lives there.
     server.rule_state = {k: v.cpu() if v.ndim == 0 else v for k, v in rule.items()}

@@ -106,6 +106,9 @@ class Engine:
     name: Literal["local"] = "local"
     merge: Literal["auto", "off"] = "auto"
     chunk: int = 8192  # the most images of a merged cohort in one pass
+    # CPU threads. A key, because the order of float sums depends on it: the same recipe gives the
+    # same result whatever the machine's default is. On a CPU with many cores, raise it.
+    threads: int = 2
 
 
 @dataclass(frozen=True)
@@ -343,6 +346,7 @@ def _check(config: Config) -> None:
     _positive("cohort.size", cohort.size)
     _positive("cohort.minimum", cohort.minimum)
     _positive("engine.chunk", config.engine.chunk)
+    _positive("engine.threads", config.engine.threads)
     _positive("data.size", config.data.size)
     _positive("data.labels", config.data.labels)
     _positive("evaluate.size", config.evaluate.size)

@@ -23,7 +23,7 @@ from fedssl.metrics import Metrics
 from fedssl.progress import Progress
 from fedssl.session import Session, prepare
 
-FREE_ON_RESUME = ("device", "about", "paper", "evaluate.", "checkpoint.", "engine.")
+FREE_ON_RESUME = ("device", "about", "paper", "evaluate.", "checkpoint.", "engine.chunk")
 MOST_PERSONAL_FILES = 100
 
 
@@ -204,7 +204,6 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
         "device": _device_name(session.work.device),
-        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "fedssl": __version__,
     }

@@ -142,6 +142,7 @@ class Session:
 def prepare(config: Config) -> Session:
     """Load the data, build the network, and refuse what could not run."""
     device = pick_device(config.device)
+    torch.set_num_threads(config.engine.threads)
     dataset = datasets.load(config.data, config.seed)
     train = dataset.train
     objective: Objective = configuration.variant("objective", config.objective.name)(
