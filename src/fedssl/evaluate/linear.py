@@ -32,6 +32,7 @@ class Training:
 
 # The paper has a row for 5,000 and one for 500 labels; below this number the second is used.
 FEW = 2500
+LARS_NORM = 3.0
 DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512)
 DCCO_FEW = Training(Optimizer("lars", 2.5, momentum=0.9), steps=400, batch=128)
 
@@ -128,12 +129,14 @@ def train_lars(features: Tensor, labels: Tensor, classes: int, seed: int) -> tup
     LARS scales a step by the weights' norm, which would hold zero weights at zero: there the
     ratio is one (see ``optim``), so the first step is a plain gradient step. How far it goes
     depends on the size of the features, of which the paper says nothing; here they are centred
-    and brought to a norm of one on average, and the result applies to the features as given.
+    and brought to a norm of three on average, and the result applies to the features as given.
+    Three did best of 0.3, 1, 3, 10 and 30 on training images held out of CIFAR-10 (JPEG).
     """
     training = DCCO_FEW if len(features) < FEW else DCCO_MANY
     center = features.mean(dim=0)
     x = features - center
     scale = x.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+    scale = scale / LARS_NORM
     x = x / scale
     head = zero_head(x.shape[1], classes, x)
     flat = Flat(head)
