@@ -23,7 +23,6 @@ import torch
 
 from fedssl import config as configuration
 from fedssl.algorithms.base import Server
-from fedssl.client import Workspace
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
@@ -32,6 +31,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.metrics import Metrics
 from fedssl.objectives.base import MomentObjective
 from fedssl.session import build_network, pooled
+from fedssl.workspace import Workspace
 
 PIXELS = 16
 
@@ -56,7 +56,7 @@ def engine_of(config: Config, split: Split, groups: Groups) -> tuple[LocalEngine
     device = torch.device(config.device)
     work = Workspace(config, network, objective, augmentation, split, device)
     engine = LocalEngine(work, algorithm(config.algorithm, objective), groups)
-    return engine, Server(config, work.flat)
+    return engine, Server(work)
 
 
 def rounds_of(engine: LocalEngine, server: Server) -> Callable[[], None]:

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from fedssl import config as configuration
-from fedssl.algorithms.base import Server
-from fedssl.client import Workspace
+from fedssl.algorithms.base import Cohort, Server
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
 from fedssl.session import build_network, pooled
+from fedssl.workspace import Workspace
 
 
 def made_split(count: int = 40, channels: int = 1, size: int = 8, classes: int = 4) -> Split:
@@ -44,6 +44,31 @@ def settings(*words: str) -> Config:
     return configuration.resolve(base, words)
 
 
+HEADS = {
+    "simclr": ("objective.projector=32,16",),
+    "moco": ("objective.projector=32,16", "objective.queue=20", "objective.temperature=0.2"),
+    "simsiam": ("objective.projector=32,16", "objective.predictor=24,16"),
+    "byol": ("objective.projector=32,16", "objective.predictor=24,16", "objective.momentum=0.9"),
+}
+
+
+def siamese(objective: str, *words: str) -> Config:
+    """FedAvg of epochs in batches, batch norm, and heads small enough for a test."""
+    return settings(
+        f"objective.name={objective}",
+        *HEADS[objective],
+        "algorithm.name=fedavg",
+        "algorithm.local_epochs=2",
+        "algorithm.batch=4",
+        "encoder.norm=batch",
+        "client.lr=0.05",
+        "client.momentum=0.9",
+        "client.weight_decay=0.01",
+        "schedule=cosine",
+        *words,
+    )
+
+
 def engine_of(
     config: Config, split: Split, groups: Groups, device: str = "cpu"
 ) -> tuple[LocalEngine, Server]:
@@ -59,7 +84,7 @@ def engine_of(
     augmentation = Augmentation.from_config(config.augment, channels[0], size)
     network = build_network(config, objective, channels, min(size), 4)
     work = Workspace(config, network, objective, augmentation, split, torch.device(device))
-    return LocalEngine(work, algorithm, groups), Server(config, work.flat)
+    return LocalEngine(work, algorithm, groups), Server(work)
 
 
 def train(engine: LocalEngine, server: Server, rounds: int, order: Any = None) -> torch.Tensor:
@@ -69,6 +94,14 @@ def train(engine: LocalEngine, server: Server, rounds: int, order: Any = None) -
         ids = np.arange(len(engine.groups))
         engine.algorithm.round(server, engine.cohort(ids if order is None else ids[order], round))
     return server.weights
+
+
+def step(engine: LocalEngine, server: Server, round: int, *ids: int) -> Cohort:
+    """One round of these clients (none named: of all)."""
+    server.round = round
+    cohort = engine.cohort(np.array(ids or range(len(engine.groups))), round)
+    engine.algorithm.round(server, cohort)
+    return cohort
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

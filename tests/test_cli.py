@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedssl import metrics
-from fedssl.cli import main
+from fedssl.cli import _fresh_folder, main
 
 SMALL = [
     "rounds=2",
@@ -56,6 +56,8 @@ def test_run_evaluate_partition_recipes(tmp_path: Path, capsys: pytest.CaptureFi
 
     assert main(["recipes"]) == 0
     assert "dcco/cifar100-noniid-4" in capsys.readouterr().out
+    assert main(["recipes", "fedema/table3/fedbyol"]) == 0
+    assert "fedema/table3/fedbyol/cifar10-noniid" in capsys.readouterr().out
 
 
 def test_runs_without_out_get_a_folder_of_their_own(
@@ -67,6 +69,32 @@ def test_runs_without_out_get_a_folder_of_their_own(
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
+def test_words_may_stand_after_options(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "--out", str(out), *SMALL]) == 0
+    assert main(["run", *SMALL, "--out", str(tmp_path / "b"), "rounds=1", "seed=4"]) == 0
+    assert "seed: 4" in (tmp_path / "b" / "config.yaml").read_text()
+    for words in (["run", "--bogus", "x"], ["recipes", "default", "other"]):
+        with pytest.raises(SystemExit):
+            main(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("default", "default"),
+        ("fedema/table3/fedbyol/cifar10-noniid", "fedema-table3-fedbyol-cifar10-noniid"),
+        ("fedema/figure7a/lambda-0.2/cifar10-noniid", "fedema-figure7a-lambda-0.2-cifar10-noniid"),
+        ("/some/where/mine.yaml", "mine"),
+        ("../mine.yaml/row/column", "mine-row-column"),
+        ("dcco/derm-64.yaml", "derm-64"),
+    ],
+)
+def test_a_runs_folder_is_named_after_its_recipe(name: str, folder: str) -> None:
+    out = _fresh_folder(name)
+    assert out.parent == Path("runs") and out.name.startswith(f"{folder}-2")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -74,6 +102,8 @@ def test_runs_without_out_get_a_folder_of_their_own(
         (["run", "--resume"], "--resume: say which run with --out"),
         (["run", "--resume", "--out", "/nonexistent/x"], "holds no run"),
         (["run", "no-such-recipe"], "no such recipe or file"),
+        (["run", "fedema/table3"], "a table of 22 recipes; name one"),
+        (["recipes", "fedema/tabel3"], "did you mean fedema/table3?"),
         (["run", "data.name=folder", "data.root=/nonexistent"], "data.root"),
         (["run", "data.name=folder"], "data.root"),
         (["run", "partition.samples=5000"], "partition.samples"),

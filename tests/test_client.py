@@ -10,10 +10,10 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
 from fedssl.algorithms.base import learning_rates
-from fedssl.client import Plan
 from fedssl.config import Config
 from fedssl.data.dataset import Groups
 from fedssl.engines.local import LocalEngine
+from fedssl.plan import Plan
 from fedssl.session import Session
 
 

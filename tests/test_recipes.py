@@ -1,27 +1,21 @@
-"""Every recipe that ships runs to its end: one round, on small made data of the right layout."""
+"""Every recipe that ships is what its paper says, and runs to its end on small made data."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fedssl import config, run
+from fedssl.errors import UserError
 
-CLASSES = 4
-SMALLER = {
-    "cifar100": [
-        "data.name=folder", "encoder.groups=8", "encoder.name=tiny", "objective.projector=32,32,16",
-        "evaluate.protocols=knn,linear@8,finetune@8",
-    ],
-    "supervised": ["data.name=folder", "data.labels=16", "encoder.name=tiny"],
-    "derm": [
-        "encoder.name=tiny", "encoder.groups=8", "objective.projector=32,32,16", "data.size=16",
-        "evaluate.size=24", "cohort.size=8",
-    ],
-}  # fmt: skip
+CLASSES = {"cifar10": 10, "cifar100": 100}
+PERSONAL = ("ditto", "standalone")
+TREES = {name: config.read_recipe(name) for name in config.recipes()}
 
 
 @pytest.fixture(scope="module")
@@ -29,39 +23,269 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train/<class>/<case>/<image> with two images a case: read with or without the case level."""
     root = tmp_path_factory.mktemp("data")
     generator = np.random.default_rng(0)
-    for split, cases in (("train", 136), ("test", 2)):
-        for label in range(CLASSES):
+    for split, cases in (("train", 10), ("test", 2)):
+        for label in range(4):
             for case in range(cases):
                 place = root / split / f"class{label}" / f"case{case:03}"
                 place.mkdir(parents=True)
                 for image in range(2):
-                    pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+                    pixels = generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)
                     Image.fromarray(pixels).save(place / f"{image}.png")
     return root
 
 
-def words_for(name: str) -> list[str]:
-    if "fashion" in name:
-        return ["data.name=digits", "evaluate.protocols=linear@10,knn"]
-    if name == "default":
-        return []
-    kind = "derm" if "derm" in name else "supervised" if "supervised" in name else "cifar100"
-    words = list(SMALLER[kind])
-    if kind == "supervised":
-        words = [w for w in words if "projector" not in w]
-    return words
+# What makes a recipe slow, and numbers that need not be tried one by one.
+SMALLER = {
+    "data": {"size": 8, "labels": 16, "holdout": 0.1},
+    "encoder": {"name": "tiny", "groups": 8},
+    "partition": {"clients": 2, "classes": 2, "fraction": 0.5, "samples": 4},
+    "objective": {"projector": [16, 16], "predictor": [16, 16], "queue": 32},
+    "algorithm": {"batch": 20, "local_epochs": 1, "lambda": 0.5, "tau": 0.7, "decay": 0.5},
+    "client": {"lr": 0.01},
+    "server": {"lr": 0.01},
+    "evaluate": {"every": 1, "size": 12, "k": 5},
+}
+ALWAYS = {"data.size", "encoder.name", "encoder.groups", "client.lr", "server.lr"}
 
 
-@pytest.mark.parametrize("name", config.recipes())
+def shrunk(name: str) -> dict[str, Any]:
+    """The recipe with everything small that makes it slow, and little else changed."""
+    tree = {k: v for k, v in TREES[name].items() if k not in ("about", "paper")} | {"rounds": 2}
+    digits = tree["data"]["name"] in ("digits", "fashion-mnist")
+    for section, numbers in SMALLER.items():
+        given = tree.get(section, {})
+        # A weight of 0 and λ = auto are cases of their own.
+        less = {k: v for k, v in numbers.items() if given.get(k) or f"{section}.{k}" in ALWAYS}
+        tree[section] = given | {k: v for k, v in less.items() if given.get(k) != "auto"}
+    tree["data"]["name"] = "digits" if digits else "folder"
+    if tree["objective"]["name"] in ("byol", "simsiam", "moco"):
+        tree["objective"] |= {"projector": [16, 16]}
+    if tree["objective"]["name"] in ("byol", "simsiam"):
+        tree["objective"] |= {"predictor": [16, 16]}
+    if tree["objective"]["name"] == "moco":
+        tree["objective"] |= {"queue": 32}
+    if tree["partition"] == {"name": "iid", "clients": 2} and name != "folder":
+        tree["partition"] = {"name": "classes", "clients": 2, "classes": 2}
+    if "cohort" in tree:
+        tree["cohort"] = {"size": 1 if "clients" in tree["partition"] else 8}
+    if "protocols" in tree["evaluate"]:
+        few = [_fewer(spec, 20 if digits else 8) for spec in tree["evaluate"]["protocols"]]
+        few = [spec for spec in few if not digits or spec != "linear"]  # slow on all digits
+        tree["evaluate"]["protocols"] = list(dict.fromkeys(few))
+    return tree
+
+
+def _fewer(spec: str, labels: int) -> str:
+    name, at, _ = spec.partition("@")
+    return "semi@10%" if name == "semi" else f"{name}@{labels}" if at else name
+
+
+def distinct() -> dict[str, dict[str, Any]]:
+    """One recipe for each different small configuration."""
+    found = {json.dumps(tree, sort_keys=True): name for name in TREES for tree in (shrunk(name),)}
+    return {name: json.loads(text) for text, name in found.items()}
+
+
+def reported(tree: dict[str, Any]) -> set[str]:
+    """The results of a run, by its configuration alone."""
+    evaluate, found = tree.get("evaluate", {}), set()
+    for spec in evaluate.get("protocols") or ["knn", "linear"]:
+        if spec != "per-client":
+            found.add(f"{spec}_top1")
+            continue
+        found.add("per-client_global_top1")
+        if tree["algorithm"]["name"] in PERSONAL:
+            found.add("per-client_personal_top1")
+    return found | {f"rounds_to_{target}" for target in evaluate.get("targets", ())}
+
+
+SMALL = distinct()
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_recipe_runs(name: str, folder: Path, tmp_path: Path) -> None:
-    words = [
-        "rounds=1",
-        "engine.threads=1",
-        f"data.cache={tmp_path.parent / 'cache'}",
-        *words_for(name),
-    ]
-    if "data.name=folder" in words or "derm" in name:
+    tree = SMALL[name]
+    words = ["engine.threads=1", f"data.cache={tmp_path.parent / 'cache'}"]
+    if tree["data"]["name"] == "folder":
         words.append(f"data.root={folder}")
-    summary = run.run(config.resolve(config.read_recipe(name), words), tmp_path / "run")
-    assert summary["rounds"] == 1
-    assert any(key.endswith("_top1") for key in summary["result"])
+    summary = run.run(config.resolve(tree, words), tmp_path / "run")
+    assert summary["rounds"] == 2
+    assert reported(tree) <= summary.keys()
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_recipe_resolves_and_measures_what_the_paper_prints(name: str) -> None:
+    tree = TREES[name]
+    settings = config.resolve(tree)
+    assert set(tree.get("paper", {}).get("results", {})) <= reported(tree)
+    partition = tree.get("partition", {})
+    if partition.get("name") == "classes":
+        sets, classes = partition["clients"] * partition["classes"], CLASSES[settings.data.name]
+        assert sets % classes == 0 and sets >= classes
+
+
+def test_few_enough_small_configurations() -> None:
+    assert len(SMALL) < 80 < len(TREES)
+
+
+# Typed from the papers, a cell or two of every table.
+@pytest.mark.parametrize(
+    ("name", "measure", "number"),
+    [
+        ("fedema/table1/fedmocov2/cifar100-noniid", "linear_top1", 57.47),
+        ("fedema/table2/fedbyol-update-both/4-classes", "linear_top1", 78.77),
+        ("fedema/table3/fedbyol/cifar10-noniid", "linear_top1", 79.44),
+        ("fedema/table3/fedema-auto/cifar100-noniid", "linear_top1", 61.78),
+        ("fedema/table3/centralized/cifar100-iid", "linear_top1", 65.54),
+        ("fedema/table4/fedu/cifar10-10pct", "semi@10%_top1", 77.06),
+        ("fedema/table4/fedema-1/cifar100-1pct", "semi@1%_top1", 32.49),
+        ("fedema/table5/resnet18-fedsimsiam/cifar10-iid", "linear_top1", 81.46),
+        ("fedema/table5/resnet50-fedema-0.8/cifar10-noniid", "linear_top1", 85.29),
+        ("fedema/table6/fedema/8of80-cifar100-noniid", "linear_top1", 43.05),
+        ("fedema/table7/resnet50-fedsimsiam/cifar10-10pct", "semi@10%_top1", 15.25),
+        ("fedema/table7/resnet18-fedmocov1/cifar100-10pct", "semi@10%_top1", 43.49),
+        ("fedema/table8/fedsimsiam/40-classes", "linear_top1", 51.08),
+        ("fedema/table9/without-ema-stop-gradient/cifar10-noniid", "linear_top1", 11.97),
+        ("fedema/table10/fedema/batch-16", "linear_top1", 74.03),
+        ("fedema/table11/fedema/epochs-20", "rounds_to_70", 8),
+        ("fedema/table11/fedema/epochs-5", "rounds_to_80", 80),
+        ("fedema/table12/fedbyol/20-clients-25pct", "linear_top1", 63.95),
+        ("fedema/figure9/fedema/rounds-400", "linear_top1", 86.51),
+        ("fedema/figure10b/encoder-0.9/predictor-0.9", "linear_top1", 54.52),
+        ("perfcl/table1/fedsimsiam/cifar100", "linear_top1", 43.59),
+        ("perfcl/table2/fedbyol/lambda-0.5", "per-client_personal_top1", 79.36),
+        ("perfcl/table3/fedsimclr/lambda-0", "per-client_global_top1", 54.16),
+        ("dcco/appendix-c/byol/group-norm", "linear@5000_top1", 3),
+    ],
+)
+def test_the_papers_numbers(name: str, measure: str, number: float) -> None:
+    assert TREES[name]["paper"]["results"][measure] == number
+
+
+def test_a_cell_is_base_table_column_and_row() -> None:
+    tree = TREES["fedema/table6/fedema/8of80-cifar100-noniid"]
+    assert tree["paper"]["row"] == (
+        "FedEMA Table 6, FedEMA (autoscaler), 8 of 80 clients, CIFAR-100 non-IID"
+    )
+    assert tree["client"]["lr"] == 0.032 and tree["rounds"] == 800  # base, column
+    assert tree["algorithm"] == {
+        "name": "fedema", "local_epochs": 2, "batch": 128, "lambda": "auto", "tau": 0.7,
+    }  # fmt: skip
+    assert tree["partition"] == {"name": "classes", "clients": 80, "classes": 20}
+    assert TREES["fedema/table3/fedbyol/cifar10-noniid"]["paper"]["note"] == "± 0.99"
+
+
+def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_number() -> None:
+    assert "fedema/table3/centralized/cifar10-noniid" not in TREES
+    assert "rounds_to_80" not in TREES["fedema/table11/fedema/epochs-1"]["paper"]["results"]
+    figures = [n for n in TREES if "/figure" in n and "figure9" not in n]
+    numbered = [n for n in figures if "results" in TREES[n]["paper"]]
+    assert numbered == ["fedema/figure10b/encoder-0.9/predictor-0.9"]
+    assert TREES[figures[0]]["paper"]["note"] == "the figure prints no number"
+
+
+@pytest.mark.parametrize(
+    ("key", "paper"),
+    [
+        ("fedema/table2/fedbyol-update-both/2-classes", {"algorithm.replace": "both"}),
+        (
+            "fedema/table6/fedbyol/5of20-cifar10-iid",
+            {"algorithm.replace": "both", "cohort.size": 5},
+        ),
+        ("fedema/table9/without-ema/cifar10-iid", {"objective.momentum": 1}),
+        ("fedema/table1/fedmocov1/cifar10-noniid", {"augment.name": "moco-v1"}),
+        ("fedema/table8/fedbyol/100-classes", {"partition.classes": 100, "data.name": "cifar100"}),
+        ("fedema/table4/fedu/cifar10-1pct", {"data.holdout": 0.01, "evaluate.head": "mlp"}),
+        ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
+        ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
+        ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
+        ("fedema/figure10b/encoder-0.3/predictor-0.7", {"algorithm.decay": [0.3, 0.7]}),
+    ],
+)
+def test_the_papers_settings(key: str, paper: dict[str, Any]) -> None:
+    flat = config.flat(TREES[key])
+    assert {name: flat[name] for name in paper} == paper
+
+
+TABLE = """
+table: Paper Table 1
+measure: knn_top1
+rounds: 3
+columns:
+  a: {seed: 1, rounds: 5}
+  b: {title: B, measure: linear_top1}
+rows:
+  one: {paper: [1.5 ± 0.1, 2], cells: {b: {seed: 7}}, rounds: 4}
+  two: {note: a remark}
+  three: {paper: [-, ~]}
+"""
+
+
+def test_a_table_of_ones_own_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(TABLE)
+    names = [n.removeprefix(f"{path}/") for n in config.matching(str(path))]
+    assert names == ["one/a", "one/b", "two/a", "two/b", "three/b"]
+    assert config.matching(f"{path}/*/b") == [f"{path}/{n}/b" for n in ("one", "two", "three")]
+    assert config.matching(f"{path}/two") == [f"{path}/two/{n}" for n in ("a", "b")]
+    assert config.read_recipe(f"{path}/one/a") == {
+        "rounds": 4,
+        "seed": 1,
+        "paper": {"row": "Paper Table 1, one, a", "results": {"knn_top1": 1.5}, "note": "± 0.1"},
+    }
+    assert config.read_recipe(f"{path}/two/a")["rounds"] == 5  # the table has 3, row one 4
+    assert config.read_recipe(f"{path}/one/b")["seed"] == 7
+    assert config.read_recipe(f"{path}/one/b")["paper"]["results"] == {"linear_top1": 2.0}
+    assert config.read_recipe(f"{path}/two/a")["paper"]["note"].endswith("; a remark")
+
+
+def test_reading_a_recipe_gives_one_a_copy() -> None:
+    name = "fedema/table1/fedsimclr/cifar10-noniid"
+    before = json.dumps(config.read_recipe(name))
+    config.read_recipe(name)["client"]["lr"] = 5
+    config.read_recipe(name)["evaluate"]["protocols"].append("x")  # from the base
+    config.read_recipe(name)["objective"]["projector"].append(1)  # from the table
+    assert json.dumps(config.read_recipe(name)) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("[-, ~]", "[1]", "rows.three.paper=[1]: expected a list of 2, one for each column"),
+        ("[-, ~]", "[1, much]", "column b: much: expected a number"),
+        ("cells: {b:", "cells: {c:", "rows.one.cells.c: no such column; choose one of a, b"),
+        ("measure: knn_top1", "rounds: 1", "a number of what?"),
+        ("rows:", "rows: 1\nx:", "rows: expected names with keys"),
+        ("  two: {note: a remark}", "  two: 5", "rows.two: expected a name without / and keys"),
+    ],
+)
+def test_mistakes_in_a_table(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(TABLE.replace(old, new))
+    with pytest.raises(UserError) as error:
+        for name in config.matching(str(path)):
+            config.read_recipe(name)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("fedema/table3", "a table of 22 recipes; name one, as in fedema/table3/standalone/"),
+        ("fedema/table3/fedbyol", "did you mean fedema/table3/fedbyol/"),
+        ("fedema/table3/fedbyol/cifar10-nonid", "did you mean fedema/table3/fedbyol/cifar10-"),
+        ("dcco/cifar100-iid-4/x", "no such recipe or file"),
+    ],
+)
+def test_names_that_are_no_recipe(name: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        config.read_recipe(name)
+    assert sentence in str(error.value)
+
+
+def test_a_prefix_is_a_whole_part_of_the_name() -> None:
+    assert len(config.matching("fedema/table1")) == 10  # and none of tables 10 to 12
+    assert len(config.matching("fedema/table3/*/cifar10-noniid")) == 5
+    assert config.matching("default") == ["default"]
+    with pytest.raises(UserError, match=r"did you mean fedema/table3\?"):
+        config.matching("fedema/tabel3")

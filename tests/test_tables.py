@@ -24,8 +24,35 @@ def test_sizes_for_people() -> None:
     ]  # fmt: skip
 
 
-def test_every_recipe_is_listed_with_its_row() -> None:
-    text = tables.recipes()
-    for name in config.recipes():
-        assert name in text
-    assert "DCCO Table 1, centralized CCO" in text and "_cifar100" not in text
+def test_rounds_to_a_target_are_shown_beside_the_papers() -> None:
+    settings = config.resolve(config.read_recipe("fedema/table11/fedema/epochs-5"))
+    rows = {"linear_top1": 71.0}
+    summary = {"untrained": rows, "result": rows, "rounds_to_70": 30, "rounds_to_80": None}
+    lines = [line.split() for line in tables.result(summary, settings).splitlines()]
+    assert lines[0] == ["linear", "rounds", "to", "70", "rounds", "to", "80"]
+    assert lines[-2:] == [
+        ["fedema", "71.0", "%", "30", "–"],
+        ["paper,", "its", "data", "–", "40", "80"],
+    ]
+
+
+def test_the_list_has_every_recipe_or_its_table() -> None:
+    lines = tables.recipes().splitlines()
+    names = [line.split()[0] for line in lines[1:]]
+    for recipe in config.recipes():
+        assert recipe in names or recipe.rsplit("/", 2)[0] in names
+    assert len(names) == len(set(names)) < 70
+    text = "\n".join(lines)
+    assert "DCCO Table 1, centralized CCO" in text and "/_" not in text
+    assert "22 recipes: fedssl recipes fedema/table3" in text
+    assert names.index("fedema/table2") < names.index("fedema/table10")
+
+
+def test_a_prefix_lists_recipes_with_the_papers_numbers() -> None:
+    lines = tables.recipes("fedema/table3").splitlines()
+    assert len(lines) == 23
+    (line,) = (line for line in lines if line.startswith("fedema/table3/fedu/cifar10-noniid "))
+    assert line.endswith("linear 80.52 (± 0.21)") and "FedEMA Table 3, FedU, CIFAR-10" in line
+    assert len(tables.recipes("fedema/table3/*/cifar10-noniid").splitlines()) == 6
+    (_, line) = tables.recipes("fedema/figure5/both").splitlines()
+    assert line.endswith("the figure prints no number")

@@ -1,7 +1,8 @@
-"""Checkpoints: one safetensors file that is written beside the old one and moved into place."""
+"""Checkpoints: safetensors files, written beside the old ones and moved into place."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import cast
@@ -16,25 +17,53 @@ from fedssl.session import Session
 from fedssl.trees import Tree, flatten, unflatten
 
 FILE = Path("checkpoint") / "state.safetensors"
+CLIENTS = Path("checkpoint") / "clients"
 
 
 def write(out: Path, session: Session) -> None:
-    """Save everything that the next round depends on."""
-    server = session.server
-    states = {str(client): state for client, state in session.engine.states.items() if state}
+    """Save everything that the next round depends on.
+
+    Clients whose state changed get new files, named after the round; the server's file, which says
+    which ones count, is moved into place after them; then what no longer counts goes. So a
+    reader finds one moment of the run, whenever the writer is killed.
+    """
+    server, states = session.server, session.engine.states
     tree: dict[str, Tree] = {
         "weights": server.weights,
         "rule": cast("dict[str, Tree]", server.rule_state),
         "server": server.state,
-        "clients": cast("dict[str, Tree]", states),
     }
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
+    _check_finite(tensors, session, out)
+    for client in sorted(states.changed):
+        own = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
+        _check_finite(own, session, out)
+        save(_client_file(out, client, server.round), own, {})
+        states.versions[client] = server.round
+    states.changed.clear()
+    versions = {str(client): version for client, version in states.versions.items()}
+    save(out / FILE, tensors, {"round": str(server.round), "clients": json.dumps(versions)})
+    _remove_old(out, states.versions)
+
+
+def _client_file(out: Path, client: int, version: int) -> Path:
+    return out / CLIENTS / f"{client}-{version}.safetensors"
+
+
+def _remove_old(out: Path, versions: dict[int, int]) -> None:
+    current = {_client_file(out, *item).name for item in versions.items()}
+    for path in (out / CLIENTS).glob("*"):
+        if path.name not in current:
+            path.unlink(missing_ok=True)
+
+
+def _check_finite(tensors: dict[str, Tensor], session: Session, out: Path) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        config = session.config
         raise TrainingError(
-            f"round {server.round}: the weights are no longer finite; lower server.lr "
-            f"(now {session.config.server.lr}). {kept(out)}"
+            f"round {session.server.round}: the weights are no longer finite; lower server.lr "
+            f"(now {config.server.lr}) or client.lr (now {config.client.lr}). {kept(out)}"
         )
-    save(out / FILE, tensors, {"round": str(server.round)})
 
 
 def kept(out: Path) -> str:
@@ -49,30 +78,35 @@ def read(out: Path, session: Session) -> bool:
     path = out / FILE
     if not path.exists():
         return False
-    device = session.work.device
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            round = int(file.metadata()["round"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise UserError(f"{path}: not a checkpoint of this program ({error})") from None
+    tensors, metadata = _load(path)
+    device, server = session.work.device, session.server
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
-    server = session.server
-    server.round = round
     weights = cast(Tensor, tree["weights"])
     if weights.shape != server.weights.shape:
         raise UserError(
             f"{path}: holds a network of {len(weights)} numbers where this configuration makes one "
             f"of {len(server.weights)}; the encoder, the head or the data's channels differ"
         )
+    server.round = int(metadata["round"])
     server.weights = weights
-    rule = cast("dict[str, Tensor]", tree.get("rule", {}))
-    # A count of steps is read by the host at every step: it lives there.
-    server.rule_state = {k: v.cpu() if v.ndim == 0 else v for k, v in rule.items()}
+    server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
-    clients = cast("dict[str, dict[str, Tree]]", tree.get("clients", {}))
-    session.engine.states.update({int(client): state for client, state in clients.items()})
+    for client, version in json.loads(metadata.get("clients", "{}")).items():
+        own, _ = _load(_client_file(out, int(client), version))
+        session.engine.states.restore(int(client), own, version)
     return True
+
+
+def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a checkpoint of this program ({error})") from None
+    if path.name == FILE.name and not metadata.get("round", "").isdecimal():
+        raise UserError(f"{path}: not a checkpoint of this program (it names no round)")
+    return tensors, metadata
 
 
 def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -20,12 +20,23 @@ EXAMPLES = """examples:
   fedssl run dcco/cifar100-noniid-4           a row of a paper's table
   fedssl run --resume --out runs/a            go on after Ctrl-C or a crash
   fedssl run folder data.root=DIR             your own images
+  fedssl recipes fedema/table3                a table's recipes, with the paper's numbers
+  fedssl reproduce fedema/table3 --scale 0.1  all of them, with a tenth of the rounds
+"""
+REPRODUCE = """examples:
+  fedssl reproduce fedema/table3                          every cell of a table, one after another
+  fedssl reproduce fedema/table3/fedbyol                  one row
+  fedssl reproduce 'fedema/table3/*/cifar10-noniid'       one column
+  fedssl reproduce fedema/table3 --scale 0.05 data.name=digits encoder.name=tiny   a rehearsal
+  fedssl reproduce mine.yaml                              a table of your own
+
+The same command goes on after Ctrl-C; what is finished is not run again.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 (training failed), 2 (a mistake to mend)."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     # Waiting threads must not spin: on a busy machine that makes small networks far slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
@@ -52,6 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Like ``parse_args``, which alone takes no key=value words after an option."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.words = [*options.words, *rest]
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fedssl",
@@ -69,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
 
     recipes = commands.add_parser("recipes", help="what ships, and which row of which paper it is")
+    recipes.add_argument(
+        "pattern", nargs="?", metavar="PREFIX", help="a table, a folder, or a pattern such as a/*/b"
+    )
     recipes.set_defaults(command=_recipes)
+    _add_reproduce(commands)
 
     evaluate = commands.add_parser("evaluate", help="judge a run again, from its last checkpoint")
     evaluate.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
@@ -80,6 +106,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_words(partition)
     partition.set_defaults(command=_partition)
     return parser
+
+
+def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "reproduce",
+        help="run a paper's table and show it beside the paper's numbers",
+        epilog=REPRODUCE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("pattern", metavar="PATTERN", help="a recipe, a table, or a pattern")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="keys to change in all")
+    parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
+    )
+    parser.set_defaults(command=_reproduce)
 
 
 def _add_words(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +164,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _fresh_folder(name: str) -> Path:
-    stem = Path("runs") / f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Of a path only the file's own name; of what ships, and of a table's cell, all of it.
+    path, yaml, cell = name.partition(".yaml")
+    label = (Path(path).name + cell if yaml else path).replace("/", "-")
+    stem = Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     out, number = stem, 2
     while out.exists():
         out, number = stem.with_name(f"{stem.name}-{number}"), number + 1
@@ -132,8 +177,21 @@ def _fresh_folder(name: str) -> Path:
 def _recipes(options: argparse.Namespace) -> int:
     from fedssl import tables
 
-    print(tables.recipes())
+    print(tables.recipes(options.pattern))
     return 0
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from fedssl import reproduce
+
+    jobs = reproduce.plan(options.pattern, options.words, options.scale, options.out)
+    try:
+        failed = reproduce.work(jobs)
+    except (reproduce.Interrupted, KeyboardInterrupt):
+        print("fedssl: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    print(reproduce.report(jobs, options.words))
+    return 1 if failed else 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:

@@ -6,19 +6,24 @@ The dataclasses are the reference of the keys. Sections with a ``name`` that sta
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import importlib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from fedssl import grid
 from fedssl.errors import UserError
 
 Tree = dict[str, Any]
@@ -45,6 +50,9 @@ class Data:
     corrupt: Literal["fail", "skip"] = "fail"
     halves: bool = False  # left and right half of each image as two modalities
     labels: int | None = None  # train on that many images only, drawn evenly from the classes
+    # Share of the training images, drawn evenly from the classes, that no client gets: semi
+    # fine-tunes on them (FedEMA, appendix B.3).
+    holdout: float = 0.0
     cache: str | None = None  # none: $FEDSSL_CACHE, else ~/.cache/fedssl
 
 
@@ -69,6 +77,7 @@ class PartitionParams:
     """Keys of every partition."""
 
     name: str
+    fraction: float = 1.0  # of its samples that a client keeps (FedEMA, Table 12)
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,9 @@ class AlgorithmParams:
     local_steps: int | None = None
     local_epochs: int | None = None
     batch: int | None = None  # none: all of a client's samples at once
+    # Normalization layers: averaged like all others (running statistics too); kept by each client
+    # (FedBN: they never leave it); or averaged, with statistics that start anew every round.
+    norm_policy: Literal["average", "local", "reset"] = "average"
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,8 @@ class Engine:
     name: Literal["local"] = "local"
     merge: Literal["auto", "off"] = "auto"
     chunk: int = 8192  # the most images of a merged cohort in one pass
+    # One compiled training step for all clients; auto: on a GPU, if the run is long enough.
+    compile: Literal["auto", "on", "off"] = "auto"
     # CPU threads. A key, because the order of float sums depends on it: the same recipe gives the
     # same result whatever the machine's default is. On a CPU with many cores, raise it.
     threads: int = 2
@@ -136,7 +150,14 @@ class Evaluate:
 
     protocols: tuple[str, ...] | None = None  # none: knn and linear, or unlabeled without labels
     every: int = 0  # rounds between evaluations; 0: at the end only
-    preset: Literal["logistic", "dcco"] = "logistic"
+    monitor: tuple[str, ...] | None = None  # protocols of those evaluations; none: all
+    targets: tuple[float, ...] = ()  # accuracies to note the first round of (FedEMA, Table 11)
+    preset: Literal["logistic", "dcco", "fedema"] = "logistic"
+    head: Literal["mlp", "linear"] = "mlp"  # of semi: as in FedEMA or as in CCL
+    # Which test images per-client gives a client: those of its folder; of each class its share of
+    # the training images; or any, evenly. None: by folder if the test split has client folders,
+    # else matched.
+    client_test: Literal["folder", "matched", "iid"] | None = None
     k: int = 20  # neighbours of knn
     temperature: float = 0.1  # of knn
     size: int | None = None  # image size when judging; none: data.size
@@ -188,11 +209,17 @@ VARIANTS: dict[str, dict[str, str]] = {
         "cco": "fedssl.objectives.cco:CCO",
         "vicreg": "fedssl.objectives.vicreg:VICReg",
         "simclr": "fedssl.objectives.simclr:SimCLR",
+        "moco": "fedssl.objectives.moco:MoCo",
+        "simsiam": "fedssl.objectives.simsiam:SimSiam",
+        "byol": "fedssl.objectives.byol:BYOL",
         "supervised": "fedssl.objectives.supervised:Supervised",
     },
     "algorithm": {
         "dcco": "fedssl.algorithms.dcco:DCCO",
         "fedavg": "fedssl.algorithms.fedavg:FedAvg",
+        "fedu": "fedssl.algorithms.fedu:FedU",
+        "fedema": "fedssl.algorithms.fedema:FedEMA",
+        "ditto": "fedssl.algorithms.ditto:Ditto",
         "centralized": "fedssl.algorithms.centralized:Centralized",
         "standalone": "fedssl.algorithms.standalone:Standalone",
     },
@@ -219,13 +246,81 @@ def variant(section: str, name: str, key: str | None = None) -> Any:
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes that ship, by name (files that start with an underscore are for others)."""
-    return {name: path for name, path in _shipped().items() if "/_" not in name}
+    """The recipes that ship and their files (those that start with an underscore are for others).
+
+    A file that holds a table (``fedssl.grid``) has a recipe for each cell: ``table/row/column``.
+    """
+    found: dict[str, Path] = {}
+    for name, path in _shipped().items():
+        if "/_" not in name:
+            found |= dict.fromkeys(_names(name, path), path)
+    return found
 
 
+def matching(pattern: str) -> list[str]:
+    """Recipes by name, by the table or folder that they are in, or by a pattern such as ``a/*/b``.
+
+    A table's file that does not ship is given by its path: ``mine.yaml``, ``mine.yaml/row``.
+    """
+    file, path, _ = _locate(pattern)
+    own = path is not None and path not in _shipped().values()
+    names = _names(file, path) if own and path is not None else list(recipes())
+    below = pattern.rstrip("/") + "/"
+    found = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
+    if not found:
+        known = {parent for n in names for parent in (n, *map(str, Path(n).parents))}
+        raise UserError(
+            f"{pattern}: no recipe has this name{_nearest(pattern, sorted(known))}; "
+            "`fedssl recipes` lists what ships"
+        )
+    return found
+
+
+def table(name: str) -> grid.Table | None:
+    """The table that a name means or that a recipe is a cell of; none: it is a file of its own."""
+    file, path, _ = _locate(name)
+    return None if path is None else _table(file, path)
+
+
+@functools.cache
 def _shipped() -> dict[str, Path]:
+    """Every file, by name: those without a folder first, and table2 before table10."""
     root = Path(__file__).parent / "recipes"
-    return {p.relative_to(root).with_suffix("").as_posix(): p for p in sorted(root.rglob("*.yaml"))}
+    files = {p.relative_to(root).with_suffix("").as_posix(): p for p in root.rglob("*.yaml")}
+
+    def place(name: str) -> tuple[bool, list[tuple[int, str]]]:
+        parts = re.findall(r"(\d*)(\D*)", name)
+        return "/" in name, [(int(number or 0), text) for number, text in parts]
+
+    return {name: files[name] for name in sorted(files, key=place)}
+
+
+def _names(file: str, path: Path) -> list[str]:
+    """The recipes in a file."""
+    cells = _table(file, path)
+    return [file] if cells is None else [f"{file}/{cell}" for cell in cells.cells()]
+
+
+def _table(file: str, path: Path) -> grid.Table | None:
+    tree = _read_once(path, path.stat().st_mtime_ns)
+    return grid.Table.read(file, tree) if grid.is_table(tree) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _read_once(path: Path, changed: int) -> Tree:
+    """A recipe's file, which is not to be changed: a table is asked for once for each cell."""
+    return read_yaml(path)
+
+
+def _locate(name: str) -> tuple[str, Path | None, str]:
+    """Name and path of the file that a recipe is in (none: there is none), and its cell there."""
+    shipped, parts = _shipped(), name.split("/")
+    for end in range(len(parts), max(0, len(parts) - 3), -1):
+        file = "/".join(parts[:end])
+        path = shipped.get(file.removesuffix(".yaml")) or Path(file)
+        if path.is_file():
+            return file, path, "/".join(parts[end:])
+    return name, None, ""
 
 
 def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
@@ -236,17 +331,29 @@ def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
     name = name or "default"
     if name in extended_by:
         raise UserError(f"recipe {name}: extends itself ({' → '.join((*extended_by, name))})")
-    path = _shipped().get(name.removesuffix(".yaml")) or Path(name)
-    if not path.is_file():
+    tree, *layers = _layers(name)
+    base = tree.pop("extends", None)
+    start = {} if base is None else read_recipe(str(base), (*extended_by, name))
+    return functools.reduce(_merge, [tree, *layers], start)
+
+
+def _layers(name: str) -> list[Tree]:
+    """What a recipe's own file says, in the order in which it is merged."""
+    file, path, cell = _locate(name)
+    cells = None if path is None else _table(file, path)
+    if path is None or (cell and (cells is None or cell not in cells.cells())):
         raise UserError(
             f"recipe {name}: no such recipe or file{_nearest(name, recipes())}; "
             "`fedssl recipes` lists what ships"
         )
-    tree = read_yaml(path)
-    base = tree.pop("extends", None)
-    if base is None:
-        return tree
-    return _merge(read_recipe(str(base), (*extended_by, name)), tree)
+    if cells is None:
+        return [copy.deepcopy(_read_once(path, path.stat().st_mtime_ns))]
+    if not cell:
+        raise UserError(
+            f"recipe {name}: a table of {len(cells.cells())} recipes; name one, as in "
+            f"{file}/{cells.cells()[0]}, or run them all with `fedssl reproduce {file}`"
+        )
+    return copy.deepcopy(cells.layers(cell))
 
 
 def read_yaml(path: Path) -> Tree:

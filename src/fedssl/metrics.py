@@ -56,6 +56,23 @@ class Metrics:
             "missing": sum(line["missing"] for line in lines),
         }
 
+    @staticmethod
+    def first_rounds(
+        out: Path, targets: tuple[float, ...], result: dict[str, float]
+    ) -> dict[str, int | None]:
+        """The first evaluated round that reached each accuracy, by linear probe or else kNN.
+
+        ``result`` are the numbers at the end; none: never reached (FedEMA, Table 11).
+        """
+        lines = list(read(out))
+        end = {"round": lines[-1]["round"] if lines else 0, **result}
+        measure = "linear_top1" if any("linear_top1" in line for line in lines) else "knn_top1"
+        known = [(line["round"], line[measure]) for line in (*lines, end) if measure in line]
+        return {
+            f"rounds_to_{target:g}": next((r for r, top1 in known if top1 >= target), None)
+            for target in targets
+        }
+
 
 def read(out: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics; a line that a kill cut short is passed over."""

@@ -23,7 +23,7 @@ LARS_TRUST = 0.001  # η of You et al. 2017, section 4
 def start(rule: Optimizer, params: Tensor) -> State:
     """The state before the first step."""
     if rule.optimizer == "adam":
-        steps = torch.zeros((), dtype=torch.float64)
+        steps = torch.zeros((), dtype=torch.float64, device=params.device)
         return {"m": torch.zeros_like(params), "v": torch.zeros_like(params), "steps": steps}
     return {"momentum": torch.zeros_like(params)} if rule.momentum else {}
 
@@ -33,7 +33,7 @@ def step(
     state: State,
     params: Tensor,
     gradient: Tensor,
-    lr: float,
+    lr: float | Tensor,
     layers: Sequence[Shape],
 ) -> Tensor:
     """The change that one step of ``rule`` makes; ``layers`` are the shapes in the flat vector.
@@ -54,14 +54,13 @@ def step(
     return gradient * -lr
 
 
-def _adam(state: State, gradient: Tensor, lr: float) -> Tensor:
+def _adam(state: State, gradient: Tensor, lr: float | Tensor) -> Tensor:
     """Kingma and Ba 2015, Algorithm 1, with its constants."""
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8
-    state["steps"] += 1
-    t = float(state["steps"])
+    t = state["steps"].add_(1)  # on the device: reading it would make the host wait
     m = state["m"].lerp_(gradient, 1 - beta1)
     v = state["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = v.sqrt().div_(math.sqrt(1 - beta2**t)).add_(epsilon)
+    denominator = v.sqrt().div_((1 - beta2**t).sqrt()).add_(epsilon)
     return (m / denominator).mul_(-lr / (1 - beta1**t))
 
 

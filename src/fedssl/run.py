@@ -111,11 +111,13 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
             Progress(settings.algorithm.name, settings.rounds, server.round)
         ) as progress,
     ):
+        if session.work.compiles and server.round < settings.rounds:
+            progress.say("compiling the training step, once: about a minute")
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
             every = settings.evaluate.every
             if every and server.round % every == 0 and server.round < settings.rounds:
-                line |= session.judge_result()
+                line |= session.judge_result(settings.evaluate.monitor)
             metrics.write(line)
             due = time.monotonic() - saved >= settings.checkpoint.seconds
             if due or stop or server.round == settings.rounds:
@@ -130,6 +132,8 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
     """One round, and its line for the metrics."""
     server, started = session.server, time.perf_counter()
     server.log.clear()
+    server.clients.clear()
+    server.warnings.clear()
     cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
     asked = len(cohort.ids)
     skipped = False
@@ -145,6 +149,8 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
             + (f"engine.chunk (now {chunk})" if batch is None else f"algorithm.batch (now {batch})")
             + f", then continue with --resume. {checkpoint.kept(out)}"
         ) from None
+    for warning in server.warnings:
+        progress.say(f"round {server.round + 1}: {warning}")
     loss = None if skipped else float(server.log["loss"])
     if loss is not None and not math.isfinite(loss):
         raise TrainingError(
@@ -162,6 +168,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         "missing": cohort.traffic.missing,
         "skipped": skipped,
         **traffic_line(cohort, asked),
+        **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
     }
 
 
@@ -190,16 +197,22 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
     rows = {"untrained": session.judge(session.untrained())}
     if session.config.encoder.init is not None:
         rows["initial"] = session.judge(session.work.initial)
+    if session.algorithm.judges == "personal" and session.algorithm.has_global:
+        rows["global"] = session.judge(session.global_weights())
     result = session.judge_result()
     export(session, out)
     totals = Metrics.totals(out)
+    settings = session.config.evaluate
+    reached = Metrics.first_rounds(out, settings.targets, result) if settings.targets else {}
     summary: dict[str, Any] = {
         **result,
         "rounds": session.server.round,
         **totals,
+        **reached,
         "judged": session.algorithm.judges,
         "result": result,
         **rows,
+        **({"norm_layers": "mean of the clients'"} if session.work.kept is not None else {}),
         "merged": session.engine.merges,
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
@@ -214,9 +227,13 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
 def export(session: Session, out: Path) -> None:
     """The encoder that is the result, with a note that says what it is."""
     towers = session.config.encoder.towers
-    weights, model = session.server.weights, "global"
+    weights, model = session.global_weights(), "global"
+    if session.work.kept is not None:
+        model = "global, normalization layers: the mean of the clients'"
     if session.algorithm.judges == "personal":
         personal = session.personal(MOST_PERSONAL_FILES)
+        if session.algorithm.has_global:
+            _save_towers(session, weights, out, "global", towers)
         for client, own in personal.items():
             _save_towers(session, own, out / "personal", f"client-{client}", towers)
         first, weights = next(iter(personal.items()))

@@ -17,8 +17,8 @@ def result(summary: Mapping[str, Any], settings: Config) -> str:
     if "initial" in summary:
         table["as it started"] = summary["initial"]
     table |= summary.get("baselines", {})
-    table[settings.algorithm.name] = summary["result"]
     published = {k: v for k, v in settings.paper.get("results", {}).items() if k in summary}
+    table[settings.algorithm.name] = summary["result"] | {k: summary[k] for k in published}
     if published:
         table["paper, its data"] = published
     return rows(table)
@@ -27,7 +27,7 @@ def result(summary: Mapping[str, Any], settings: Config) -> str:
 def rows(table: Mapping[str, Mapping[str, float]]) -> str:
     """One row a model, one column a measure."""
     measures = list(dict.fromkeys(m for row in table.values() for m in row))
-    head = ["", *(_title(m) for m in measures)]
+    head = ["", *(title(m) for m in measures)]
     body = [[name, *(_cell(m, row.get(m)) for m in measures)] for name, row in table.items()]
     return align([head, *body])
 
@@ -35,10 +35,13 @@ def rows(table: Mapping[str, Mapping[str, float]]) -> str:
 def _cell(measure: str, value: float | None) -> str:
     if value is None:
         return "–"
+    if measure.startswith("rounds_to"):
+        return f"{value:.0f}"
     return f"{value:.2f}" if measure in MEASURES else f"{value:.1f} %"
 
 
-def _title(measure: str) -> str:
+def title(measure: str) -> str:
+    """A measure's name for people: ``linear@500_top1`` is ``linear, 500 labels``."""
     name = measure.removesuffix("_top1")
     protocol, at, labels = name.partition("@")
     return f"{protocol}, {labels} labels" if at else name.replace("_", " ")
@@ -62,16 +65,35 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def recipes() -> str:
-    """Name, paper's row and description of every recipe that ships."""
+def recipes(pattern: str | None = None) -> str:
+    """The recipes that a pattern names, with the paper's numbers; none: all, tables as one line."""
     lines = [["recipe", "what it reproduces", "the paper's number"]]
+    if pattern is not None:
+        return align(lines + [_recipe(name) for name in config.matching(pattern)])
+    files: dict[str, int] = {}
     for name in config.recipes():
-        tree = config.read_recipe(name)
-        paper = tree.get("paper", {})
-        numbers = ", ".join(f"{_title(k)} {v}" for k, v in paper.get("results", {}).items())
-        what = str(paper.get("row") or tree.get("about", ""))
-        lines.append([name, what, numbers or str(paper.get("note", ""))])
-    return align(lines)
+        table = config.table(name)
+        file = name if table is None else table.file
+        files[file] = files.get(file, 0) + 1
+    return align(lines + [_file(file, count) for file, count in files.items()])
+
+
+def _file(name: str, count: int) -> list[str]:
+    """The line of a table, or of a recipe with a file of its own."""
+    table = config.table(name)
+    if table is None:
+        return _recipe(name)
+    return [name, f"{table.title}: {table.about}", f"{count} recipes: fedssl recipes {name}"]
+
+
+def _recipe(name: str) -> list[str]:
+    """Name, what it is, and the paper's numbers with what there is to say about them."""
+    tree = config.read_recipe(name)
+    paper = tree.get("paper", {})
+    numbers = ", ".join(f"{title(k)} {v}" for k, v in paper.get("results", {}).items())
+    note = str(paper.get("note", ""))
+    what = str(paper.get("row") or tree.get("about", ""))
+    return [name, what, f"{numbers} ({note})" if numbers and note else numbers or note]
 
 
 def align(lines: list[list[str]]) -> str:

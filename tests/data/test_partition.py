@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
@@ -69,12 +70,12 @@ def check_all_used(groups: Groups, total: int) -> None:
 CIFAR100 = data([500] * 100)
 DIGITS = data([18] * 10)
 EACH = [
-    Iid.Params("iid", 7),
-    Samples.Params("samples", 4, 0.0),
-    Samples.Params("samples", 4, 0.5),
-    Samples.Params("samples", 4, INF),
-    Classes.Params("classes", 5, 4),
-    Dirichlet.Params("dirichlet", 5, 0.5),
+    Iid.Params("iid", clients=7),
+    Samples.Params("samples", samples=4, alpha=0.0),
+    Samples.Params("samples", samples=4, alpha=0.5),
+    Samples.Params("samples", samples=4, alpha=INF),
+    Classes.Params("classes", clients=5, classes=4),
+    Dirichlet.Params("dirichlet", clients=5, alpha=0.5),
 ]
 names = pytest.mark.parametrize("params", EACH, ids=str)
 
@@ -110,9 +111,9 @@ def test_members_are_not_in_the_order_of_the_data(params: PartitionParams) -> No
 @pytest.mark.parametrize(
     ("params", "members"),
     [
-        (Iid.Params("iid", 3), [0, 6, 1, 2, 7, 8, 5, 4, 9, 3]),
-        (Samples.Params("samples", 3, 0.0), [0, 1, 4, 3, 7, 5, 6, 2, 8]),
-        (Samples.Params("samples", 3, 1.0), [0, 1, 4, 3, 6, 7, 2, 8, 5]),
+        (Iid.Params("iid", clients=3), [0, 6, 1, 2, 7, 8, 5, 4, 9, 3]),
+        (Samples.Params("samples", samples=3, alpha=0.0), [0, 1, 4, 3, 7, 5, 6, 2, 8]),
+        (Samples.Params("samples", samples=3, alpha=1.0), [0, 1, 4, 3, 6, 7, 2, 8, 5]),
     ],
     ids=str,
 )
@@ -127,7 +128,7 @@ def test_every_machine_agrees(params: PartitionParams, members: list[int]) -> No
 @given(total=st.integers(1, 200), clients=st.integers(1, 200), seed=SEEDS)
 def test_iid_uses_all_and_is_even(total: int, clients: int, seed: int) -> None:
     assume(clients <= total)
-    groups = partition(Iid.Params("iid", clients), unlabeled(total), 0, seed)
+    groups = partition(Iid.Params("iid", clients=clients), unlabeled(total), 0, seed)
     check_all_used(groups, total)
     assert len(groups) == clients
     assert groups.sizes.max() - groups.sizes.min() <= 1
@@ -152,7 +153,9 @@ def test_samples_are_disjoint_and_sizes_exact(
     assume(size <= len(split))
     clients = math.ceil(share * (len(split) // size))
     with patch.object(module, "_WINDOW", window):
-        params = Samples.Params("samples", size, alpha, None if share == 1 else clients)
+        params = Samples.Params(
+            "samples", samples=size, alpha=alpha, clients=None if share == 1 else clients
+        )
         groups = partition(params, split, len(counts), seed)
     check_disjoint(groups, len(split))
     assert groups.sizes.tolist() == [size] * clients
@@ -161,7 +164,7 @@ def test_samples_are_disjoint_and_sizes_exact(
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1000.0, INF])
 @pytest.mark.parametrize(("size", "clients"), [(1, 50_000), (4, 12_500), (16, 3_125)])
 def test_samples_at_full_size(size: int, clients: int, alpha: float) -> None:
-    groups = partition(Samples.Params("samples", size, alpha), CIFAR100, 100, 5)
+    groups = partition(Samples.Params("samples", samples=size, alpha=alpha), CIFAR100, 100, 5)
     assert len(groups) == clients
     assert (groups.sizes == size).all()
     check_all_used(groups, 50_000)
@@ -182,7 +185,9 @@ def test_samples_at_alpha_0_leave_a_class_only_when_it_is_empty(
     split = data(counts, seed)
     assume(size <= len(split))
     with patch.object(module, "_WINDOW", window):
-        groups = partition(Samples.Params("samples", size, 0.0), split, len(counts), seed)
+        groups = partition(
+            Samples.Params("samples", samples=size, alpha=0.0), split, len(counts), seed
+        )
     drawn = labels_of(split)[groups.members]
     change = np.flatnonzero(np.diff(drawn)) + 1  # places whose class is not the one before
     for place in change[change % size != 0]:
@@ -192,7 +197,7 @@ def test_samples_at_alpha_0_leave_a_class_only_when_it_is_empty(
 
 def test_samples_at_alpha_0_choose_the_class_by_its_share() -> None:
     split = data([6000, 3000, 1000])
-    groups = partition(Samples.Params("samples", 5, 0.0, 500), split, 3, 2)
+    groups = partition(Samples.Params("samples", samples=5, alpha=0.0, clients=500), split, 3, 2)
     first = np.bincount(labels_of(split)[groups.members[::5]], minlength=3) / 500
     assert first == pytest.approx([0.6, 0.3, 0.1], abs=0.06)
     assert (distinct(groups, split) == 1).all()
@@ -201,7 +206,7 @@ def test_samples_at_alpha_0_choose_the_class_by_its_share() -> None:
 @pytest.mark.parametrize("alpha", [1000.0, INF])
 def test_samples_at_large_alpha_follow_the_prior(alpha: float) -> None:
     split = data([6000, 3000, 1000])
-    groups = partition(Samples.Params("samples", 500, alpha, 10), split, 3, 2)
+    groups = partition(Samples.Params("samples", samples=500, alpha=alpha, clients=10), split, 3, 2)
     for k in range(10):
         share = np.bincount(labels_of(split)[groups[k]], minlength=3) / 500
         assert share == pytest.approx([0.6, 0.3, 0.1], abs=0.1)
@@ -209,7 +214,7 @@ def test_samples_at_large_alpha_follow_the_prior(alpha: float) -> None:
 
 def test_samples_of_a_class_are_random() -> None:
     split = data([50, 50])
-    params = Samples.Params("samples", 10, 1.0, 1)
+    params = Samples.Params("samples", samples=10, alpha=1.0, clients=1)
     taken = np.concatenate([partition(params, split, 2, s).members for s in range(300)])
     times = np.bincount(taken, minlength=100)  # 30 each; 5 is its standard deviation
     assert times.min() > 8
@@ -236,7 +241,9 @@ def slow(
 def test_samples_hold_as_many_classes_as_the_slow_process_gives() -> None:
     split, rng = data([100] * 10), np.random.default_rng(0)
     quick = [
-        distinct(partition(Samples.Params("samples", 10, 1.0), split, 10, seed), split)
+        distinct(
+            partition(Samples.Params("samples", samples=10, alpha=1.0), split, 10, seed), split
+        )
         for seed in range(20)
     ]
     reference = [
@@ -259,7 +266,7 @@ def test_samples_have_the_distribution_of_the_slow_process_as_classes_run_out(
 ) -> None:
     """Chi-square of two samples, on what each client draws, in order; every sample is used."""
     split, rng, runs = data(counts), np.random.default_rng(1), 1500
-    labels, params = labels_of(split), Samples.Params("samples", size, alpha)
+    labels, params = labels_of(split), Samples.Params("samples", samples=size, alpha=alpha)
     clients = len(split) // size
     with patch.object(module, "_WINDOW", window):
         quick = [labels[partition(params, split, 3, seed).members] for seed in range(runs)]
@@ -279,7 +286,7 @@ def test_samples_keep_the_concentration_of_the_classes_that_are_left(window: int
     split, alpha, agree = data([8, 4, 4]), 0.5, []
     for seed in range(2000):
         with patch.object(module, "_WINDOW", window):
-            groups = partition(Samples.Params("samples", 8, alpha), split, 3, seed)
+            groups = partition(Samples.Params("samples", samples=8, alpha=alpha), split, 3, seed)
         if not labels_of(split)[groups[0]].any():  # client 0 took all of class 0
             first, second = labels_of(split)[groups[1][:2]]
             agree.append(first == second)
@@ -290,19 +297,19 @@ def test_samples_keep_the_concentration_of_the_classes_that_are_left(window: int
 def test_samples_without_labels_at_infinite_alpha() -> None:
     some = torch.tensor([0, 1, -1] * 20)
     for split in (unlabeled(60), Split(unlabeled(60).images, some)):
-        groups = partition(Samples.Params("samples", 6, INF), split, 0, 1)
+        groups = partition(Samples.Params("samples", samples=6, alpha=INF), split, 0, 1)
         check_all_used(groups, 60)
 
 
 def test_fifty_thousand_clients_within_a_second_and_little_memory() -> None:
     def seconds() -> float:
         start = time.perf_counter()
-        partition(Samples.Params("samples", 1, 0.1), CIFAR100, 100, 1)
+        partition(Samples.Params("samples", samples=1, alpha=0.1), CIFAR100, 100, 1)
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(3)) < 1.0
     tracemalloc.start()
-    partition(Samples.Params("samples", 1, 0.1), CIFAR100, 100, 1)
+    partition(Samples.Params("samples", samples=1, alpha=0.1), CIFAR100, 100, 1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16e6
@@ -321,7 +328,7 @@ def test_classes_are_always_dealt_evenly(numbers: st.DataObject, total: int, see
     extra = numbers.draw(st.lists(st.integers(0, 20), min_size=total, max_size=total))
     counts = [sets + e for e in extra]
     split = data(counts, seed)
-    groups = partition(Classes.Params("classes", clients, each), split, total, seed)
+    groups = partition(Classes.Params("classes", clients=clients, classes=each), split, total, seed)
     check_all_used(groups, len(split))
     assert len(groups) == clients
     held = np.stack(
@@ -336,7 +343,7 @@ def test_classes_are_always_dealt_evenly(numbers: st.DataObject, total: int, see
 
 def test_classes_example_of_the_fedema_appendix() -> None:
     split = data([5000] * 10)
-    groups = partition(Classes.Params("classes", 5, 4), split, 10, 0)
+    groups = partition(Classes.Params("classes", clients=5, classes=4), split, 10, 0)
     for k in range(5):
         held = np.bincount(labels_of(split)[groups[k]], minlength=10)
         assert sorted(held.tolist()) == [0] * 6 + [2500] * 4
@@ -345,7 +352,7 @@ def test_classes_example_of_the_fedema_appendix() -> None:
 def test_every_class_is_as_likely_for_every_client() -> None:
     split, times = data([4] * 6), np.zeros((6, 6))
     for seed in range(300):
-        groups = partition(Classes.Params("classes", 6, 2), split, 6, seed)
+        groups = partition(Classes.Params("classes", clients=6, classes=2), split, 6, seed)
         for k in range(6):
             times[k, np.unique(labels_of(split)[groups[k]])] += 1
     assert times.min() > 65  # 100 each; 8 is its standard deviation
@@ -356,7 +363,7 @@ def test_neighbouring_clients_may_share_a_class() -> None:
     """The dealing is random, not a rotation in which a class comes back when all were dealt."""
     split, shared = data([4] * 6), 0
     for seed in range(300):
-        groups = partition(Classes.Params("classes", 6, 2), split, 6, seed)
+        groups = partition(Classes.Params("classes", clients=6, classes=2), split, 6, seed)
         one, two = (set(labels_of(split)[groups[k]].tolist()) for k in range(2))
         shared += bool(one & two)
     assert 90 < shared < 150  # 120 expected: 1 - (8 of 10 sets) × (6 of the other 8)
@@ -364,7 +371,7 @@ def test_neighbouring_clients_may_share_a_class() -> None:
 
 def test_classes_without_a_sample_do_not_count() -> None:
     split = data([8, 0, 8, 0])
-    groups = partition(Classes.Params("classes", 4, 1), split, 4, 0)
+    groups = partition(Classes.Params("classes", clients=4, classes=1), split, 4, 0)
     assert groups.sizes.tolist() == [4] * 4
 
 
@@ -375,11 +382,14 @@ def test_classes_that_do_not_divide_name_numbers_that_do(
     assume(each <= total and clients * each % total)
     split = data([60] * total)
     with pytest.raises(UserError, match="do not divide evenly") as error:
-        partition(Classes.Params("classes", clients, each), split, total, 0)
+        partition(Classes.Params("classes", clients=clients, classes=each), split, total, 0)
     advice = re.search(r"use partition.classes=(\d+) or partition.clients=(\d+)", str(error.value))
     assert advice is not None
     for k, classes in ((clients, int(advice[1])), (int(advice[2]), each)):
-        assert len(partition(Classes.Params("classes", k, classes), split, total, 0)) == k
+        assert (
+            len(partition(Classes.Params("classes", clients=k, classes=classes), split, total, 0))
+            == k
+        )
 
 
 # dirichlet
@@ -398,7 +408,9 @@ def test_dirichlet_uses_all_and_leaves_no_client_empty(
     split = data(counts, seed)
     assume(clients <= len(split))
     try:
-        groups = partition(Dirichlet.Params("dirichlet", clients, alpha), split, len(counts), seed)
+        groups = partition(
+            Dirichlet.Params("dirichlet", clients=clients, alpha=alpha), split, len(counts), seed
+        )
     except UserError as error:
         assert clients > 1
         assert "use a larger partition.alpha or fewer partition.clients" in str(error)
@@ -412,7 +424,7 @@ def test_dirichlet_uses_all_and_leaves_no_client_empty(
 def test_dirichlet_shares_have_the_right_spread(alpha: float) -> None:
     """Of two clients, the first one's share of a class is Beta(α, α): variance 1 / (8α + 4)."""
     split = data([100] * 500)
-    groups = partition(Dirichlet.Params("dirichlet", 2, alpha), split, 500, 0)
+    groups = partition(Dirichlet.Params("dirichlet", clients=2, alpha=alpha), split, 500, 0)
     share = np.bincount(labels_of(split)[groups[0]], minlength=500) / 100
     assert share.mean() == pytest.approx(0.5, abs=0.06)
     assert share.var() == pytest.approx(1 / (8 * alpha + 4), rel=0.2)
@@ -420,23 +432,23 @@ def test_dirichlet_shares_have_the_right_spread(alpha: float) -> None:
 
 def test_dirichlet_at_tiny_alpha_gives_a_class_to_one_client() -> None:
     split = data([10] * 40)
-    groups = partition(Dirichlet.Params("dirichlet", 3, 1e-6), split, 40, 0)
+    groups = partition(Dirichlet.Params("dirichlet", clients=3, alpha=1e-6), split, 40, 0)
     assert distinct(groups, split).sum() == 40
     assert groups.sizes.min() > 50  # 133 each on average
 
 
 def test_dirichlet_at_infinite_alpha_divides_evenly() -> None:
     split = data([10] * 40)
-    groups = partition(Dirichlet.Params("dirichlet", 4, INF), split, 40, 0)
+    groups = partition(Dirichlet.Params("dirichlet", clients=4, alpha=INF), split, 40, 0)
     for k in range(4):
         assert set(np.bincount(labels_of(split)[groups[k]], minlength=40)) == {2, 3}
     # A class smaller than the number of clients: its samples do not go to the same ones each time.
-    groups = partition(Dirichlet.Params("dirichlet", 20, INF), split, 40, 0)
+    groups = partition(Dirichlet.Params("dirichlet", clients=20, alpha=INF), split, 40, 0)
     assert groups.sizes.min() > 10
 
 
 def test_dirichlet_draws_again_when_a_client_is_empty() -> None:
-    split, params = data([20] * 4), Dirichlet.Params("dirichlet", 5, 0.2)
+    split, params = data([20] * 4), Dirichlet.Params("dirichlet", clients=5, alpha=0.2)
     with patch.object(module, "_TRIES", 1):
         refused = 0
         for seed in range(20):
@@ -452,7 +464,7 @@ def test_dirichlet_draws_again_when_a_client_is_empty() -> None:
 def test_dirichlet_gives_up_at_once_where_it_is_hopeless() -> None:
     with patch.object(Dirichlet, "_draw", autospec=True, side_effect=Dirichlet._draw) as draw:
         with pytest.raises(UserError, match="a larger"):
-            partition(Dirichlet.Params("dirichlet", 170, 1.0), DIGITS, 10, 0)
+            partition(Dirichlet.Params("dirichlet", clients=170, alpha=1.0), DIGITS, 10, 0)
         assert draw.call_count == 1
 
 
@@ -481,33 +493,109 @@ HALF = Split(unlabeled(180).images, torch.tensor([0, -1] * 90))
 @pytest.mark.parametrize(
     ("params", "split", "message"),
     [
-        (Iid.Params("iid", 181), DIGITS, "partition.clients=181: .*at most 180"),
-        (Iid.Params("iid", 0), DIGITS, "partition.clients=0: .*at least 1"),
-        (Samples.Params("samples", 0), DIGITS, "partition.samples=0: .*at least 1"),
-        (Samples.Params("samples", 181), DIGITS, "partition.samples=181: .*at most 180"),
-        (Samples.Params("samples", 4, 0.0, 46), DIGITS, "partition.clients=46: .*at most 45"),
-        (Samples.Params("samples", 1, 0.0, 0), DIGITS, "partition.clients=0: .*at least 1"),
-        (Samples.Params("samples", 1, 0.0, 181), DIGITS, "partition.clients=181: .*at most 180"),
-        (Samples.Params("samples", 4, -0.5), DIGITS, "partition.alpha=-0.5: .*0 to inf"),
-        (Samples.Params("samples", 4, math.nan), DIGITS, "partition.alpha=nan: .*0 to inf"),
-        (Samples.Params("samples", 4, 1.0), unlabeled(180), "180 of 180 .*=iid works.*alpha=inf"),
-        (Samples.Params("samples", 4, 1.0), HALF, "90 of 180 .*partition.name=iid works"),
-        (Classes.Params("classes", 0, 2), DIGITS, "partition.clients=0: .*at least 1"),
-        (Classes.Params("classes", 181, 2), DIGITS, "partition.clients=181: .*at most 180"),
-        (Classes.Params("classes", 5, 11), DIGITS, "partition.classes=11: .*1 to 10"),
-        (Classes.Params("classes", 5, 0), DIGITS, "partition.classes=0: .*1 to 10"),
-        (Classes.Params("classes", 5, 3), DIGITS, "partition.classes=3: .*classes=4 or .*=10"),
-        (Classes.Params("classes", 100, 2), DIGITS, "partition.clients=100: .*20 sets.*18 samples"),
-        (Classes.Params("classes", 5, 2), unlabeled(180), "classes: needs.*partition.name=iid"),
-        (Classes.Params("classes", 5, 2), HALF, "partition.name=classes: needs labels"),
-        (Dirichlet.Params("dirichlet", 0), DIGITS, "partition.clients=0: .*at least 1"),
-        (Dirichlet.Params("dirichlet", 181), DIGITS, "partition.clients=181: .*at most 180"),
-        (Dirichlet.Params("dirichlet", 5, 0.0), DIGITS, "partition.alpha=0.0: .*name=samples"),
-        (Dirichlet.Params("dirichlet", 5, -1.0), DIGITS, "partition.alpha=-1.0: "),
-        (Dirichlet.Params("dirichlet", 5, math.nan), DIGITS, "partition.alpha=nan: "),
-        (Dirichlet.Params("dirichlet", 150, 0.1), DIGITS, "partition.alpha=0.1: .*larger .*fewer"),
-        (Dirichlet.Params("dirichlet", 5, 1.0), unlabeled(180), "partition.name=iid works"),
-        (Dirichlet.Params("dirichlet", 5, 1.0), HALF, "partition.name=dirichlet: needs labels"),
+        (Iid.Params("iid", clients=181), DIGITS, "partition.clients=181: .*at most 180"),
+        (Iid.Params("iid", clients=0), DIGITS, "partition.clients=0: .*at least 1"),
+        (Samples.Params("samples", samples=0), DIGITS, "partition.samples=0: .*at least 1"),
+        (Samples.Params("samples", samples=181), DIGITS, "partition.samples=181: .*at most 180"),
+        (
+            Samples.Params("samples", samples=4, alpha=0.0, clients=46),
+            DIGITS,
+            "partition.clients=46: .*at most 45",
+        ),
+        (
+            Samples.Params("samples", samples=1, alpha=0.0, clients=0),
+            DIGITS,
+            "partition.clients=0: .*at least 1",
+        ),
+        (
+            Samples.Params("samples", samples=1, alpha=0.0, clients=181),
+            DIGITS,
+            "partition.clients=181: .*at most 180",
+        ),
+        (
+            Samples.Params("samples", samples=4, alpha=-0.5),
+            DIGITS,
+            "partition.alpha=-0.5: .*0 to inf",
+        ),
+        (
+            Samples.Params("samples", samples=4, alpha=math.nan),
+            DIGITS,
+            "partition.alpha=nan: .*0 to inf",
+        ),
+        (
+            Samples.Params("samples", samples=4, alpha=1.0),
+            unlabeled(180),
+            "180 of 180 .*=iid works.*alpha=inf",
+        ),
+        (
+            Samples.Params("samples", samples=4, alpha=1.0),
+            HALF,
+            "90 of 180 .*partition.name=iid works",
+        ),
+        (
+            Classes.Params("classes", clients=0, classes=2),
+            DIGITS,
+            "partition.clients=0: .*at least 1",
+        ),
+        (
+            Classes.Params("classes", clients=181, classes=2),
+            DIGITS,
+            "partition.clients=181: .*at most 180",
+        ),
+        (
+            Classes.Params("classes", clients=5, classes=11),
+            DIGITS,
+            "partition.classes=11: .*1 to 10",
+        ),
+        (Classes.Params("classes", clients=5, classes=0), DIGITS, "partition.classes=0: .*1 to 10"),
+        (
+            Classes.Params("classes", clients=5, classes=3),
+            DIGITS,
+            "partition.classes=3: .*classes=4 or .*=10",
+        ),
+        (
+            Classes.Params("classes", clients=100, classes=2),
+            DIGITS,
+            "partition.clients=100: .*20 sets.*18 samples",
+        ),
+        (
+            Classes.Params("classes", clients=5, classes=2),
+            unlabeled(180),
+            "classes: needs.*partition.name=iid",
+        ),
+        (
+            Classes.Params("classes", clients=5, classes=2),
+            HALF,
+            "partition.name=classes: needs labels",
+        ),
+        (Dirichlet.Params("dirichlet", clients=0), DIGITS, "partition.clients=0: .*at least 1"),
+        (
+            Dirichlet.Params("dirichlet", clients=181),
+            DIGITS,
+            "partition.clients=181: .*at most 180",
+        ),
+        (
+            Dirichlet.Params("dirichlet", clients=5, alpha=0.0),
+            DIGITS,
+            "partition.alpha=0.0: .*name=samples",
+        ),
+        (Dirichlet.Params("dirichlet", clients=5, alpha=-1.0), DIGITS, "partition.alpha=-1.0: "),
+        (Dirichlet.Params("dirichlet", clients=5, alpha=math.nan), DIGITS, "partition.alpha=nan: "),
+        (
+            Dirichlet.Params("dirichlet", clients=150, alpha=0.1),
+            DIGITS,
+            "partition.alpha=0.1: .*larger .*fewer",
+        ),
+        (
+            Dirichlet.Params("dirichlet", clients=5, alpha=1.0),
+            unlabeled(180),
+            "partition.name=iid works",
+        ),
+        (
+            Dirichlet.Params("dirichlet", clients=5, alpha=1.0),
+            HALF,
+            "partition.name=dirichlet: needs labels",
+        ),
         (Folder.Params("folder"), DIGITS, "partition.name=folder: .*data.levels must contain"),
         (PartitionParams("foldr"), DIGITS, "partition.name=foldr: unknown.*folder"),
     ],
@@ -526,6 +614,37 @@ def test_refusals_are_one_line_with_key_and_fix(
 
 def groups_of(*clients: list[int]) -> Groups:
     return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize(
+    "params", [Iid.Params("iid", clients=7), Dirichlet.Params("dirichlet", clients=5, alpha=0.3)]
+)
+def test_a_fraction_keeps_that_part_of_each_client(
+    params: PartitionParams, fraction: float
+) -> None:
+    split = data([40, 30, 50])
+    whole = partition(params, split, 3, seed=1)
+    part = partition(dataclasses.replace(params, fraction=fraction), split, 3, seed=1)
+    assert len(part) == len(whole)
+    check_disjoint(part, len(split))
+    for k in range(len(whole)):
+        assert len(part[k]) == max(1, round(fraction * len(whole[k])))
+        places = [whole[k].tolist().index(member) for member in part[k]]
+        assert places == sorted(places)  # the order is the client's own
+
+
+def test_a_fraction_is_drawn_by_seed_and_client() -> None:
+    split = data([100, 100])
+    halves = [
+        partition(Iid.Params("iid", fraction=0.5, clients=2), split, 2, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert np.array_equal(halves[0].members, halves[1].members)
+    assert not np.array_equal(halves[0].members, halves[2].members)
+    whole = partition(Iid.Params("iid", clients=2), split, 2, seed=0)
+    kept = [np.isin(whole[k], halves[0][k]) for k in range(2)]
+    assert not np.array_equal(*kept) and not kept[0][:50].all()
 
 
 def test_table_of_few_classes_has_a_column_each() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings
+from helpers import engine_of, groups_of, made_split, relative, settings, siamese
 from safetensors.torch import load, save
 
 from fedssl.algorithms.base import Cohort
 from fedssl.config import Config
 from fedssl.trees import Tree, flatten, unflatten
 
-GROUPS = groups_of(3, 5, 2, 4)
+GROUPS = groups_of(3, 5, 2, 4)  # whatever the batch, none is a single sample
 
 
 def over_the_wire(tree: Tree) -> Tree:
@@ -49,15 +49,8 @@ class Remote(Cohort):
             yield np.array([k]), client.weight, over_the_wire(reply)
 
 
-@pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
-@pytest.mark.parametrize(
-    "work", ["algorithm.local_steps=1", "algorithm.local_epochs=2"], ids=["step", "epochs"]
-)
-def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str, work: str) -> None:
-    words = [f"algorithm.name={algorithm}", work, "server.momentum=0.9"]
-    if "epochs" in work:
-        words.append("algorithm.batch=2")
-    config = settings(*words)
+def run_both(config: Config) -> None:
+    """Three rounds here and far away: weights, every client's whole state, what is logged."""
     local, server = engine_of(config, made_split(), GROUPS)
     _, far_server = engine_of(config, made_split(), GROUPS)
     disk: dict[int, bytes] = {}
@@ -68,8 +61,50 @@ def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str,
             far_server, Remote(config, round, disk)
         )
     assert relative(far_server.weights, server.weights) < 1e-10
-    for k, state in local.states.items():
-        if state:
-            far = unflatten(load(disk[k]))
-            assert relative(far["weights"], state["weights"]) < 1e-10  # type: ignore[arg-type]
+    states = {k: flatten(local.states[k]) for k in local.states}
+    assert states.keys() == disk.keys()
+    for k, state in states.items():
+        far = load(disk[k])
+        assert far.keys() == state.keys()
+        for name, leaf in state.items():
+            assert far[name].dtype == leaf.dtype
+            torch.testing.assert_close(far[name], leaf, rtol=1e-8, atol=1e-10, msg=name)
     assert far_server.log["loss"] == pytest.approx(float(server.log["loss"]), rel=1e-10)
+    assert far_server.clients.keys() == server.clients.keys()
+    for name, each in server.clients.items():
+        assert far_server.clients[name] == pytest.approx(each, rel=1e-8)
+
+
+@pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
+@pytest.mark.parametrize(
+    "work", ["algorithm.local_steps=1", "algorithm.local_epochs=2"], ids=["step", "epochs"]
+)
+def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str, work: str) -> None:
+    words = [f"algorithm.name={algorithm}", work, "server.momentum=0.9"]
+    if "epochs" in work:
+        words.append("algorithm.batch=2")
+    run_both(settings(*words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "byol algorithm.name=fedavg",
+        "byol algorithm.name=fedavg algorithm.replace=both",
+        "byol algorithm.name=fedavg objective.stop_gradient=false",
+        "moco algorithm.name=fedavg",
+        "simsiam algorithm.name=fedavg",
+        "byol algorithm.name=fedavg algorithm.norm_policy=local",
+        "byol algorithm.name=fedavg algorithm.norm_policy=reset",
+        "byol algorithm.name=fedema",
+        "byol algorithm.name=fedema algorithm.divergence=distance algorithm.norm_policy=local",
+        "simsiam algorithm.name=fedema algorithm.decay=0.3,0.8",
+        "byol algorithm.name=fedu algorithm.threshold=0.1",
+        "byol algorithm.name=ditto",
+        "moco algorithm.name=ditto algorithm.norm_policy=local",
+        "moco algorithm.name=standalone server.momentum=0.9",
+    ],
+)
+def test_states_of_siamese_methods_go_through_files(words: str) -> None:
+    objective, *rest = words.split()
+    run_both(siamese(objective, "algorithm.local_epochs=1", "algorithm.batch=3", *rest))

@@ -162,6 +162,6 @@ def test_each_preset_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         finetune, "descend", lambda flat, state, training, step: rates.append(training.rule.lr)
     )
-    for preset in ("dcco", "logistic"):
+    for preset in ("dcco", "logistic", "fedema"):
         finetune.fit(blind(), hidden(20, 0), 2, seed=0, device="cpu", preset=preset)
-    assert set(rates) == {5e-3, 1e-3} and rates[0] == 5e-3
+    assert rates == [5e-3] * 40 + [1e-3] * 80

@@ -52,7 +52,11 @@ def run(settings, train, test, classes=3, seed=0, modality=0, encoder=None):
         ("linear@500", ("linear", 500)),
         ("finetune@10", ("finetune", 10)),
         ("head", ("head", None)),
+        ("per-client", ("per-client", None)),
         ("unlabeled", ("unlabeled", None)),
+        ("semi@1%", ("semi", 0.01)),
+        ("semi@10%", ("semi", 0.1)),
+        ("semi@0.7%", ("semi", 0.007)),
     ],
 )
 def test_parse(spec, expected):
@@ -74,6 +78,14 @@ def test_parse(spec, expected):
         ("knn@5@6", r"protocols=knn@5@6: the number of labels"),
         ("unlabeled@5", r"protocols=unlabeled@5: unlabeled takes no number"),
         ("head@5", r"protocols=head@5: head takes no number"),
+        ("per-client@5", r"protocols=per-client@5: per-client takes no number"),
+        ("per-cleint", r"did you mean per-client\?"),
+        ("linear@1%", r"protocols=linear@1%: a share is for semi; give a number, as in linear@500"),
+        ("finetune@10%", r"protocols=finetune@10%: a share is for semi"),
+        *(
+            (f"semi{rest}", rf"protocols=semi{rest}: semi needs the share .* as in semi@10%$")
+            for rest in ("", "@", "@500", "@0%", "@100%", "@-1%", "@1e0%", "@%", "@1%%", "@x%")
+        ),
     ],
 )
 def test_bad_specs_are_refused_in_one_line(spec, message):
@@ -100,9 +112,13 @@ def test_protocols_by_default_and_by_name():
     assert protocols(Evaluate(protocols=("finetune",)), bare, None) == ("finetune",)
 
 
-@pytest.mark.parametrize("spec", ["knn", "linear", "finetune", "head", "linear@30"])
-def test_labelled_protocols_without_labels_are_refused(spec):
-    settings, labelled, bare = Evaluate(protocols=(spec,)), split(), Split(split().images)
+@pytest.mark.parametrize("key", ["protocols", "monitor"])
+@pytest.mark.parametrize(
+    "spec", ["knn", "linear", "finetune", "head", "per-client", "linear@30", "semi@10%"]
+)
+def test_labelled_protocols_without_labels_are_refused(spec, key):
+    settings = Evaluate(**{"protocols": ("unlabeled",), key: (spec,)})
+    labelled, bare = split(), Split(split().images)
     one_class = Split(split().images, torch.zeros(60, dtype=torch.int64))
     check(settings, labelled, labelled, 3)
     for train, test, message in (
@@ -111,8 +127,50 @@ def test_labelled_protocols_without_labels_are_refused(spec):
         (bare, labelled, "needs labels of at least two classes"),
         (one_class, labelled, "needs labels of at least two classes"),
     ):
-        with pytest.raises(UserError, match=f"^evaluate.protocols={spec}: .*{message}"):
+        with pytest.raises(UserError, match=f"^evaluate.{key}={spec}: .*{message}"):
             check(settings, train, test, 3)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "message"),
+    [
+        (("knnn",), r"^evaluate\.monitor=knnn: unknown \(did you mean knn\?\)"),
+        (("knn", "linear@1%"), r"^evaluate\.monitor=linear@1%: a share is for semi"),
+        (("linear@31",), r"^evaluate\.monitor=linear@31: labels=31: must be a multiple"),
+        (("semi@1%",), r"^evaluate\.monitor=semi@1%: less than one"),
+        (("semi@20%",), r"^evaluate\.monitor=semi@20%: data\.holdout=0\.1 keeps fewer"),
+        ((), r"^evaluate\.monitor=\[\]: name at least one"),
+    ],
+)
+def test_monitored_protocols_follow_the_same_rules(monitor, message):
+    check(Evaluate(monitor=("knn", "linear@30", "semi@10%")), split(), split(), 3, holdout=0.1)
+    with pytest.raises(UserError, match=message):
+        check(Evaluate(monitor=monitor), split(), split(), 3, holdout=0.1)
+
+
+def test_targets_need_evaluations_between_rounds_and_an_accuracy():
+    data = split()
+
+    def settings(**keys):
+        return Evaluate(targets=(70.0, 75.5), **keys)
+
+    for good in (
+        settings(every=1),
+        settings(every=5, monitor=("linear@30",)),
+        settings(every=5, protocols=("finetune", "knn")),
+        Evaluate(monitor=("unlabeled",)),
+    ):
+        check(good, data, data, 3)
+    for bad, message in (
+        (settings(), "needs evaluate.every, the rounds between evaluations$"),
+        (settings(every=1, monitor=("unlabeled", "semi@10%")), "needs linear or knn .*semi@10%$"),
+        (settings(every=1, protocols=("finetune",)), "needs linear or knn"),
+        (settings(every=1, protocols=("knn",), monitor=("finetune",)), "needs linear or knn"),
+    ):
+        with pytest.raises(UserError, match=f"^evaluate.targets=70,75.5: {message}"):
+            check(bad, data, data, 3)
+    with pytest.raises(UserError, match=r"targets=.* not only unlabeled"):
+        check(settings(every=1), Split(data.images), None, 3)
 
 
 @pytest.mark.parametrize("name", ["knn", "linear", "finetune"])
@@ -145,12 +203,14 @@ def test_one_image_is_too_few_for_unlabeled():
         check(Evaluate(), Split((torch.zeros(1, 1, 2, 2, dtype=torch.uint8),)), None, 0)
 
 
-@pytest.mark.parametrize("preset", ["logistic", "dcco"])
-def test_judges_by_every_protocol_and_names_each(preset):
-    names = ("knn", "linear", "linear@6", "knn@6", "finetune@30", "head", "unlabeled")
+@pytest.mark.parametrize("preset", ["logistic", "dcco", "fedema"])
+def test_judges_by_every_protocol_and_names_each(preset, monkeypatch):
+    monkeypatch.setattr(evaluate.semi, "HIDDEN", 64)
+    names = ("knn", "linear", "linear@6", "knn@6", "semi@20%", "finetune@30")
+    names += ("head", "per-client", "unlabeled")
     result = run(Evaluate(protocols=names, preset=preset), split(), split(seed=1))
     accuracies = {k: v for k, v in result.items() if k.endswith("_top1")}
-    assert list(accuracies) == [f"{name}_top1" for name in names[:5]]
+    assert list(accuracies) == [f"{name}_top1" for name in names[:6]]
     assert min(accuracies.values()) > 90.0
     assert set(result) - set(accuracies) == {"effective_rank", "alignment", "uniformity"}
 

@@ -4,9 +4,9 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from fedssl.evaluate import linear
-from fedssl.evaluate.linear import Training, batches, fit_logistic, train_lars
+from fedssl.evaluate.linear import Training, batches, fit_logistic, train_adam, train_lars
 
-PRESETS = ("logistic", "dcco")
+PRESETS = ("logistic", "dcco", "fedema")
 
 
 def blobs(n, classes, d, spread, seed):
@@ -16,7 +16,7 @@ def blobs(n, classes, d, spread, seed):
     return torch.eye(classes, d)[labels] + spread * torch.randn(n, d, generator=generator), labels
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["logistic", "dcco"])
 @pytest.mark.parametrize(("size", "offset"), [(1.0, 0.0), (1e-3, 0.0), (1e3, 0.0), (1.0, 30.0)])
 def test_learns_blobs_whatever_the_size_and_offset_of_the_features(preset, size, offset):
     train, labels = blobs(300, 5, 16, 0.15, seed=0)
@@ -87,11 +87,50 @@ def test_logistic_needs_no_seed_and_lars_depends_on_nothing_else():
     assert not torch.equal(train_lars(x, labels, 4, 1)[0], train_lars(x, labels, 4, 2)[0])
 
 
-@pytest.mark.parametrize(
-    ("preset", "other"), [("logistic", "train_lars"), ("dcco", "fit_logistic")]
-)
-def test_the_preset_decides(preset, other, monkeypatch):
-    monkeypatch.setattr(linear, other, None)
+def test_adam_depends_on_the_seed_if_there_is_more_than_one_batch(monkeypatch):
+    x, labels = blobs(20, 4, 8, 0.5, seed=0)
+    weights = [train_adam(x, labels, 4, seed)[0] for seed in (1, 2)]
+    torch.testing.assert_close(*weights, atol=1e-3, rtol=0)  # sums in another order
+    monkeypatch.setattr(linear, "FEDEMA", Training(linear.FEDEMA.rule, epochs=3, batch=6))
+    weights = [train_adam(x, labels, 4, seed)[0] for seed in (1, 1, 2)]
+    assert torch.equal(*weights[:2])
+    assert (weights[0] - weights[2]).abs().max() > 3e-3
+
+
+def test_fedema_is_torchs_adam_on_the_features_as_they_are():
+    """200 epochs at a constant rate without decay, here of one full batch (appendix B.3)."""
+    x, labels = blobs(40, 3, 5, 0.4, seed=0)
+    x = 3 * x + 2
+    weight, bias = train_adam(x, labels, 3, seed=0)
+    head = linear.zero_head(5, 3, x)
+    rule = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(200):
+        rule.zero_grad()
+        torch.nn.functional.cross_entropy(head(x), labels).backward()
+        rule.step()
+    torch.testing.assert_close(weight, head.weight.detach(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(bias, head.bias.detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("n", "steps"), [(40, 200), (512, 200), (513, 400), (1500, 600)])
+def test_fedema_counts_epochs(n, steps, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        linear.optim,
+        "step",
+        lambda rule, state, params, g, lr, layers: seen.append((rule, lr)) or g,
+    )
+    train_adam(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
+    assert len(seen) == steps
+    assert {lr for _, lr in seen} == {3e-3}
+    assert {(r.optimizer, r.weight_decay) for r, _ in seen} == {("adam", 0.0)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_preset_decides(preset, monkeypatch):
+    own = {"logistic": "fit_logistic", "dcco": "train_lars", "fedema": "train_adam"}
+    for name in set(own.values()) - {own[preset]}:
+        monkeypatch.setattr(linear, name, None)
     data = blobs(20, 2, 3, 0.1, seed=0)
     assert linear.accuracy(*data, *data, 2, preset) == 100.0
 
@@ -131,3 +170,19 @@ def test_batches_are_full_and_differ_within_an_epoch_and_between_epochs():
     assert np.concatenate(steps[:3]).tolist() != np.concatenate(steps[3:]).tolist()
     whole = next(batches(0, "probe", 2, training))
     assert sorted(whole.tolist()) == [0, 1]
+
+
+def test_epochs_take_every_sample_in_batches_of_nearly_equal_size():
+    training = Training(linear.FEDEMA.rule, epochs=3, batch=4)
+    for count, sizes in ((3, [3]), (4, [4]), (5, [2, 3]), (10, [3, 3, 4])):
+        over = training.over(count)
+        assert over.steps == 3 * len(sizes)
+        steps = list(batches(0, "probe", count, over))
+        assert [len(b) for b in steps] == sizes * 3
+        epochs = [steps[i : i + len(sizes)] for i in range(0, len(steps), len(sizes))]
+        assert [sorted(np.concatenate(e).tolist()) for e in epochs] == [list(range(count))] * 3
+        assert len({tuple(np.concatenate(e)) for e in epochs}) > 1
+
+
+def test_a_number_of_steps_stays_whatever_the_number_of_samples():
+    assert linear.DCCO_FEW.over(7) == linear.DCCO_FEW

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedssl.models.flat import Flat
+from fedssl.models.flat import Flat, positions
 
 
 def module() -> nn.Module:
@@ -43,3 +43,41 @@ def test_gradients_do_not_leak_between_backward_passes() -> None:
         flat.gradient.zero_()
         net(torch.ones(1, 2)).sum().backward()
     torch.testing.assert_close(flat.gradient, torch.ones(3))
+
+
+def test_spans_lie_end_to_end_and_name_their_owner() -> None:
+    net = module()
+    flat = Flat(net)
+    assert [s.start for s in flat.spans[1:]] == [s.stop for s in flat.spans[:-1]]
+    assert flat.spans[0].start == 0 and flat.spans[-1].stop == len(flat.vector)
+    owners = dict(net.named_modules())
+    for span in flat.spans:
+        prefix, _, last = span.name.rpartition(".")
+        assert span.owner is owners[prefix]
+        tensor = getattr(span.owner, last)
+        assert tensor.shape == span.shape and tensor.numel() == span.stop - span.start
+        assert tensor.data_ptr() == flat.vector[span.start :].data_ptr()
+        assert isinstance(tensor, nn.Parameter) == (span.stop <= flat.parameters)
+    assert torch.equal(flat.params, flat.vector[: flat.parameters])
+
+
+def test_of_finds_layers_by_type_with_their_statistics() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.Linear(2, 2))
+    flat = Flat(net)
+    assert [s.name for s in flat.of(nn.Conv2d)] == ["0.weight", "0.bias"]
+    norms = flat.of(nn.BatchNorm2d, nn.GroupNorm)
+    assert [s.name for s in norms] == [
+        "1.weight", "1.bias", "2.weight", "2.bias", "1.running_mean", "1.running_var"
+    ]  # fmt: skip
+    assert flat.of(nn.LayerNorm) == []
+
+
+def test_positions_are_the_places_in_the_vector() -> None:
+    net = module()
+    flat = Flat(net)
+    places = positions(flat.of(nn.BatchNorm1d))
+    flat.vector.zero_()
+    flat.vector[places] = 1
+    assert all(bool((t == 1).all()) for t in net[1].state_dict().values() if t.is_floating_point())
+    assert not net[0].weight.any() and not net[2].bias.any()
+    assert len(places) == 4 * 4 and positions([]).tolist() == []

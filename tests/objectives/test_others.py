@@ -4,12 +4,12 @@ import pytest
 import torch
 from lightly.loss import NTXentLoss
 
-from fedssl.client import Encoded
 from fedssl.config import build
 from fedssl.errors import UserError
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.supervised import Supervised
+from fedssl.workspace import Encoded
 
 
 def pair(count: int, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train
+from helpers import HEADS, engine_of, groups_of, made_split, relative, settings, train
 
 from fedssl.errors import UserError
 
@@ -48,10 +48,13 @@ def test_merged_is_client_by_client_with_the_papers_network(encoder: str) -> Non
 @pytest.mark.parametrize(
     ("algorithm", "objective"),
     [("dcco", "cco"), ("dcco", "vicreg")]
-    + [("fedavg", name) for name in ("cco", "vicreg", "simclr", "supervised")],
+    + [("fedavg", name) for name in ("cco", "vicreg", "simclr", "supervised", "simsiam")],
 )
 def test_every_declaration_of_exact_on_union(algorithm: str, objective: str) -> None:
-    words = (f"algorithm.name={algorithm}", f"objective.name={objective}", "server.momentum=0.9")
+    words = (
+        f"algorithm.name={algorithm}", f"objective.name={objective}", "server.momentum=0.9",
+        *HEADS.get(objective, ()),
+    )  # fmt: skip
     results = []
     for merge in ("engine.merge=auto", "engine.merge=off", "engine.chunk=6"):
         config = settings(*words, merge)

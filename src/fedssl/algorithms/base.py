@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl import optim
-from fedssl.client import Plan, Workspace
 from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
 from fedssl.trees import NothingToAverage, Tree, count_bytes, leaves, mean
+from fedssl.workspace import Workspace
 
 T = TypeVar("T")
 Weight = Literal["samples", "uniform"]
@@ -70,20 +71,44 @@ def apply(
 class Server:
     """The global model and the rule that turns a mean update into the next one."""
 
-    def __init__(self, config: Config, flat: Flat) -> None:
-        self.config = config
-        self.flat = flat
-        self.weights = flat.vector.clone()
+    def __init__(self, work: Workspace) -> None:
+        self.config = work.config
+        self.flat = work.flat
+        self.shared = work.shared
+        self.weights = work.flat.vector.clone()
         self.state: dict[str, Tree] = {}
-        self.rule_state = optim.start(config.server, self.weights[: flat.parameters])
+        self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameters])
         self.round = 0
         self.log: dict[str, Tensor] = {}
+        self.clients: dict[str, dict[int, float | None]] = {}  # measures of each client, to log
+        self.warnings: list[str] = []
+        self._sent: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def sent(self) -> Tensor:
+        """What clients are sent of the global model: all, but layers that never leave a client."""
+        if self.shared is None:
+            return self.weights
+        if self._sent is None or self._sent[0] is not self.weights:
+            self._sent = (self.weights, self.weights[self.shared])
+        return self._sent[1]
+
+    def note(self, replies: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Log each client's own measures; one that is not defined yet is logged as none."""
+        for client, measures in sorted(replies.items()):
+            for name, value in measures.items():
+                number = float(value)
+                self.clients.setdefault(name, {})[client] = (
+                    number if math.isfinite(number) else None
+                )
 
     def apply(self, update: dict[str, Tree]) -> None:
         """Take the mean of the clients' changes (and note their mean loss)."""
         change, loss = update["change"], update["loss"]
         assert isinstance(change, Tensor) and isinstance(loss, Tensor)
         self.log["loss"] = loss
+        if self.shared is not None:
+            change = torch.zeros_like(self.weights).index_copy_(0, self.shared, change)
         rule, (lr, _) = self.config.server, learning_rates(self.config, self.round)
         self.weights = apply(rule, self.rule_state, self.weights, change, lr, self.flat)
 
@@ -121,6 +146,10 @@ class Cohort(ABC):
         With ``merge`` the engine may answer for several clients at once with their mean reply.
         """
 
+    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+        """As :meth:`ask`, for numbers of the clients' states that only the log needs."""
+        return self.ask(task, (), merge=False)
+
     def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
         """The mean of the clients' replies (by samples, or uniform), and nothing else."""
         answered: list[NDArray[np.int64]] = []
@@ -137,10 +166,15 @@ class Cohort(ABC):
         self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0])
         return result
 
-    def gather(self, task: str, *payload: Any) -> dict[int, Any]:
-        """Each client's own reply: for algorithms that route things between clients."""
+    def gather(self, task: str, *payload: Any, log: bool = False) -> dict[int, Any]:
+        """Each client's own reply: for algorithms that route things between clients.
+
+        With ``log`` it is declared to be for the log only: the task reads single numbers of the
+        client's state and changes nothing.
+        """
         replies: dict[int, Any] = {}
-        for ids, _, reply in self.ask(task, payload, merge=False):
+        asked = self.ask_log(task) if log else self.ask(task, payload, merge=False)
+        for ids, _, reply in asked:
             replies[int(ids[0])] = reply
             self._count_up(task, reply, 1)
         self._close(task, payload, np.array(sorted(replies), dtype=np.int64))
@@ -181,6 +215,10 @@ class Algorithm(ABC):
     Params: ClassVar[type[AlgorithmParams]] = AlgorithmParams
     pools_data: ClassVar[bool] = False  # all data at the server: nothing is federated
     judges: ClassVar[Literal["global", "personal"]] = "global"  # which model is the result
+    own_loss: ClassVar[bool] = True  # whether clients descend the objective's loss within a client
+    has_global: ClassVar[bool] = True  # whether there is a global model at all
+    # Where in a client's state its personal model is; none: clients have none.
+    personal: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         self.params = params
@@ -215,11 +253,11 @@ class Algorithm(ABC):
 
 
 def one_plain_step(work: Workspace) -> bool:
-    """One full-batch SGD step in a network where samples do not see each other.
+    """One full-batch SGD step in a network where samples do not see each other, no state kept.
 
     The change is then minus the learning rate times a gradient, and gradients of the union's
     passes are sums over its samples (DCCO paper, appendix A).
     """
-    rule = work.config.client
-    plan: Plan = work.plan
-    return plan.one_full_step and rule.optimizer == "sgd" and not work.network.has_batch_norm
+    if work.stateful or work.network.has_batch_norm:
+        return False
+    return work.plan.one_full_step and work.config.client.optimizer == "sgd"

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
-from fedssl.client import Client, Encoded, Workspace
+from fedssl.client import Client
 from fedssl.config import AlgorithmParams
 from fedssl.errors import UserError
 from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
 from fedssl.trees import Tree
+from fedssl.workspace import Encoded, Workspace
 
 
 class DCCO(Algorithm):
@@ -23,6 +24,7 @@ class DCCO(Algorithm):
     """
 
     objective: MomentObjective
+    own_loss = False
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):
@@ -40,10 +42,10 @@ class DCCO(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Two exchanges; the first round also finds the centre that moments are taken about."""
         if "centre" not in server.state:
-            server.state["centre"] = cohort.mean("locate", server.weights)
+            server.state["centre"] = cohort.mean("locate", server.sent)
         centre: Any = server.state["centre"]
-        moments = cohort.mean("encode", server.weights, centre)
-        update = cohort.mean("descend", server.weights, centre, moments)
+        moments = cohort.mean("encode", server.sent, centre)
+        update = cohort.mean("descend", server.sent, centre, moments)
         server.apply(update)
         server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
 

@@ -1,24 +1,60 @@
-"""Federated averaging (McMahan et al. 2017) of a loss within each client."""
+"""Federated averaging of a loss within each client: the FedSSL framework (FedEMA, section 3.2)."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
-from fedssl.client import Client, Workspace
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams
+from fedssl.errors import UserError
+from fedssl.objectives.base import Objective
 from fedssl.trees import Tree
+from fedssl.workspace import Workspace
 
 
 class FedAvg(Algorithm):
-    """Each client trains on its own loss; the server applies the mean of the changes."""
+    """The framework's three operations, whatever the objective.
+
+    Local training: with the objective's own loss, target network and memory. Upload: the online
+    network (encoder, head and predictor, where there is one); never the target network or the
+    memory. Aggregation: the mean by samples. Update: the client replaces its online network, or
+    with ``replace=both`` its target network too.
+    """
+
+    @dataclass(frozen=True)
+    class Params(AlgorithmParams):
+        """``replace``: what of a client's networks the global one replaces (Tables 2 and 9)."""
+
+        replace: Literal["online", "both"] = "online"
+
+    params: Params
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        if self.replaces_target and objective.momentum is None:
+            raise UserError(
+                f"algorithm.replace=both: objective.name={objective.params.name} has no target "
+                "network of its own; use replace=online, or objective.name=byol or moco"
+            )
+
+    @property
+    def replaces_target(self) -> bool:
+        """Whether a client's target network starts every round from the global one."""
+        return self.params.replace == "both"
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """One exchange."""
-        server.apply(cohort.mean("train", server.weights))
+        """One exchange: the model down, the changes up and averaged."""
+        server.apply(cohort.mean("train", server.sent))
 
-    def train(self, client: Client, weights: Tensor) -> dict[str, Tree]:
+    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The change that local training makes."""
-        return client.descend(weights, lambda encoded: encoded.within(self.objective.loss))
+        if self.replaces_target:
+            client.state.pop("target", None)
+        return client.descend(received)
 
     def exact_on_union(self, work: Workspace) -> bool:
         """The passes are shared; the loss is taken client by client (``Encoded.within``)."""

@@ -15,10 +15,12 @@ from fedssl.trees import Tree
 class Standalone(Algorithm):
     """Every client is its own server: same start, same rules, nothing shared but a loss to log.
 
-    The result is each client's own model (``client.state["weights"]``).
+    The result is each client's own model. Nothing is averaged, so ``norm_policy`` has no say.
     """
 
     judges = "personal"
+    has_global = False
+    personal = ("weights",)
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """No model is exchanged."""
@@ -27,17 +29,17 @@ class Standalone(Algorithm):
     def train(self, client: Client) -> dict[str, Tree]:
         """One round of the client's own training."""
         work, rule = client.work, client.work.config.server
-        if not client.state:
+        if "weights" not in client.state:
             start = optim.start(rule, work.flat.params)
             client.state |= {"weights": work.initial, "rule": cast("dict[str, Tree]", start)}
         weights = cast(Tensor, client.state["weights"])
-        update = client.descend(weights, lambda encoded: encoded.within(self.objective.loss))
+        trained = client.train(weights, client.state)
         client.state["weights"] = apply(
             rule,
             cast(optim.State, client.state.get("rule", {})),  # files keep no empty trees
             weights,
-            cast(Tensor, update["change"]),
+            trained.moved,
             learning_rates(work.config, client.round)[0],
             work.flat,
         )
-        return {"loss": update["loss"]}
+        return {"loss": trained.loss}

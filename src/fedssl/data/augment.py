@@ -22,6 +22,7 @@ from fedssl.data import random
 from fedssl.errors import UserError
 
 Box = tuple[Tensor, Tensor, Tensor, Tensor]
+Table = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ PRESETS: dict[str, Preset] = {
     "byol": _BYOL,
     "simclr": _SIMCLR,
     "fedema": dataclasses.replace(_SIMCLR, blur=(0.0, 0.0)),
+    # He et al. 2020, section 4: the first MoCo's, which the FedEMA paper takes for FedMoCoV1.
+    "moco-v1": Preset(
+        crop=(0.2, 1.0), flip=0.5, jitter=(0.4, 0.4, 0.4, 0.4), jitter_p=1.0, gray=0.2
+    ),
     # SimCLR's own form for CIFAR: half the colour distortion, no blur.
     "dec-ssl": dataclasses.replace(_SIMCLR, jitter=(0.4, 0.4, 0.4, 0.1), blur=(0.0, 0.0)),
     # Small grey digits, where a flip or a half turn changes what the image means.
@@ -104,6 +109,10 @@ class Augmentation:
     preset: Preset
     channels: int
     size: tuple[int, int]
+    # What ``draw`` compares, scales and sorts with, on each device: copying would make a GPU wait.
+    _tables: dict[torch.device, Table] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def from_config(
@@ -119,7 +128,7 @@ class Augmentation:
         _check(preset)
         return cls(preset, channels, size)
 
-    @functools.cached_property
+    @property
     def colours(self) -> tuple[str, ...]:
         """The operations of the colour jitter that are in use."""
         known = _COLOURS if self.channels == 3 else _COLOURS[:2]
@@ -166,12 +175,18 @@ class Augmentation:
             x = x + self.preset.noise * values.view(x.shape).to(dtype)
         return x.clamp_(0, 1)
 
+    def table(self, device: torch.device) -> Table:
+        """The constants of ``draw``; ask once before compiling what uses them."""
+        if device not in self._tables:
+            self._tables[device] = _table(self.preset, self.colours, device)
+        return self._tables[device]
+
     def draw(self, state: Tensor, view: int) -> Choices:
         """What ``views`` does to each sample."""
         p, colours = self.preset, self.colours
         crops = p.crop != (1.0, 1.0)
         u = random.uniform(random.mix(state, view), _CROP + (2 + 2 * _TRIES if crops else 0))
-        probability, low, span, unused = _constants(p, colours, state.device)
+        probability, low, span, unused = self.table(state.device)
         flip, jitter, gray, blur, solarize = (u[:, _HAPPENS] < probability[view]).unbind(1)
         ranges = low + span * u[:, _RANGES]
         turns = (u[:, _TURNS] + unused).argsort(dim=1, stable=True) if colours else None
@@ -189,11 +204,8 @@ class Augmentation:
         )
 
 
-@functools.cache
-def _constants(
-    preset: Preset, colours: tuple[str, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``draw`` compares, scales and sorts with, kept on the device: copying would sync."""
+def _table(preset: Preset, colours: tuple[str, ...], device: torch.device) -> Table:
+    """Probabilities, low ends and widths of ranges, and which colours are unused."""
     p = preset
     probability = [[p.flip, p.jitter_p, p.gray, p.blur[v], p.solarize[v]] for v in (0, 1)]
     ranges = [(-p.rotate, p.rotate), (0.1, 2.0)]
@@ -239,8 +251,11 @@ def _list(values: tuple[float, ...]) -> str:
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether to compute for all samples and select: finding the chosen ones would sync a GPU."""
-    return x.device.type != "cpu"
+    """Whether to compute for all samples and select.
+
+    Finding the chosen ones would make a GPU wait, and a compiled step cannot do it.
+    """
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
 
 
 def _where(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import math
 import os
 import socket
 import sys
@@ -86,6 +87,41 @@ def draw_labels(
     starts = np.cumsum(available) - available
     chosen = order[(starts[:, None] + np.arange(each)).ravel()]
     return torch.from_numpy(np.sort(chosen))
+
+
+def held_out(
+    labels: Tensor, share: float, classes: int, seed: int, where: str | None = None
+) -> Tensor:
+    """Sorted indices of a share of the labelled samples, equally many of each class.
+
+    These are the samples that ``data.holdout`` keeps from the clients, for fine-tuning alone
+    (FedEMA, appendix B.3). Drawn as in ``draw_labels``, so a larger share contains a smaller one.
+    ``where`` begins an error's line.
+    """
+    where = where or f"data.holdout={share}"
+    if not 0 <= share < 1:
+        raise UserError(f"{where}: the share must be at least 0 and below 1")
+    if share == 0:
+        return torch.empty(0, dtype=torch.int64)
+    known = labels[labels >= 0].cpu()
+    if not len(known):
+        raise UserError(f"{where}: is drawn evenly from the classes, but no sample has a label")
+    available = torch.bincount(known, minlength=classes).numpy()
+    # Up, by less than any share that a person writes: 0.29 × 100 is 28.999999999999996.
+    each = math.floor(share * len(known) / classes + 1e-9)
+    if each < 1:
+        least = math.ceil(1e4 * classes / len(known)) / 100
+        raise UserError(
+            f"{where}: less than one of the {len(known)} labelled samples for each of the "
+            f"{classes} classes; take at least {least:g} %"
+        )
+    if each > available.min():
+        most = math.floor(1e4 * available.min() * classes / len(known)) / 100
+        raise UserError(
+            f"{where}: takes {each} samples of each class, but class number "
+            f"{available.argmin()} has {available.min()}; take at most {most:g} %"
+        )
+    return draw_labels(labels, each * classes, classes, seed)
 
 
 def _check(data: config.Data) -> None:

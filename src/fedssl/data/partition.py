@@ -32,7 +32,25 @@ _COLUMNS = 12  # the most classes that get a column each
 def partition(params: PartitionParams, split: Split, classes: int, seed: int) -> Groups:
     """The samples of each client; ``classes`` is the number of classes that the data set names."""
     chosen = variant("partition", params.name)
-    return cast(Groups, chosen(params).split(split, classes, seed))
+    if not 0 < params.fraction <= 1:
+        raise UserError(f"partition.fraction={params.fraction}: must be above 0 and at most 1")
+    groups = cast(Groups, chosen(params).split(split, classes, seed))
+    return groups if params.fraction == 1 else _thinned(groups, params.fraction, seed)
+
+
+def _thinned(groups: Groups, fraction: float, seed: int) -> Groups:
+    """Each client keeps a random part of its samples, in their order, at least one."""
+    kept = [
+        own[
+            np.sort(
+                permutation(key(seed, "fraction", k), len(own))[
+                    : max(1, round(fraction * len(own)))
+                ]
+            )
+        ]
+        for k, own in enumerate(groups[i] for i in range(len(groups)))
+    ]
+    return Groups(np.concatenate(kept), np.cumsum([0, *map(len, kept)]))
 
 
 @dataclass(frozen=True)

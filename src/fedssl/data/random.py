@@ -82,8 +82,22 @@ def uniform(state: Tensor, draws: int) -> Tensor:
 
     They are multiples of 2⁻²⁴, so float32 holds them exactly and every device agrees.
     """
+    return _opaque(state, draws) if torch.compiler.is_compiling() else _uniform(state, draws)
+
+
+def _uniform(state: Tensor, draws: int) -> Tensor:
     counter = torch.arange(draws, device=state.device)
     return _shift(mix(state[..., None], counter), 40).to(torch.float32) * 2.0**-24
+
+
+# The compiler multiplies an arange as a formula, and numbers as large as ours overflow it: it must
+# not look inside.
+_opaque = torch.library.custom_op(
+    "fedssl::uniform", _uniform, mutates_args=(), schema="(Tensor state, int draws) -> Tensor"
+)
+_opaque.register_fake(
+    lambda state, draws: state.new_empty((*state.shape, draws), dtype=torch.float32)
+)
 
 
 def normal(state: Tensor, draws: int) -> Tensor:

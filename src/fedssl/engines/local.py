@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl.algorithms.base import Algorithm, Cohort, PerClient, learning_rates
-from fedssl.client import Client, Workspace
+from fedssl.client import Client
 from fedssl.data.dataset import Groups
-from fedssl.trees import Tree
+from fedssl.engines.states import States
+from fedssl.workspace import State, Workspace
 
 
 class LocalEngine:
@@ -26,7 +26,7 @@ class LocalEngine:
         self.work = work
         self.algorithm = algorithm
         self.groups = groups
-        self.states: dict[int, dict[str, Tree]] = defaultdict(dict)
+        self.states = States(work.device)
         asked = work.config.engine.merge == "auto"
         self.merges = asked and algorithm.exact_on_union(work)
 
@@ -34,10 +34,14 @@ class LocalEngine:
         """The clients of one round."""
         return LocalCohort(self, ids, round)
 
-    def client(self, ids: NDArray[np.int64], round: int, remember: bool) -> Client:
+    def client(
+        self, ids: NDArray[np.int64], round: int, remember: bool, numbers: bool = False
+    ) -> Client:
         """One client, or several merged into one (which has no state of its own)."""
         members, sizes = self.groups.select(ids)
-        state = self.states[int(ids[0])] if len(ids) == 1 else {}
+        state: State = {}
+        if len(ids) == 1:
+            state = self.states.numbers(int(ids[0])) if numbers else self.states[int(ids[0])]
         _, lr = learning_rates(self.work.config, round)
         return Client(self.work, members, ids, sizes, round, lr, state, remember)
 
@@ -60,7 +64,17 @@ class LocalCohort(Cohort):
         merge = merge and self.engine.merges and not any(isinstance(p, PerClient) for p in payload)
         for ids, client in self._clients(merge):
             own = (p.values[int(ids[0])] if isinstance(p, PerClient) else p for p in payload)
-            yield ids, client.weight, function(client, *own)
+            reply = function(client, *own)
+            if len(ids) == 1:
+                self.engine.states[int(ids[0])] = client.state
+            yield ids, client.weight, reply
+
+    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+        """Without bringing whole states to the device and back."""
+        function = getattr(self.engine.algorithm, task)
+        for ids in np.split(self.ids, len(self.ids)):
+            client = self.engine.client(ids, self.round, remember=False, numbers=True)
+            yield ids, client.weight, function(client)
 
     def _clients(self, merge: bool) -> Iterator[tuple[NDArray[np.int64], Client]]:
         chunks = self._chunks() if merge else np.split(self.ids, len(self.ids))
@@ -70,8 +84,11 @@ class LocalCohort(Cohort):
                 self._merged = self.engine.client(self.ids, self.round, remember=True)
             yield self.ids, self._merged
             return
-        for ids in chunks:
-            yield ids, self.engine.client(ids, self.round, remember=False)
+        for ids, following in zip(chunks, [*chunks[1:], self.ids[:0]], strict=True):
+            client = self.engine.client(ids, self.round, remember=False)
+            if len(following) == 1:  # its state is brought while this one trains
+                self.engine.states.prefetch(int(following[0]))
+            yield ids, client
 
     def _chunks(self) -> list[NDArray[np.int64]]:
         """Consecutive clients with at most ``engine.chunk`` images; a client is never cut."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 
 import numpy as np
 import torch
@@ -13,39 +14,57 @@ from torch import Tensor, nn
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Groups, Split
 from fedssl.errors import UserError
-from fedssl.evaluate import finetune, knn, linear, unlabeled
+from fedssl.evaluate import finetune, knn, linear, semi, unlabeled
 from fedssl.evaluate.features import Labelled, extract, pool_cases, units
 from fedssl.evaluate.unlabeled import Views
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
-# head is the accuracy of a network's own classifier: whoever trained it measures it, not judge.
-NAMES = (*FEW_LABEL, "head", "unlabeled")
+ACCURACIES = ("knn", "linear")  # what evaluate.targets are compared with
+# head is the accuracy of a network's own classifier, and per-client needs the clients: whoever
+# trained them measures both, not judge.
+NAMES = (*FEW_LABEL, "semi", "head", "per-client", "unlabeled")
 
 
-def parse(spec: str) -> tuple[str, int | None]:
-    """Name and number of labels of a protocol.
+def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float | None]:
+    """Name of a protocol, and its number of labels, or the share of them that ``semi`` takes.
 
-    >>> parse("linear@500"), parse("knn")
-    (('linear', 500), ('knn', None))
+    >>> parse("linear@500"), parse("knn"), parse("semi@10%")
+    (('linear', 500), ('knn', None), ('semi', 0.1))
     """
-    name, at, count = spec.partition("@")
+    name, at, amount = spec.partition("@")
     if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise UserError(
-            f"evaluate.protocols={spec}: unknown{hint}; choose of {', '.join(NAMES)}, "
-            "or a number of labels as in linear@500"
+            f"{key}={spec}: unknown{hint}; choose of {', '.join(NAMES)}, "
+            "with a number of labels as in linear@500 or a share as in semi@10%"
         )
+    if name == "semi":
+        return name, _share(spec, amount, key)
     if not at:
         return name, None
     if name not in FEW_LABEL:
-        raise UserError(f"evaluate.protocols={spec}: {name} takes no number of labels")
-    if not (count.isascii() and count.isdecimal() and int(count) > 0):
+        raise UserError(f"{key}={spec}: {name} takes no number of labels")
+    if amount.endswith("%"):
+        raise UserError(f"{key}={spec}: a share is for semi; give a number, as in {name}@500")
+    if not (amount.isascii() and amount.isdecimal() and int(amount) > 0):
         raise UserError(
-            f"evaluate.protocols={spec}: the number of labels must be a whole number above 0, "
-            f"as in {name}@500"
+            f"{key}={spec}: the number of labels must be a whole number above 0, as in {name}@500"
         )
-    return name, int(count)
+    return name, int(amount)
+
+
+def _share(spec: str, text: str, key: str) -> float:
+    """The share that a percentage stands for."""
+    # As 10e-2, so that 0.7 % is the same float as data.holdout=0.007; 0.7 / 100 is not.
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text, re.ASCII)
+    share = float(f"{found[1]}e-2") if found else 0.0
+    if not 0 < share < 1:
+        raise UserError(
+            f"{key}={spec}: semi needs the share of the labels, above 0 % and below 100 %, "
+            "as in semi@10%"
+        )
+    return share
 
 
 def protocols(settings: Evaluate, train: Split, test: Split | None) -> tuple[str, ...]:
@@ -56,26 +75,68 @@ def protocols(settings: Evaluate, train: Split, test: Split | None) -> tuple[str
     return ("knn", "linear") if usable else ("unlabeled",)
 
 
-def check(settings: Evaluate, train: Split, test: Split | None, classes: int) -> None:
+def check(
+    settings: Evaluate, train: Split, test: Split | None, classes: int, *, holdout: float = 0.0
+) -> None:
     """Refuse, before any training, what could not be judged after it."""
-    for spec in protocols(settings, train, test):
-        name, _ = parse(spec)
-        where = f"evaluate.protocols={spec}"
-        if name == "unlabeled":
-            if len(train) < 2:
-                raise UserError(f"{where}: needs at least two training images, not {len(train)}")
-            continue
-        if test is None or not _kinds(test):
-            missing = "there is no test split" if test is None else "the test split has no labels"
-            raise UserError(f"{where}: {missing}; use evaluate.protocols=[unlabeled]")
-        if _kinds(train) < 2:
-            raise UserError(
-                f"{where}: the training split needs labels of at least two classes; "
-                "use evaluate.protocols=[unlabeled]"
-            )
-        _units(test)
-        _, labels = _units(train)
-        _draw(labels, spec, classes, 0)
+    named = protocols(settings, train, test)
+    for spec in named:
+        _check_spec(spec, "evaluate.protocols", train, test, classes, holdout)
+    if settings.monitor == ():
+        raise UserError("evaluate.monitor=[]: name at least one, such as knn, or leave it out")
+    for spec in settings.monitor or ():
+        _check_spec(spec, "evaluate.monitor", train, test, classes, holdout)
+    _check_targets(settings, named if settings.monitor is None else settings.monitor)
+
+
+def _check_spec(
+    spec: str, key: str, train: Split, test: Split | None, classes: int, holdout: float
+) -> None:
+    name, amount = parse(spec, key)
+    where = f"{key}={spec}"
+    if name == "unlabeled":
+        if len(train) < 2:
+            raise UserError(f"{where}: needs at least two training images, not {len(train)}")
+        return
+    if test is None or not _kinds(test):
+        missing = "there is no test split" if test is None else "the test split has no labels"
+        raise UserError(f"{where}: {missing}; use {key}=[unlabeled]")
+    if _kinds(train) < 2:
+        raise UserError(
+            f"{where}: the training split needs labels of at least two classes; "
+            f"use {key}=[unlabeled]"
+        )
+    _units(test)
+    if name == "semi" and amount is not None and holdout:
+        _check_holdout(where, amount, holdout, train)
+    _draw(train, spec, classes, 0, key)
+
+
+def _check_holdout(where: str, share: float, holdout: float, train: Split) -> None:
+    """What ``semi`` fine-tunes on must not have been trained on (FedEMA, appendix B.3)."""
+    if train.cases is not None:
+        raise UserError(
+            f"{where}: data.holdout={holdout} keeps images out of pretraining, but labels go by "
+            "case here; set data.holdout=0"
+        )
+    if share > holdout:
+        raise UserError(
+            f"{where}: data.holdout={holdout} keeps fewer images out of pretraining; "
+            f"set data.holdout={share:g}"
+        )
+
+
+def _check_targets(settings: Evaluate, monitored: tuple[str, ...]) -> None:
+    if not settings.targets:
+        return
+    where = f"evaluate.targets={','.join(f'{target:g}' for target in settings.targets)}"
+    if not settings.every:
+        raise UserError(f"{where}: needs evaluate.every, the rounds between evaluations")
+    if not any(parse(spec)[0] in ACCURACIES for spec in monitored):
+        raise UserError(
+            f"{where}: needs linear or knn among the protocols of evaluate.monitor, "
+            f"not only {', '.join(monitored)}"
+        )
 
 
 def judge(
@@ -89,36 +150,42 @@ def judge(
     *,
     views: Views,
     modality: int = 0,
+    holdout: float = 0.0,
 ) -> dict[str, float]:
     """Every measure by name, such as ``{"knn_top1": 93.1, "linear@500_top1": 62.0}``.
 
     ``unlabeled`` looks at the training images, so that its numbers do not depend on whether there
     is a test split.
     """
-    check(settings, train, test, classes)
+    check(settings, train, test, classes, holdout=holdout)
     learn = _Side(encoder, train, modality, device)
-    held_out = None if test is None else _Side(encoder, test, modality, device)
+    judged = None if test is None else _Side(encoder, test, modality, device)
     results: dict[str, float] = {}
     for spec in protocols(settings, train, test):
         name, _ = parse(spec)
         if name == "unlabeled":
             images = train.images[modality]
             results |= unlabeled.measures(encoder, images, learn.features, views, seed, device)
-        if name not in FEW_LABEL or held_out is None:
+        if name not in (*FEW_LABEL, "semi") or judged is None:
             continue
-        chosen = _draw(learn.labelled.labels, spec, classes, seed)
+        chosen = _draw(train, spec, classes, seed)
         if name == "knn":
             score = knn.accuracy(
-                *learn.take(chosen), *held_out.pooled, classes, settings.k, settings.temperature
+                *learn.take(chosen), *judged.pooled, classes, settings.k, settings.temperature
             )
         elif name == "linear":
             score = linear.accuracy(
-                *learn.take(chosen), *held_out.pooled, classes, settings.preset, seed
+                *learn.take(chosen), *judged.pooled, classes, settings.preset, seed
+            )
+        elif name == "finetune":
+            part = learn.labelled.take(chosen)
+            score = finetune.accuracy(
+                encoder, part, judged.labelled, classes, seed, device, settings.preset
             )
         else:
             part = learn.labelled.take(chosen)
-            score = finetune.accuracy(
-                encoder, part, held_out.labelled, classes, seed, device, settings.preset
+            score = semi.accuracy(
+                encoder, part, judged.labelled, classes, settings.head, seed, device
             )
         results[f"{spec}_top1"] = score
     return results
@@ -157,15 +224,24 @@ class _Side:
         return features[index], labels[index]
 
 
-def _draw(labels: Tensor, spec: str, classes: int, seed: int) -> NDArray[np.int64]:
+def _draw(
+    train: Split, spec: str, classes: int, seed: int, key: str = "evaluate.protocols"
+) -> NDArray[np.int64]:
     """Which cases have a label: all, or as many as the protocol says, the same for each of them."""
-    from fedssl.data.datasets import draw_labels
+    from fedssl.data.datasets import draw_labels, held_out
 
-    _, count = parse(spec)
-    if count is None:
+    name, amount = parse(spec, key)
+    groups, labels = _units(train)
+    where = f"{key}={spec}"
+    if amount is None:
         return np.arange(len(labels))
-    key = f"evaluate.protocols={spec}: labels"
-    return draw_labels(labels, count, classes, seed, key).numpy()
+    if name != "semi":
+        return draw_labels(labels, int(amount), classes, seed, f"{where}: labels").numpy()
+    if train.cases is not None:
+        return held_out(labels, amount, classes, seed, where).numpy()
+    # By the images' own numbers, as data.holdout draws: so they are among those that it keeps.
+    images = held_out(_labels(train), amount, classes, seed, where).numpy()
+    return np.searchsorted(groups.members, images)
 
 
 def _labels(split: Split) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,13 +22,37 @@ C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its
 _SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
 
 
+def constant(step: int, total: int) -> float:
+    """The factor of a rate that stays."""
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Training:
-    """How a classifier is trained by steps: a row of DCCO's appendix B."""
+    """How a classifier is trained: a row of DCCO's appendix B, or epochs as in other papers."""
 
     rule: Optimizer
-    steps: int
-    batch: int
+    steps: int = 0  # 0: as many as the epochs take, see ``over``
+    batch: int = 1
+    epochs: int = 0
+    schedule: Callable[[int, int], float] = optim.cosine
+    head: float = 1.0  # the rate of a new classifier, as a multiple of the encoder's
+
+    def over(self, count: int) -> Training:
+        """The same with its number of steps, which for epochs depends on that of the samples."""
+        return replace(self, steps=self.epochs * (len(self.cuts(count)) - 1) or self.steps)
+
+    def cuts(self, count: int) -> NDArray[np.int64]:
+        """Where an epoch's shuffle is cut into batches.
+
+        Steps take full batches only. Epochs take every sample, in batches of nearly equal size:
+        with 129 samples, a last batch of one would be too small for batch norm.
+        """
+        if self.epochs:
+            batches = math.ceil(count / self.batch)
+            return np.arange(batches + 1) * count // batches
+        size = min(self.batch, count)
+        return np.arange(count // size + 1) * size
 
 
 # The paper has a row for 5,000 and one for 500 labels; below this number the second is used.
@@ -35,6 +60,7 @@ FEW = 2500
 LARS_NORM = 3.0
 DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512)
 DCCO_FEW = Training(Optimizer("lars", 2.5, momentum=0.9), steps=400, batch=128)
+FEDEMA = Training(Optimizer("adam", 3e-3), epochs=200, batch=512, schedule=constant)
 
 
 def accuracy(
@@ -46,18 +72,32 @@ def accuracy(
     preset: str = "logistic",
     seed: int = 0,
 ) -> float:
-    """Top-1 in percent of a linear classifier on the features.
+    """Top-1 in percent of a linear classifier on the features."""
+    head = fit(features, labels, classes, preset, seed)
+    return top1(predict(head, test_features), test_labels)
 
-    ``logistic`` fits a convex problem to its one solution and needs no seed; ``dcco`` is the
-    paper's own training (appendix B), whose batches depend on the seed. The paper's flip
-    augmentation is part of its fine-tuning only: features are computed once, from plain images.
+
+def fit(
+    features: Tensor, labels: Tensor, classes: int, preset: str = "logistic", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Weights and biases of the preset's linear classifier.
+
+    ``logistic`` fits a convex problem to its one solution and needs no seed; ``dcco`` (appendix B)
+    and ``fedema`` (appendix B.3) are the papers' own trainings, whose batches depend on the seed.
+    DCCO's flip augmentation is part of its fine-tuning only: features are computed once, from
+    plain images.
     """
     if preset == "dcco":
-        weight, bias = train_lars(features, labels, classes, seed)
-    else:
-        weight, bias = fit_logistic(features, labels, classes)
-    scores = F.linear(test_features.to(weight.dtype), weight, bias)
-    return top1(scores.argmax(dim=1), test_labels)
+        return train_lars(features, labels, classes, seed)
+    if preset == "fedema":
+        return train_adam(features, labels, classes, seed)
+    return fit_logistic(features, labels, classes)
+
+
+def predict(head: tuple[Tensor, Tensor], features: Tensor) -> Tensor:
+    """The class of each sample."""
+    weight, bias = head
+    return F.linear(features.to(weight.dtype), weight, bias).argmax(dim=1)
 
 
 def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -137,17 +177,34 @@ def train_lars(features: Tensor, labels: Tensor, classes: int, seed: int) -> tup
     x = features - center
     scale = x.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
     scale = scale / LARS_NORM
-    x = x / scale
+    head = _descent(x / scale, labels, classes, training, seed)
+    weight = head.weight.detach().double() / scale
+    return weight, head.bias.detach() - weight @ center.double()
+
+
+def train_adam(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Weights and biases after FedEMA's epochs of Adam (appendix B.3), from zero.
+
+    The features are taken as they are. The paper names neither a schedule nor weight decay: there
+    is none.
+    """
+    head = _descent(features, labels, classes, FEDEMA, seed)
+    return head.weight.detach(), head.bias.detach()
+
+
+def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: int) -> nn.Linear:
+    """A linear classifier after the steps of a training."""
+    training = training.over(len(x))
     head = zero_head(x.shape[1], classes, x)
     flat = Flat(head)
     state = optim.start(training.rule, flat.params)
     for step, index in enumerate(batches(seed, "probe", len(x), training)):
         chosen = torch.as_tensor(index, device=x.device)
         flat.gradient.zero_()
-        F.cross_entropy(head(x[chosen]), labels[chosen]).backward()
+        # On the CPU index_select copies rows twice as fast as indexing does.
+        F.cross_entropy(head(x.index_select(0, chosen)), labels[chosen]).backward()
         descend(flat, state, training, step)
-    weight = head.weight.detach().double() / scale
-    return weight, head.bias.detach() - weight @ center.double()
+    return head
 
 
 def zero_head(width: int, classes: int, like: Tensor) -> nn.Linear:
@@ -159,18 +216,17 @@ def zero_head(width: int, classes: int, like: Tensor) -> nn.Linear:
 
 
 def batches(seed: int, purpose: str, count: int, training: Training) -> Iterator[NDArray[np.int64]]:
-    """The samples of each step: a new shuffle every epoch, of which full batches are taken."""
-    size = min(training.batch, count)
-    per_epoch = count // size
+    """The samples of each step: a new shuffle every epoch, cut into batches."""
+    cuts = training.cuts(count)
     for step in range(training.steps):
-        epoch, place = divmod(step, per_epoch)
+        epoch, place = divmod(step, len(cuts) - 1)
         if place == 0:
             order = random.permutation(random.key(seed, purpose, epoch), count)
-        yield order[place * size : (place + 1) * size]
+        yield order[cuts[place] : cuts[place + 1]]
 
 
 def descend(flat: Flat, state: optim.State, training: Training, step: int) -> None:
-    """One step along the gradient that ``flat`` holds, on the cosine schedule."""
+    """One step along the gradient that ``flat`` holds, at the schedule's rate."""
     rule = training.rule
-    lr = rule.lr * optim.cosine(step, training.steps)
+    lr = rule.lr * training.schedule(step, training.steps)
     flat.params.add_(optim.step(rule, state, flat.params, flat.gradient, lr, flat.layers))

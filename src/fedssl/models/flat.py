@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one parameter or buffer lies in the vector, and the module that owns it."""
+
+    owner: nn.Module
+    name: str
+    start: int
+    stop: int
+    shape: torch.Size
 
 
 class Flat:
@@ -23,50 +34,60 @@ class Flat:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        tensors = list(module.parameters())
-        self.layers: list[torch.Size] = [p.shape for p in tensors]
-        self.parameters = sum(p.numel() for p in tensors)
-        buffers = list(_float_buffers(module))
-        self.vector = torch.cat(
-            [t.detach().reshape(-1) for t in [*tensors, *(m._buffers[n] for m, n in buffers)]]  # type: ignore[union-attr]
-        )
+        self.spans = list(_spans(module))
+        params = list(module.parameters())
+        self.layers: list[torch.Size] = [p.shape for p in params]
+        self.parameters = sum(p.numel() for p in params)
+        self.vector = torch.cat([_tensor(s).detach().reshape(-1) for s in self.spans])
         self.gradient = torch.zeros_like(self.vector[: self.parameters])
-        start = 0
-        for p in tensors:
-            stop = start + p.numel()
-            p.data = self.vector[start:stop].view(p.shape)
-            p.grad = self.gradient[start:stop].view(p.shape)
-            start = stop
-        for owner, name in buffers:
-            shape = owner._buffers[name].shape  # type: ignore[union-attr]
-            stop = start + math.prod(shape)
-            owner._buffers[name] = self.vector[start:stop].view(shape)
-            start = stop
+        for span in self.spans:
+            view = self.vector[span.start : span.stop].view(span.shape)
+            tensor = _tensor(span)
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = view
+                tensor.grad = self.gradient[span.start : span.stop].view(span.shape)
+            else:
+                span.owner._buffers[_last(span)] = view
 
     @property
     def params(self) -> Tensor:
         """The part of the vector that is learned."""
         return self.vector[: self.parameters]
 
+    def of(self, *kinds: type[nn.Module]) -> list[Span]:
+        """The parameters and buffers that modules of these types own."""
+        return [span for span in self.spans if isinstance(span.owner, kinds)]
+
     def named(self, vector: Tensor | None = None) -> dict[str, Tensor]:
         """The module's state by name, read from ``vector`` (laid out as ours) or from our own."""
         source = self.vector if vector is None else vector
-        out: dict[str, Tensor] = {}
-        start = 0
-        named = [*self.module.named_parameters(), *self._named_buffers()]
-        for name, tensor in named:
-            stop = start + tensor.numel()
-            out[name] = source[start:stop].view(tensor.shape)
-            start = stop
-        return out
-
-    def _named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return ((n, b) for n, b in self.module.named_buffers() if b.is_floating_point())
+        return {s.name: source[s.start : s.stop].view(s.shape) for s in self.spans}
 
 
-def _float_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Owner and name of each float buffer; integer counters (batch norm's) are left alone."""
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                yield owner, name
+def positions(spans: Iterable[Span]) -> Tensor:
+    """The places of all numbers of some spans."""
+    ranges = [torch.arange(s.start, s.stop) for s in spans]
+    return torch.cat(ranges) if ranges else torch.arange(0)
+
+
+def _spans(module: nn.Module) -> Iterator[Span]:
+    """Parameters, then float buffers; integer counters (batch norm's) are left alone."""
+    start = 0
+    for kind in ("_parameters", "_buffers"):
+        for prefix, owner in module.named_modules():
+            for name, tensor in getattr(owner, kind).items():
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                yield Span(owner, full, start, start + tensor.numel(), tensor.shape)
+                start += tensor.numel()
+
+
+def _last(span: Span) -> str:
+    return span.name.rpartition(".")[2]
+
+
+def _tensor(span: Span) -> Tensor:
+    tensor = getattr(span.owner, _last(span))
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import Norm
 
 MakeHead = Callable[[int, Norm], nn.Module]
+MakePredictor = Callable[[Norm], nn.Module | None]
 
 
 def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
@@ -48,11 +49,16 @@ class Tower(nn.Module):
 
 
 class Network(nn.Module):
-    """One tower for both inputs (Figure 1 a) or one for each (b and c)."""
+    """One tower for both inputs (Figure 1 a) or one for each (b and c).
 
-    def __init__(self, towers: list[Tower]) -> None:
+    BYOL and SimSiam put a predictor on each tower. Predictors come after all towers, so that the
+    towers' parameters are the first part of the flat vector: what a target network follows.
+    """
+
+    def __init__(self, towers: Iterable[nn.Module], predictors: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.towers = nn.ModuleList(towers)
+        self.predictors = nn.ModuleList(predictors)
         self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.modules())
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -63,17 +69,29 @@ class Network(nn.Module):
             return self.towers[0](torch.cat(inputs)).chunk(2)
         return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
 
+    def predict(self, encodings: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The predictions from encodings, or these themselves where there is no predictor."""
+        if not self.predictors:
+            return encodings
+        return tuple(self.predictors[i % len(self.predictors)](z) for i, z in enumerate(encodings))
+
 
 def build(
-    settings: Encoder, channels: tuple[int, ...], size: int, make_head: MakeHead, seed: int
+    settings: Encoder,
+    channels: tuple[int, ...],
+    size: int,
+    make_head: MakeHead,
+    seed: int,
+    make_predictor: MakePredictor | None = None,
 ) -> Network:
     """An initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
     norm = Norm(settings.norm, settings.groups)
     towers = []
+    made = [make_predictor(norm) for _ in range(settings.towers)] if make_predictor else []
     for i in range(settings.towers):
         body = make_encoder(settings, channels[i % len(channels)], size)
         towers.append(Tower(body, make_head(body.features, norm)))
-    network = Network(towers)
+    network = Network(towers, [p for p in made if p is not None])
     initialize(network, seed)
     if settings.init is not None:
         load_encoders(network, settings.init)

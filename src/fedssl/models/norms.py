@@ -8,8 +8,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.errors import UserError
+
+STATISTICS_MOMENTUM = 0.1  # share of a batch in batch norm's running statistics
+NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # what algorithm.norm_policy is about
 
 
 def standardize(weight: Tensor) -> Tensor:
@@ -59,13 +63,13 @@ class Norm:
     def after_conv(self, channels: int) -> nn.Module:
         """The norm of a feature map."""
         if self.kind == "batch":
-            return _uncounted(nn.BatchNorm2d(channels))
+            return _uncounted(nn.BatchNorm2d(channels, momentum=STATISTICS_MOMENTUM))
         return self._group(channels)
 
     def after_linear(self, channels: int) -> nn.Module:
         """The norm of a vector."""
         if self.kind == "batch":
-            return _uncounted(nn.BatchNorm1d(channels))
+            return _uncounted(nn.BatchNorm1d(channels, momentum=STATISTICS_MOMENTUM))
         if channels < 2 * self.groups:
             raise UserError(
                 f"encoder.groups={self.groups}: groups of a vector of {channels} would hold one "

@@ -18,6 +18,7 @@ from fedssl.models.norms import Norm
 
 Moments = dict[str, Tensor]
 Centre = dict[str, Tensor]
+Memory = dict[str, Tensor]
 
 
 class Objective(ABC):
@@ -27,17 +28,48 @@ class Objective(ABC):
     minimum: ClassVar[int] = 1  # samples without which the loss is not defined
     inputs: ClassVar[int] = 2  # how many views or modalities it looks at
     needs_labels: ClassVar[bool] = False
+    siamese: ClassVar[bool] = False  # whether the loss sees targets too, after the encodings
 
     def __init__(self, params: ObjectiveParams) -> None:
         self.params = params
+
+    @property
+    def momentum(self) -> float | None:
+        """Of a target network that follows the online one step by step; none: there is no such."""
+        return None
+
+    @property
+    def stop_gradient(self) -> bool:
+        """Whether targets are constants to the gradient."""
+        return True
+
+    def predictor(self, norm: Norm) -> nn.Module | None:
+        """What the online network has on top of the head, if anything."""
+        return None
+
+    def memory(self, like: Tensor) -> Memory:
+        """What a client remembers between steps and rounds, before its first one."""
+        return {}
+
+    def remember(self, memory: Memory, encodings: tuple[Tensor, ...]) -> None:
+        """Take a step's encodings into the memory, in place."""
+        return
 
     @abstractmethod
     def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
         """The head between encoder and loss."""
 
     @abstractmethod
-    def loss(self, encodings: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
+    def loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
         """The loss of one batch: a pure function."""
+
+
+def check_momentum(momentum: float) -> None:
+    """Refuse what is no share."""
+    if not 0 <= momentum <= 1:
+        raise UserError(f"objective.momentum={momentum}: must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -98,7 +130,9 @@ class MomentObjective(Dual):
     def loss_of(self, moments: Moments, centre: Centre) -> Tensor:
         """The loss as a function of moments."""
 
-    def loss(self, encodings: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
+    def loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
         """The loss of a batch from its own moments."""
         centre = self.centre(encodings)
         return self.loss_of(self.moments(encodings, centre), centre)

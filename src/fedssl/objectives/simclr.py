@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.errors import UserError
-from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.base import Dual, Memory, ProjectorParams
 
 
 class SimCLR(Dual):
@@ -31,7 +31,9 @@ class SimCLR(Dual):
 
     params: Params
 
-    def loss(self, encodings: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
+    def loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
         """The mean over both directions of −log softmax of the partner's similarity."""
         z = F.normalize(torch.cat(encodings), dim=1)
         similarity = z @ z.T / self.params.temperature

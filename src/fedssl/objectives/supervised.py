@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Objective
+from fedssl.objectives.base import Memory, Objective
 
 
 class Supervised(Objective):
@@ -26,7 +26,9 @@ class Supervised(Objective):
         """The classifier."""
         return nn.Linear(features, classes)
 
-    def loss(self, encodings: tuple[Tensor, ...], labels: Tensor | None) -> Tensor:
+    def loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
         """The mean cross-entropy."""
         assert labels is not None
         return F.cross_entropy(encodings[0], labels)

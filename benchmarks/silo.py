@@ -1,0 +1,218 @@
+"""What federation costs when clients train for epochs, as ratios of things run in turn.
+
+    python benchmarks/silo.py [--algorithm fedema] [--objective byol] [--clients 5]
+        [--samples 1024] [--batch 64] [--encoder tiny] [--width 256] [--device cpu]
+        [--precision fp32] [--compile]
+
+Rows: a federated round of one local epoch; the same images as one epoch of centralized training,
+through our engine; and as a bare PyTorch loop of the same step with torch.optim. Then what it takes
+to switch clients: states in and out, networks loaded and averaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from fedssl import config as configuration
+from fedssl.algorithms.base import Server
+from fedssl.config import Config
+from fedssl.data.augment import Augmentation
+from fedssl.data.dataset import Groups, Split
+from fedssl.data.random import key, mix
+from fedssl.engines.local import LocalEngine
+from fedssl.models.network import Network
+from fedssl.session import build_network, pooled
+from fedssl.workspace import Workspace
+
+PIXELS = 32
+
+
+def made(count: int) -> Split:
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, 3, PIXELS, PIXELS)
+    return Split((torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator),))
+
+
+def engine_of(
+    config: Config, split: Split, groups: Groups, compiled: bool
+) -> tuple[LocalEngine, Server]:
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    algorithm = configuration.variant("algorithm", config.algorithm.name)
+    if algorithm.pools_data:
+        config, groups = pooled(config, groups, len(groups))
+    network = build_network(config, objective, (3,), PIXELS, 0)
+    augmentation = Augmentation.from_config(config.augment, 3, (PIXELS, PIXELS))
+    work = Workspace(config, network, objective, augmentation, split, torch.device(config.device))
+    work.compiles = compiled
+    engine = LocalEngine(work, algorithm(config.algorithm, objective), groups)
+    return engine, Server(work)
+
+
+def rounds_of(engine: LocalEngine, server: Server) -> Callable[[], None]:
+    ids = np.arange(len(engine.groups))
+
+    def one() -> None:
+        engine.algorithm.round(server, engine.cohort(ids, server.round))
+        server.round += 1
+        float(server.log["loss"])
+
+    return one
+
+
+def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
+    """One epoch over everything, as a script without a framework would write it."""
+    work = engine.work
+    network, objective = copy.deepcopy(work.network), work.objective
+    follows = objective.momentum is not None
+    target = Network(copy.deepcopy(list(network.towers))) if follows else None
+    rule, images = work.config.client, work.images[0]
+
+    def one() -> None:
+        optimizer = torch.optim.SGD(
+            network.parameters(), rule.lr, rule.momentum, weight_decay=rule.weight_decay
+        )
+        order = torch.randperm(len(images), device=images.device)
+        total = torch.zeros((), device=images.device)
+        for chosen in order.split(batch):
+            if len(chosen) < batch:
+                break
+            state = mix(key(0, "augment", 0), chosen)
+            views = tuple(
+                work.augmentation.views(images[chosen], state, view, work.dtype) for view in (0, 1)
+            )
+            with work._autocast():
+                z = network(views)
+                encodings = network.predict(z)
+                if target is not None:
+                    with torch.no_grad():
+                        encodings += target(views)
+                elif objective.siamese:
+                    encodings += z
+            loss = objective.loss(tuple(e.float() for e in encodings), None, work.memory)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if target is not None and objective.momentum is not None:
+                with torch.no_grad():
+                    for t, o in zip(target.parameters(), network.parameters(), strict=False):
+                        t.lerp_(o, 1 - objective.momentum)
+            objective.remember(work.memory, encodings)
+            total += loss.detach()
+        float(total)
+
+    return one
+
+
+def switch(engine: LocalEngine, server: Server) -> Callable[[], None]:
+    """A round in which every client takes no step: all that is not training."""
+    ids = np.arange(len(engine.groups))
+    client = type(engine.client(ids[:1], 0, remember=False))
+    train = client._steps, client._replay
+
+    def nothing(self: object, start: torch.Tensor, keep: object, *rest: object) -> object:
+        engine.work.load(start)
+        engine.work.begin(start, keep)  # type: ignore[arg-type]
+        zero = start.new_zeros(())
+        return zero if engine.work.compiles else (zero, zero)
+
+    def one() -> None:
+        client._steps = client._replay = nothing  # type: ignore[assignment, method-assign]
+        try:
+            engine.algorithm.round(server, engine.cohort(ids, server.round))
+        finally:
+            client._steps, client._replay = train  # type: ignore[method-assign]
+        server.round += 1
+        float(server.log["loss"])
+
+    return one
+
+
+def heads(objective: str, width: int) -> dict[str, object]:
+    """The objective with heads of [width, width / 2]."""
+    widths = [width, width // 2]
+    predictor = {"predictor": widths} if objective in ("byol", "simsiam") else {}
+    return {"name": objective, "projector": widths, **predictor}
+
+
+def seconds(work: Callable[[], None], device: str) -> float:
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--algorithm", default="fedema")
+    parser.add_argument("--objective", default="byol")
+    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--encoder", default="tiny")
+    parser.add_argument("--width", type=int, default=256, help="of the heads; the paper's is 4096")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    o = parser.parse_args()
+
+    torch.set_num_threads(2)
+    tree = {
+        "augment": {"name": "fedema"},
+        "encoder": {"name": o.encoder, "norm": "batch"},
+        "objective": heads(o.objective, o.width),
+        "algorithm": {"name": o.algorithm, "local_epochs": 1, "batch": o.batch},
+        "client": {"lr": 0.032, "momentum": 0.9, "weight_decay": 5e-4},
+        "server": {"optimizer": "sgd", "lr": 1.0},
+        "device": o.device,
+        "precision": o.precision,
+        "rounds": 1_000_000,
+    }
+    base = configuration.build(tree)
+    images = o.clients * o.samples
+    groups = Groups(np.arange(images), np.arange(o.clients + 1) * o.samples)
+    split = made(images)
+    federated = engine_of(base, split, groups, o.compile)
+    central = engine_of(configuration.with_algorithm(base, "centralized"), split, groups, o.compile)
+    rows = {
+        "federated round": rounds_of(*federated),
+        "centralized": rounds_of(*central),
+        "bare loop": bare_loop(central[0], o.batch),
+        "switching clients": switch(*federated),
+    }
+    for work in rows.values():
+        seconds(work, o.device)  # the first call allocates and compiles
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(o.repeats):
+        for name, work in rows.items():
+            times[name].append(seconds(work, o.device))
+    print(
+        f"{o.algorithm}, {o.objective}, {o.clients} clients of {o.samples}, batch {o.batch}, "
+        f"{o.encoder}, {o.device}, {o.precision}{', compiled' if o.compile else ''}"
+    )
+    for name, values in times.items():
+        took = statistics.median(values)
+        rate = "" if name.startswith("switching") else f"{images / took:10,.0f} images/s"
+        print(f"  {name:<18} {1000 * took:9.1f} ms {rate}")
+
+    def ratio(first: str, second: str) -> float:
+        # Of things timed right after each other, so that a busy moment of the machine hits both.
+        return statistics.median(b / a for a, b in zip(times[first], times[second], strict=True))
+
+    print(f"rate: federated / centralized   {ratio('federated round', 'centralized'):.3f}"
+          "   (at least 0.95)")  # fmt: skip
+    print(f"rate: federated / bare loop     {ratio('federated round', 'bare loop'):.3f}")
+    share = 100 / ratio("switching clients", "federated round")
+    print(f"switching clients / local epoch {share:.2f} % (of {o.samples} images)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Personal models beside the global one (the second paper's Algorithm 1; Ditto, Li et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from fedssl.algorithms.fedavg import FedAvg
+from fedssl.client import Client
+from fedssl.errors import UserError
+from fedssl.trees import Tree
+from fedssl.workspace import Pull, Workspace
+
+
+class Ditto(FedAvg):
+    """FedAvg, and each client trains a model v_k of its own on l_k(v) + λ/2 ‖v − w‖² (Eq. 9).
+
+    The global model's path does not depend on λ. At λ = 0 the personal models are those of clients
+    that train alone. A personal model has its own target network and memory.
+    """
+
+    judges = "personal"
+    personal = ("personal", "weights")
+
+    @dataclass(frozen=True)
+    class Params(FedAvg.Params):
+        """``lambda``: how strongly personal models are held to the global one."""
+
+        lambda_: float = 0.1
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.lambda_ < float("inf"):
+                raise UserError(f"algorithm.lambda={self.lambda_}: must not be negative")
+
+    params: Params
+
+    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+        """The global model's change; the personal model stays."""
+        anchor = client.open(received)
+        self.personalize(client, anchor)
+        return super().train(client, received)
+
+    def personalize(self, client: Client, anchor: Tensor) -> None:
+        """v ← v − η ∇h(v; w) for the round's local steps."""
+        keep: dict[str, Any] = dict(cast("dict[str, Tree]", client.state.get("personal", {})))
+        start = keep.get("weights", client.work.initial)
+        pull = Pull(self.params.lambda_, anchor) if self.params.lambda_ else None
+        keep["weights"] = client.train(start, keep, pull=pull).weights
+        client.state["personal"] = keep
+
+    def exact_on_union(self, work: Workspace) -> bool:
+        """Every client has a model of its own."""
+        return False

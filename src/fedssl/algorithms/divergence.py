@@ -1,0 +1,86 @@
+"""How far a client's network has gone its own way: what FedU and FedEMA decide by."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedssl.algorithms.base import Algorithm, Cohort, Server
+from fedssl.client import Client, Trained
+from fedssl.config import AlgorithmParams
+from fedssl.models.flat import Flat
+from fedssl.trees import Tree
+
+
+@dataclass(frozen=True)
+class DivergenceParams(AlgorithmParams):
+    """``divergence``: what is measured.
+
+    ``drift`` is how far the client's last local training moved its own network: the mean over
+    convolution layers of the L2 norm, as the reference implementation has it. ``distance`` is Eq. 3
+    as printed: the L2 norm between the new global and the client's last online encoder (projector
+    included, appendix B.2).
+    """
+
+    divergence: Literal["drift", "distance"] = "drift"
+
+
+class DivergenceAware(Algorithm):
+    """Clients mix the global network with their own last one, by how far they diverge."""
+
+    Params: ClassVar[type[AlgorithmParams]] = DivergenceParams
+    params: DivergenceParams
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """The model goes as in FedAvg; each client's own measures go beside it, for the log."""
+        server.apply(cohort.mean("train", server.sent))
+        server.note(cohort.gather("report", log=True))
+
+    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+        """The change that local training makes, from the mixture that the client starts at."""
+        trained = client.train(self.start(client, client.open(received)), client.state)
+        client.state["network"] = trained.weights
+        client.state["trained"] = torch.tensor(client.round)
+        if self.params.divergence == "drift":
+            client.state["drift"] = drift(client.work.flat, trained)
+        return client.reply(trained, received)
+
+    @abstractmethod
+    def start(self, client: Client, network: Tensor) -> Tensor:
+        """Where a client starts, given the global network."""
+
+    @abstractmethod
+    def report(self, client: Client) -> dict[str, Tensor]:
+        """Numbers for the log."""
+
+    def divergence(self, client: Client, network: Tensor) -> Tensor | None:
+        """Between the client and the global network; none before the client's first round."""
+        if "network" not in client.state:
+            return None
+        if self.params.divergence == "drift":
+            return cast(Tensor, client.state["drift"]).cpu()
+        n = towers(client.work.flat)
+        return torch.linalg.vector_norm(network[:n] - own(client)[:n]).cpu()
+
+
+def own(client: Client) -> Tensor:
+    """The client's online network after its last local training."""
+    return cast(Tensor, client.state["network"])
+
+
+def towers(flat: Flat) -> int:
+    """How many parameters the encoders and their projectors have; the predictors' come after."""
+    predictors = flat.module.predictors
+    assert isinstance(predictors, nn.ModuleList)
+    return flat.parameters - sum(p.numel() for p in predictors.parameters())
+
+
+def drift(flat: Flat, trained: Trained) -> Tensor:
+    """The mean over convolution layers of the L2 norm of what training changed."""
+    change = trained.weights - trained.start
+    norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in flat.of(nn.Conv2d)]
+    return torch.stack(norms).mean()

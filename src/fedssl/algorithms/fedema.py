@@ -1,0 +1,123 @@
+"""Divergence-aware exponential moving average updates (FedEMA paper, section 4, Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from fedssl.algorithms.base import Cohort, Server
+from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
+from fedssl.algorithms.fedu import require_predictor
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams
+from fedssl.errors import UserError
+from fedssl.objectives.base import Objective
+
+
+class FedEMA(DivergenceAware):
+    """Clients start a round at μ · own + (1 − μ) · global, with μ = min(λ_k · divergence, 1).
+
+    The autoscaler sets λ_k = τ / (the client's first divergence), so that its first such update
+    has μ = τ. The paper's server computes λ_k; here the client does, from the same numbers, so that
+    no client's own network is seen by the server. A client that was not in the round before starts
+    from the global network, target network included (lines 13 and 14).
+    """
+
+    @dataclass(frozen=True)
+    class Params(DivergenceParams):
+        """``lambda``: a number, or auto (with ``tau``); ``decay``: a constant μ in its place.
+
+        ``decay`` may be one value, or two: for the encoder and for the predictor (Figure 10b).
+        ``parts``: what the average is applied to (Figure 5).
+        """
+
+        lambda_: float | Literal["auto"] = "auto"
+        tau: float = 0.7
+        decay: tuple[float, ...] | None = None
+        parts: Literal["both", "encoder", "predictor"] = "both"
+
+        def __post_init__(self) -> None:
+            if self.lambda_ != "auto" and not 0 <= self.lambda_ < float("inf"):
+                raise UserError(f"algorithm.lambda={self.lambda_}: must not be negative, or auto")
+            if not 0 <= self.tau <= 1:
+                raise UserError(
+                    f"algorithm.tau={self.tau}: μ of a client's first update, so between 0 and 1"
+                )
+            self._check_decay()
+
+        def _check_decay(self) -> None:
+            if self.decay is None:
+                return
+            if len(self.decay) not in (1, 2) or not all(0 <= d <= 1 for d in self.decay):
+                raise UserError(
+                    f"algorithm.decay={list(self.decay)}: expected one value between 0 and 1, or "
+                    "two: for the encoder and for the predictor"
+                )
+            if self.lambda_ != "auto":
+                raise UserError(
+                    f"algorithm.decay={list(self.decay)}: a constant μ leaves nothing for "
+                    f"algorithm.lambda={self.lambda_} to do; give one of the two"
+                )
+
+    params: Params
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        if self.params.parts == "predictor":
+            require_predictor(objective, "algorithm.parts=predictor")
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """As above; clients that never meet again are worth a word."""
+        super().round(server, cohort)
+        stuck = all(mu == 1 for mu in server.clients["mu"].values())
+        before = "stuck" in server.state
+        server.state = {"stuck": torch.ones(())} if stuck else {}
+        if stuck and before:
+            server.warnings.append(
+                "μ is 1 for every client, twice in a row: the global model is not used any more; "
+                "lower algorithm.lambda or algorithm.tau, or use algorithm.divergence=drift"
+            )
+
+    def start(self, client: Client, network: Tensor) -> Tensor:
+        """Eq. 1 and 2; buffers are the global network's."""
+        divergence = self.divergence(client, network)
+        if divergence is not None:
+            client.state.setdefault("first", divergence.clone())
+        last = cast("Tensor | None", client.state.get("trained"))
+        if divergence is None or last is None or int(last) != client.round - 1:
+            client.state.pop("target", None)
+            client.state["mu"] = torch.tensor(0.0)
+            client.state.pop("divergence", None)
+            return network
+        mu = self.mu(client, float(divergence))
+        client.state["mu"] = torch.tensor(mu[0], dtype=torch.float64)
+        client.state["divergence"] = divergence
+        n, end = towers(client.work.flat), client.work.flat.parameters
+        mixed = network.clone()
+        for part, weight in ((slice(0, n), mu[0]), (slice(n, end), mu[1])):
+            mixed[part] = weight * own(client)[part] + (1 - weight) * network[part]
+        return mixed
+
+    def mu(self, client: Client, divergence: float) -> tuple[float, float]:
+        """Eq. 3, for the encoder and for the predictor."""
+        p = self.params
+        if p.decay is not None:
+            both = (p.decay[0], p.decay[-1])
+        elif p.lambda_ == "auto":
+            # τ/d₁ · d, in this order: at the first divergence d₁ it is τ to the last bit.
+            first = float(cast(Tensor, client.state["first"]))
+            both = (min(p.tau * (divergence / first), 1.0) if first else 0.0,) * 2
+        else:
+            both = (min(p.lambda_ * divergence, 1.0),) * 2
+        return both[0] * (p.parts != "predictor"), both[1] * (p.parts != "encoder")
+
+    def report(self, client: Client) -> dict[str, Tensor]:
+        """μ and the divergence that it came from."""
+        unknown = torch.tensor(torch.nan)
+        return {
+            "mu": cast(Tensor, client.state["mu"]),
+            "divergence": cast(Tensor, client.state.get("divergence", unknown)),
+        }

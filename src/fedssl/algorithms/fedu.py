@@ -1,0 +1,69 @@
+"""FedU (Zhuang et al. 2021): BYOL whose predictor is replaced only while a client stays near."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams
+from fedssl.errors import UserError
+from fedssl.objectives.base import Objective
+
+
+class FedU(DivergenceAware):
+    """The global encoder replaces the online one; the predictor goes by the divergence.
+
+    A client whose divergence reaches the threshold keeps its own predictor. The target network
+    stays with the client.
+    """
+
+    @dataclass(frozen=True)
+    class Params(DivergenceParams):
+        """``threshold`` of the divergence (0.4 in the reference implementation)."""
+
+        threshold: float = 0.4
+
+        def __post_init__(self) -> None:
+            if self.threshold < 0:
+                raise UserError(f"algorithm.threshold={self.threshold}: must not be negative")
+
+    params: Params
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        require_predictor(objective, "algorithm.name=fedu")
+
+    def start(self, client: Client, network: Tensor) -> Tensor:
+        """Its own predictor, or the global one."""
+        divergence = self.divergence(client, network)
+        client.state["kept"] = torch.tensor(0.0)
+        if divergence is None:
+            return network
+        client.state["divergence"] = divergence
+        if float(divergence) < self.params.threshold:
+            return network
+        client.state["kept"] = torch.tensor(1.0)
+        n, end = towers(client.work.flat), client.work.flat.parameters
+        return torch.cat((network[:n], own(client)[n:end], network[end:]))
+
+    def report(self, client: Client) -> dict[str, Tensor]:
+        """The divergence, and whether the client kept its own predictor."""
+        state, unknown = client.state, torch.tensor(torch.nan)
+        return {
+            "divergence": state.get("divergence", unknown),  # type: ignore[dict-item]
+            "kept_predictor": state["kept"],  # type: ignore[dict-item]
+        }
+
+
+def require_predictor(objective: Objective, key: str) -> None:
+    """Refuse an objective without a predictor, or with its predictor switched off."""
+    if getattr(objective.params, "predictor", "off") == "off":
+        raise UserError(
+            f"{key}: acts on the predictor, and objective.name={objective.params.name} has none"
+            + (" (objective.predictor=off)" if hasattr(objective.params, "predictor") else "")
+            + "; use objective.name=byol or simsiam"
+        )

@@ -1,0 +1,88 @@
+"""Momentum contrast (He et al. 2020, Chen et al. 2020b): negatives from a queue of earlier keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.errors import UserError
+from fedssl.objectives.base import Dual, Memory, ProjectorParams, check_momentum
+
+TEMPERATURES = {1: 0.07, 2: 0.2}
+
+
+class MoCo(Dual):
+    """Each query picks its own key out of the queue's; both views are query once (symmetric)."""
+
+    siamese = True
+
+    @dataclass(frozen=True)
+    class Params(ProjectorParams):
+        """As in the FedEMA paper; ``version`` sets the temperature (0.07 or 0.2) if none is given.
+
+        The versions' augmentations are ``augment.name=moco-v1`` and ``fedema``.
+        """
+
+        projector: tuple[int, ...] = (4096, 2048)
+        version: Literal[1, 2] = 2
+        temperature: float | None = None
+        momentum: float = 0.99
+        queue: int = 4096
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_momentum(self.momentum)
+            if self.temperature is not None and self.temperature <= 0:
+                raise UserError(f"objective.temperature={self.temperature}: must be above 0")
+            if self.queue < 1:
+                raise UserError(f"objective.queue={self.queue}: must be at least 1 key")
+
+    params: Params
+
+    @property
+    def momentum(self) -> float:
+        """Of the key network."""
+        return self.params.momentum
+
+    @property
+    def temperature(self) -> float:
+        """As given, or the version's."""
+        given = self.params.temperature
+        return TEMPERATURES[self.params.version] if given is None else given
+
+    def memory(self, like: Tensor) -> Memory:
+        """An empty queue; ``seen`` counts the keys that ever entered it."""
+        return {
+            "queue": like.new_zeros(self.params.queue, self.params.projector[-1]),
+            "seen": torch.zeros((), dtype=torch.int64, device=like.device),
+        }
+
+    def loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
+        """The sum of both directions' cross-entropy (He et al. 2020, Eq. 1)."""
+        assert memory is not None
+        q1, q2, k1, k2 = (F.normalize(e, dim=1) for e in encodings)
+        return self._against(q1, k2, memory) + self._against(q2, k1, memory)
+
+    def _against(self, query: Tensor, key: Tensor, memory: Memory) -> Tensor:
+        queue = memory["queue"]
+        positive = (query * key).sum(1, keepdim=True)
+        places = torch.arange(len(queue), device=queue.device)
+        empty = places >= memory["seen"]
+        negative = (query @ queue.T).masked_fill(empty, -torch.inf)
+        logits = torch.cat((positive, negative), dim=1) / self.temperature
+        return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
+
+    def remember(self, memory: Memory, encodings: tuple[Tensor, ...]) -> None:
+        """Both views' keys enter; the oldest leave, so that the last K are always there."""
+        keys = F.normalize(torch.cat(encodings[2:]).detach(), dim=1)
+        queue, seen = memory["queue"], memory["seen"]
+        skipped = max(0, len(keys) - len(queue))  # by a batch larger than the queue
+        arrival = torch.arange(skipped, len(keys), device=queue.device) + seen
+        queue.index_copy_(0, arrival % len(queue), keys[skipped:].to(queue.dtype))
+        seen += len(keys)

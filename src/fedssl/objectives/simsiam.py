@@ -1,0 +1,23 @@
+"""SimSiam (Chen and He 2021): the network is its own target."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedssl.objectives.base import Memory
+from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
+
+
+class SimSiam(Predictive):
+    """Predict the other view's projection, which is a constant to the gradient (Algorithm 1)."""
+
+    Params = PredictorParams
+
+    def loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+    ) -> Tensor:
+        """Minus the mean cosine over both directions."""
+        p1, p2, z1, z2 = encodings
+        if self.stop_gradient:
+            z1, z2 = z1.detach(), z2.detach()
+        return -(cosine(p1, z2) + cosine(p2, z1)) / 2

@@ -1,0 +1,253 @@
+"""Run every cell of a paper's table, and show what came out beside what the paper prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedssl import config, run, tables
+from fedssl.config import Config
+from fedssl.errors import TrainingError, UserError
+from fedssl.run import Interrupted as Interrupted
+
+ROOT = Path("runs") / "reproduce"
+# Keys that change neither what is trained nor how it is judged.
+FREE = ("about", "paper", "device", "checkpoint.", "engine.chunk")
+# Keys that a result may differ in and still be compared with the paper's.
+COMPARABLE = (
+    *FREE, "engine.", "data.root", "data.cache", "seed", "precision",
+    "evaluate.every", "evaluate.monitor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recipe: its settings here, its settings in the paper, and its folder."""
+
+    name: str
+    table: str  # the recipes that are shown together
+    row: str
+    column: str  # empty: a recipe with a file of its own
+    settings: Config
+    published: Config
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where its run is."""
+        return self.root / self.table / self.row / self.column
+
+    @property
+    def paper(self) -> dict[str, float]:
+        """The paper's numbers by measure."""
+        return dict(self.published.paper.get("results", {}))
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """Keys that make the result another one than the paper's."""
+        return _differences(self.published, self.settings, COMPARABLE)
+
+    def summary(self) -> dict[str, Any] | None:
+        """What the finished run reports; none: it is not finished."""
+        path = self.folder / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def record(self) -> dict[str, Any]:
+        """A line of table.jsonl: what was measured, and everything it depends on."""
+        summary = self.summary() or {}
+        return {
+            "recipe": self.name,
+            "row": self.published.paper.get("row", self.published.about),
+            "ours": {m: summary[m] for m in self.measures if m in summary},
+            "paper": self.paper,
+            "note": self.published.paper.get("note", ""),
+            "rounds": self.settings.rounds,
+            "paper_rounds": self.published.rounds,
+            "data": self.settings.data.name,
+            "paper_data": self.published.data.name,
+            "changed": self.changed,
+            **{key: summary.get(key) for key in ("seed", "device", "seconds", "torch", "fedssl")},
+            "folder": str(self.folder),
+        }
+
+    @property
+    def measures(self) -> list[str]:
+        """What is compared; where the paper prints no number, the first accuracy there is."""
+        if self.paper:
+            return list(self.paper)
+        found = [m for m in (self.summary() or {}).get("result", {}) if m.endswith("_top1")]
+        return found[:1]
+
+
+def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
+    """What there is to run; refuses, before the first run, whatever can be refused cheaply."""
+    share = _scale(scale)
+    root = out or (ROOT if share == 1 else ROOT / f"scale-{share:g}")
+    jobs = []
+    for name in config.matching(pattern):
+        recipe = config.read_recipe(name)
+        try:
+            settings = scaled(config.resolve(recipe, words), share)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        jobs.append(Job(name, *_place(name), settings, config.resolve(recipe), root))
+    for job in jobs:
+        _check_folder(job)
+    return jobs
+
+
+def work(jobs: Sequence[Job]) -> list[Job]:
+    """Run what is not finished; a run that diverges is said and passed over. Returns those."""
+    failed = []
+    for number, job in enumerate(jobs, 1):
+        label = f"[{number}/{len(jobs)}] {job.name}"
+        if job.summary() is not None:
+            print(f"{label}: finished before", file=sys.stderr)
+            _write(job)
+            continue
+        print(label, file=sys.stderr)
+        try:
+            run.run(job.settings, job.folder, resume=_started(job))
+        except TrainingError as error:
+            print(f"{label}: {error}", file=sys.stderr)
+            failed.append(job)
+        else:
+            _write(job)
+    return failed
+
+
+def scaled(settings: Config, share: float) -> Config:
+    """The same run with a share of its rounds, judged as often in between."""
+    every = settings.evaluate.every
+    evaluate = dataclasses.replace(settings.evaluate, every=every and max(1, round(every * share)))
+    rounds = max(1, round(settings.rounds * share)) if settings.rounds else 0
+    return dataclasses.replace(settings, rounds=rounds, evaluate=evaluate)
+
+
+def report(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
+    """For each table: its name, ours beside the paper's, and in what they differ."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.table, []).append(job)
+    blocks = []
+    for name, group in groups.items():
+        known = config.table(group[0].name)
+        head = name or "recipes" if known is None else f"{known.title}: {known.about}"
+        folder = str(group[0].root / name)
+        blocks.append("\n".join([head, _grid(group), *_caption(group, words), folder]))
+    return "\n\n".join(blocks)
+
+
+def _grid(jobs: Sequence[Job]) -> str:
+    """Rows and columns, the longer side downwards."""
+    cells: dict[tuple[str, str], str] = {}
+    for job in jobs:
+        for measure in job.measures or [""]:
+            label = ", ".join(filter(None, (job.column, _label(job, measure))))
+            cells[job.row, label] = _cell(job, measure)
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    if len(columns) > len(rows):
+        rows, columns = columns, rows
+        cells = {(column, row): text for (row, column), text in cells.items()}
+    body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
+    return tables.align([["ours (paper's)", *columns], *body])
+
+
+def _label(job: Job, measure: str) -> str:
+    """A measure's name where the column alone does not say what is meant."""
+    return "" if job.column and len(job.measures) < 2 else tables.title(measure)
+
+
+def _cell(job: Job, measure: str) -> str:
+    """Only what was measured: a run that came to no end has no number."""
+    summary = job.summary()
+    if summary is None:
+        ours = "failed"
+    elif summary.get(measure) is None:
+        ours = "not reached" if measure.startswith("rounds_to") else "–"
+    else:
+        ours = f"{summary[measure]:.0f}" if "rounds_to" in measure else f"{summary[measure]:.2f}"
+    return f"{ours} ({job.paper.get(measure, '–')})"
+
+
+def _caption(jobs: Sequence[Job], words: Sequence[str]) -> list[str]:
+    """In what these runs differ from the paper's."""
+    reasons = [
+        *_unlike(jobs, lambda s: s.rounds, "{} of {} rounds"),
+        *_unlike(jobs, lambda s: s.data.name, "data {} for {}"),
+    ]
+    other = dict.fromkeys(k for j in jobs for k in j.changed if k not in ("rounds", "data.name"))
+    if other:
+        reasons.append("other " + ", ".join(other))
+    lines = [f"{'; '.join(reasons)}: not comparable with the paper's numbers"] if reasons else []
+    return lines + ([f"with {' '.join(words)}"] if words else [])
+
+
+def _unlike(jobs: Sequence[Job], value: Any, text: str) -> Iterable[str]:
+    pairs = dict.fromkeys((value(j.settings), value(j.published)) for j in jobs)
+    return [text.format(ours, papers) for ours, papers in pairs if ours != papers]
+
+
+def _scale(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(f"--scale={text}: expected a share of the rounds, above 0 and at most 1")
+    return share
+
+
+def _place(name: str) -> tuple[str, str, str]:
+    """Table, row and column of a recipe; one with a file of its own is a row of its folder."""
+    table = config.table(name)
+    if table is None:
+        folder, _, stem = name.removesuffix(".yaml").rpartition("/")
+        return "" if name.endswith(".yaml") else folder, stem, ""
+    row, column = name.removeprefix(table.file + "/").split("/")
+    # Of a path only the file's own name: the runs go below --out, wherever the table is.
+    file = Path(table.file).stem if table.file.endswith(".yaml") else table.file
+    return file, row, column
+
+
+def _started(job: Job) -> bool:
+    return (job.folder / "config.yaml").exists()
+
+
+def _check_folder(job: Job) -> None:
+    """A folder that holds a run holds this one."""
+    if not _started(job):
+        return
+    before = config.build(config.read_yaml(job.folder / "config.yaml"))
+    for key in _differences(before, job.settings, FREE):
+        old, new = (config.flat(config.to_tree(c)).get(key) for c in (before, job.settings))
+        raise UserError(
+            f"{key}={new}: the run in {job.folder} has {old}; choose another folder with --out, "
+            "or remove that one"
+        )
+
+
+def _differences(a: Config, b: Config, free: tuple[str, ...]) -> list[str]:
+    """Keys in which two configurations differ, but for those that do not matter."""
+    left, right = (config.flat(config.to_tree(c)) for c in (a, b))
+    return [
+        key
+        for key in {**left, **right}
+        if left.get(key) != right.get(key) and not key.startswith(free)
+    ]
+
+
+def _write(job: Job) -> None:
+    """Put a finished run's line into its table's file, in the place of an older one."""
+    path = job.root / job.table / "table.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = {row["recipe"]: row for row in map(json.loads, lines)}
+    rows[job.name] = job.record()
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+    run.write_text(path, text)

@@ -1,0 +1,276 @@
+"""The one network of a process, and the training step that every client's work goes through."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl import optim
+from fedssl.config import Config
+from fedssl.data.augment import Augmentation
+from fedssl.data.dataset import Split
+from fedssl.models.flat import Flat, positions
+from fedssl.models.network import Network
+from fedssl.models.norms import NORMS
+from fedssl.objectives.base import Memory, Objective
+from fedssl.plan import Plan
+from fedssl.trees import Tree
+
+PairLoss = Callable[[tuple[Tensor, ...], Tensor | None, Memory | None], Tensor]
+State = dict[str, Tree]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch after the network, labels if there are any, and whose samples they are.
+
+    Encodings are F and G, and for Siamese objectives what these are compared with.
+    """
+
+    encodings: tuple[Tensor, ...]
+    labels: Tensor | None
+    sizes: NDArray[np.int64]  # samples of each client, in order; one entry for a single client
+    memory: Memory = field(default_factory=dict)  # the objective's, of a single client
+
+    def within(self, loss: PairLoss) -> Tensor:
+        """Each client's own ``loss``, averaged by samples: what FedAvg of one step descends.
+
+        A merged cohort goes through the network as one batch and is taken apart here: clients of
+        the same size are one vectorized call.
+        """
+        if len(self.sizes) == 1:
+            return loss(self.encodings, self.labels, self.memory)
+        total = self.encodings[0].new_zeros(())
+        starts = np.cumsum(self.sizes) - self.sizes
+        for size in np.unique(self.sizes):
+            rows = starts[self.sizes == size][:, None] + np.arange(size)
+            index = torch.from_numpy(rows).to(self.encodings[0].device)
+            encodings = tuple(e[index] for e in self.encodings)
+            if self.labels is None:
+                losses = torch.vmap(lambda *e: loss(e, None, None))(*encodings)
+            else:
+                losses = torch.vmap(lambda y, *e: loss(e, y, None))(self.labels[index], *encodings)
+            total = total + losses.sum() * float(size)
+        return total / float(self.sizes.sum())
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A proximal term weight/2 ‖v − anchor‖² on the parameters (Eq. 9 of the second paper)."""
+
+    weight: float
+    anchor: Tensor
+
+
+class Workspace:
+    """The one network of this process, which every client's work goes through.
+
+    All that training changes lives in tensors that stay in place: the flat vectors of the network
+    and of its target, the optimizer's state, the objective's memory. Switching clients copies
+    values into them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        network: Network,
+        objective: Objective,
+        augmentation: Augmentation,
+        split: Split,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.objective = objective
+        self.augmentation = augmentation
+        self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
+        self.network = network.to(device=device, dtype=self.dtype).train()
+        self.target: Flat | None = None
+        if objective.momentum is not None:
+            self.target = Flat(Network(copy.deepcopy(list(self.network.towers))))
+        self.flat = Flat(self.network)
+        self.device = device
+        self.images = tuple(images.to(device) for images in split.images)
+        labels = split.labels if objective.needs_labels else None
+        self.labels = labels.to(device) if labels is not None else None
+        self.plan = Plan.from_config(config.algorithm, config.seed)
+        self.initial = self.flat.vector.clone()
+        self.loads = 0
+        self.memory = objective.memory(self.initial)
+        self.rule_state = optim.start(config.client, self.flat.params)
+        self.target_state: optim.State = {}
+        if self.target is not None and not objective.stop_gradient:
+            self.target_state = optim.start(config.client, self.target.params)
+        self.compiles = False
+        self._replays: dict[tuple[int, float | None], Replay] = {}
+        # Places of the numbers that stay with a client (FedBN), and of those that are sent.
+        self.kept: Tensor | None = None
+        self.shared: Tensor | None = None
+        if config.algorithm.norm_policy == "local":
+            sent = torch.ones(len(self.initial), dtype=torch.bool)
+            sent[positions(self.flat.of(*NORMS))] = False
+            self.kept, self.shared = (chosen.nonzero()[:, 0].to(device) for chosen in (~sent, sent))
+
+    @property
+    def stateful(self) -> bool:
+        """Whether training leaves something with the client that the next round needs."""
+        return self.target is not None or bool(self.memory) or self.kept is not None
+
+    def load(self, weights: Tensor) -> None:
+        """Put ``weights`` into the network."""
+        self.flat.vector.copy_(weights)
+        self.loads += 1
+
+    def begin(self, weights: Tensor, keep: State) -> None:
+        """Before a client trains: its target and memory in place, a fresh optimizer.
+
+        A client without a target network of its own starts it from ``weights``.
+        """
+        if self.target is not None:
+            own = keep.get("target", weights[: self.target.parameters])
+            self.target.params.copy_(cast(Tensor, own))
+        if self.memory:
+            before = cast(Memory, keep.get("memory") or self.objective.memory(self.initial))
+            for name, tensor in self.memory.items():
+                tensor.copy_(before[name])
+        for state in (self.rule_state, self.target_state):
+            for tensor in state.values():
+                tensor.zero_()
+
+    def end(self, keep: State) -> None:
+        """After it: what stays with the client."""
+        if self.target is not None:
+            keep["target"] = self.target.params.clone()
+        if self.memory:
+            keep["memory"] = {name: tensor.clone() for name, tensor in self.memory.items()}
+
+    def look(
+        self, members: Tensor, state: Tensor, sizes: NDArray[np.int64] | None = None
+    ) -> Encoded:
+        """Some samples after augmentation and the network; ``state`` seeds each sample's views."""
+        inputs = tuple(
+            self.augmentation.views(
+                self.images[view % len(self.images)][members], state, view, self.dtype
+            )
+            for view in range(self.objective.inputs)
+        )
+        labels = None if self.labels is None else self.labels[members]
+        one = np.array([len(members)]) if sizes is None else sizes
+        return Encoded(self.encode(inputs), labels, one, self.memory)
+
+    def encode(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The network's encodings: bfloat16 inside if asked, at least float32 outside."""
+        with self._autocast():
+            projections = self.network(inputs)
+            encodings = self.network.predict(projections)
+            if self.objective.siamese:
+                encodings += projections if self.target is None else self._targets(inputs)
+        return tuple(e.to(self.dtype) for e in encodings)
+
+    def _targets(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.target is not None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
+            return cast("tuple[Tensor, ...]", self.target.module(inputs))
+
+    def descend(
+        self,
+        loss: Tensor,
+        encodings: tuple[Tensor, ...],
+        lr: float | Tensor,
+        pull: Pull | None = None,
+    ) -> Tensor:
+        """One step down ``loss`` of all that learns: the change of the network's parameters."""
+        flat, target, rule = self.flat, self.target, self.config.client
+        learning = None if self.objective.stop_gradient else target
+        flat.gradient.zero_()
+        if learning is not None:
+            learning.gradient.zero_()
+        loss.backward()
+        if pull is not None:
+            flat.gradient.add_(flat.params - pull.anchor[: flat.parameters], alpha=pull.weight)
+        delta = optim.step(rule, self.rule_state, flat.params, flat.gradient, lr, flat.layers)
+        flat.params.add_(delta)
+        if learning is not None:
+            state, own = self.target_state, learning.params
+            own.add_(optim.step(rule, state, own, learning.gradient, lr, learning.layers))
+        if target is not None and self.objective.momentum is not None:
+            target.params.lerp_(flat.params[: target.parameters], 1 - self.objective.momentum)
+        self.objective.remember(self.memory, encodings)
+        return delta
+
+    def replay(self, batch: int, pull: Pull | None) -> Replay:
+        """The compiled step for batches of one size: made once, reused for every client."""
+        weight = None if pull is None else pull.weight
+        if (batch, weight) not in self._replays:
+            self._replays[batch, weight] = Replay(self, batch, weight)
+        return self._replays[batch, weight]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.config.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+class Replay:
+    """One whole training step on tensors that stay in place.
+
+    Augmentation, passes and loss are compiled; on a GPU the step, with its backward pass and
+    its update, is also captured as a graph, so that a step is one call for the host.
+    """
+
+    def __init__(self, work: Workspace, batch: int, pull: float | None) -> None:
+        self.work = work
+        self.members = torch.zeros(batch, dtype=torch.int64, device=work.device)
+        self.state = torch.zeros_like(self.members)
+        self.lr = torch.zeros((), dtype=work.dtype, device=work.device)
+        self.total = torch.zeros_like(self.lr)
+        self.anchor = torch.zeros_like(work.initial) if pull is not None else None
+        self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
+        work.augmentation.table(self.state.device)
+        self._forward = torch.compile(self._loss, dynamic=False, fullgraph=True)
+        self._graph = self._captured() if work.device.type == "cuda" else None
+
+    def begin(self, lr: float, pull: Pull | None) -> None:
+        """Before a client's first step."""
+        self.lr.fill_(lr)
+        self.total.zero_()
+        if self.anchor is not None and pull is not None:
+            self.anchor.copy_(pull.anchor)
+
+    def __call__(self, members: Tensor, state: Tensor) -> None:
+        """One step on these samples; its loss is added to ``total``."""
+        self.members.copy_(members)
+        self.state.copy_(state)
+        if self._graph is None:
+            self._step()
+        else:
+            self._graph.replay()
+
+    def _loss(self, members: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        seen = self.work.look(members, state)
+        return self.work.objective.loss(seen.encodings, seen.labels, seen.memory), seen.encodings
+
+    def _step(self) -> None:
+        loss, encodings = self._forward(self.members, self.state)
+        self.work.descend(loss, encodings, self.lr, self.pull)
+        self.total += loss.detach()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """The step as a graph, after a few steps (at learning rate 0) that compile it."""
+        aside = torch.cuda.Stream(self.work.device)
+        aside.wait_stream(torch.cuda.current_stream(self.work.device))
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream(self.work.device).wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph

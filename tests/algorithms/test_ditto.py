@@ -1,0 +1,150 @@
+"""Ditto (the second paper's Algorithm 1): personal models beside an undisturbed global one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, siamese, step
+from plain import Plain
+from torch import Tensor
+
+from fedssl import config as configuration
+from fedssl.config import Config
+from fedssl.session import prepare
+
+SIZES = (6, 9)
+
+
+def ditto(objective: str, *words: str) -> Config:
+    return siamese(objective, "algorithm.name=ditto", "algorithm.local_epochs=1", *words)
+
+
+def trained(config: Config, rounds: int = 3) -> tuple[list[Tensor], list[Any]]:
+    """The global model after each round, and what the clients have at the end."""
+    engine, server = engine_of(config, made_split(), groups_of(*SIZES))
+    path = []
+    for round in range(rounds):
+        step(engine, server, round)
+        path.append(server.weights.clone())
+    return path, [engine.states[k] for k in range(len(SIZES))]
+
+
+@pytest.mark.parametrize("objective", ["byol", "moco", "simclr"])
+def test_lambda_0_is_standalone_training(objective: str) -> None:
+    _, personal = trained(ditto(objective, "algorithm.lambda=0"))
+    _, alone = trained(ditto(objective, "algorithm.name=standalone"))
+    for own, other in zip(personal, alone, strict=True):
+        assert relative(own["personal"]["weights"], other["weights"]) < 1e-9
+        assert own["personal"].keys() - {"weights"} == other.keys() - {"weights", "rule"}
+        if objective != "simclr":
+            assert relative(own["personal"]["target"], other["target"]) < 1e-9
+        if objective == "moco":
+            queues = (state["memory"]["queue"] for state in (own["personal"], other))
+            assert relative(*queues) < 1e-7
+
+
+@pytest.mark.parametrize("objective", ["byol", "moco"])
+def test_the_global_model_is_fedavgs_whatever_lambda(objective: str) -> None:
+    expected, states = trained(ditto(objective, "algorithm.name=fedavg"), rounds=2)
+    for lambda_ in (0, 0.1, 5):
+        path, own = trained(ditto(objective, f"algorithm.lambda={lambda_}"), rounds=2)
+        assert all(map(torch.equal, path, expected))
+        for mine, other in zip(own, states, strict=True):
+            assert "target" not in other or torch.equal(mine["target"], other["target"])
+
+
+def test_a_large_lambda_holds_personal_models_to_the_global_one() -> None:
+    distances = []
+    for lambda_ in (0, 0.1, 1, 5):
+        path, own = trained(ditto("byol", f"algorithm.lambda={lambda_}"))
+        # What v was pulled to last is the model that the last round began with.
+        distances.append([float((s["personal"]["weights"] - path[-2]).norm()) for s in own])
+    for of_one in zip(*distances, strict=True):
+        assert list(of_one) == sorted(of_one, reverse=True) and of_one[-1] < 0.9 * of_one[0]
+
+
+def test_one_step_by_hand() -> None:
+    """v − η(∇l(v) + λ(v − w)), in a round where v is no longer w."""
+    config = ditto(
+        "simclr", "algorithm.lambda=0.7", "algorithm.local_epochs=null", "algorithm.local_steps=1",
+        "algorithm.batch=null", "client.momentum=0", "client.weight_decay=0", "schedule=constant",
+    )  # fmt: skip
+    engine, server = engine_of(config, made_split(), groups_of(*SIZES))
+    step(engine, server, 0)
+    w, n = server.weights.clone(), engine.work.flat.parameters
+    v: Any = engine.states[1]["personal"]["weights"].clone()  # type: ignore[index]
+    assert relative(v, w) > 1e-4
+    step(engine, server, 1)
+    loop = Plain(config, made_split(), range(6, 15), client=1)
+    loop.receive(engine.work.flat.named(v))
+    loop.loss(*loop.views(1, torch.arange(9))).backward()
+    gradient = torch.cat([p.grad.reshape(-1) for p in loop.network.parameters()])
+    expected = v[:n] - 0.05 * (gradient + 0.7 * (v[:n] - w[:n]))
+    after: Any = engine.states[1]["personal"]["weights"]  # type: ignore[index]
+    torch.testing.assert_close(after[:n], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["byol", "simclr"])
+def test_the_proximal_term_is_part_of_the_loss(objective: str) -> None:
+    """λ/2 ‖v − w‖² added to a plain loop's loss, with momentum and weight decay; buffers too."""
+    config = ditto(objective, "algorithm.lambda=2")
+    engine, server = engine_of(config, made_split(), groups_of(*SIZES))
+    loop = Plain(config, made_split(), range(6, 15), client=1)
+    for round in range(3):
+        names = [name for name, _ in loop.network.named_parameters()]
+        w = engine.work.flat.named(server.weights.clone())
+        loop.pull = (2.0, [w[name] for name in names])
+        step(engine, server, round)
+        loop.round(round)
+        own = engine.work.flat.named(engine.states[1]["personal"]["weights"])  # type: ignore[index]
+        for name, tensor in loop.network.state_dict().items():
+            assert (own[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
+
+
+def test_a_client_that_is_not_asked_keeps_its_personal_model() -> None:
+    engine, server = engine_of(ditto("byol"), made_split(), groups_of(*SIZES))
+    step(engine, server, 0)
+    before: Any = engine.states[0]
+    step(engine, server, 1, 1)
+    after: Any = engine.states[0]
+    assert torch.equal(before["personal"]["weights"], after["personal"]["weights"])
+
+
+SMALL = (
+    "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=4",
+    "cohort.size=null", "objective.name=byol", "objective.projector=32,16",
+    "objective.predictor=24,16", "server.optimizer=sgd", "server.lr=1", "client.lr=0.05",
+    "evaluate.protocols=per-client", "evaluate.baselines=[]", "engine.threads=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "models"),
+    [
+        (["algorithm.name=ditto"], {"global", "personal"}),
+        (["algorithm.name=fedavg"], {"global"}),
+        (["algorithm.name=fedavg", "algorithm.norm_policy=local"], {"global", "personal"}),
+        (["algorithm.name=standalone"], {"personal"}),
+    ],
+    ids=["ditto", "fedavg", "fedbn", "standalone"],
+)
+def test_every_client_is_judged_by_each_model_there_is(words: list[str], models: set[str]) -> None:
+    session = prepare(configuration.resolve(configuration.read_recipe(None), [*SMALL, *words]))
+    step(session.engine, session.server, 0)
+    results = session.judge_clients()
+    assert results.keys() == {
+        f"per-client_{model}_{what}" for model in models for what in ("top1", "worst", "spread")
+    }
+    if models == {"global", "personal"}:
+        path = session.algorithm.personal
+        for k in range(4):
+            own = session.personal_weights(k)
+            assert own is not None
+            if path is not None:
+                assert torch.equal(own, session.engine.states.get_leaf(k, path))  # type: ignore[arg-type]
+        scores = [session._client_scores(session.personal_weights(k))[k] for k in range(4)]  # type: ignore[arg-type]
+        assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
+        assert results["per-client_personal_worst"] == min(scores)

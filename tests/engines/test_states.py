@@ -1,0 +1,78 @@
+"""Client states between rounds, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, siamese, step
+
+from fedssl.engines.states import States
+from fedssl.trees import flatten
+
+
+def states() -> States:
+    made = States(torch.device("cpu"))
+    made[3] = {"a": torch.ones(2), "deep": {"b": torch.zeros(3)}}
+    made[1] = {"a": torch.full((2,), 5.0)}
+    return made
+
+
+def test_a_missing_state_is_an_empty_dictionary() -> None:
+    made = states()
+    assert made[7] == {} and 7 not in made and len(made) == 2 and sorted(made) == [1, 3]
+    made[7] = {}
+    assert 7 not in made and made.get_leaf(7, ("a",)) is None
+    made.prefetch(7)
+    assert made[7] == {}
+
+
+def test_states_are_read_back_and_changing_the_dictionary_stores_nothing() -> None:
+    made = states()
+    read: Any = made[3]
+    read["a"], read["deep"]["b"], read["c"] = torch.zeros(1), torch.ones(1), torch.ones(1)
+    again: Any = made[3]
+    assert set(again) == {"a", "deep"} and torch.equal(again["a"], torch.ones(2))
+    assert torch.equal(again["deep"]["b"], torch.zeros(3))
+    leaf = made.get_leaf(3, ("deep", "b"))
+    assert leaf is not None and torch.equal(leaf, torch.zeros(3))
+
+
+def test_what_was_written_is_known_until_the_checkpoint() -> None:
+    made = states()
+    assert made.changed == {1, 3} and made.versions == {}
+    made.changed.clear()
+    made[1] = {"a": torch.zeros(2)}
+    made[3] = {}  # a client with nothing to keep
+    assert made.changed == {1}
+    made.restore(9, {"x/y": torch.ones(1)}, version=4)
+    assert made.versions == {9: 4} and made.changed == {1}
+    assert torch.equal(made[9]["x"]["y"], torch.ones(1))  # type: ignore[index, call-overload]
+    del made[9]
+    assert 9 not in made
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "objective"),
+    [
+        ("fedavg", "moco"),
+        ("fedema", "byol"),
+        ("fedu", "byol"),
+        ("ditto", "moco"),
+        ("standalone", "byol"),
+    ],
+)
+def test_no_client_changes_the_state_of_another(algorithm: str, objective: str) -> None:
+    """A client that is not asked keeps every bit, although all work in the same tensors."""
+    config = siamese(objective, f"algorithm.name={algorithm}", "server.momentum=0.9")
+    engine, server = engine_of(config, made_split(), groups_of(6, 9, 5))
+    step(engine, server, 0)
+    step(engine, server, 1)
+    before = {name: leaf.clone() for name, leaf in flatten(engine.states[1]).items()}
+    step(engine, server, 2, 0, 2)
+    after = flatten(engine.states[1])
+    assert before and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    held = [leaf.data_ptr() for k in range(3) for leaf in flatten(engine.states[k]).values()]
+    assert len(set(held)) == len(held), "two leaves share memory, which files refuse"

@@ -1,0 +1,163 @@
+"""SimSiam, BYOL and MoCo: losses and gradients against lightly's, the target against its sum."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, siamese, step
+from lightly.loss import NegativeCosineSimilarity, NTXentLoss
+from lightly.models.utils import update_momentum
+from plain import flat_params
+from torch import Tensor
+
+from fedssl.objectives.byol import BYOL
+from fedssl.objectives.moco import MoCo
+from fedssl.objectives.simsiam import SimSiam
+
+
+def four(count: int = 7, width: int = 5) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(4, count, width, dtype=torch.float64, generator=generator)
+    return tuple(r.clone().requires_grad_() for r in rows)
+
+
+def gradients(loss: Tensor, encodings: tuple[Tensor, ...]) -> list[Tensor]:
+    given = torch.autograd.grad(loss, encodings, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(e) if g is None else g for e, g in zip(encodings, given, strict=True)]
+
+
+def assert_same(ours: Tensor, theirs: Tensor, encodings: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    for a, b in zip(gradients(ours, encodings), gradients(theirs, encodings), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_byol_agrees_with_lightly() -> None:
+    """Both directions' 2 − 2 cos; constants are made of targets by the network, not the loss."""
+    encodings = p1, p2, t1, t2 = four()
+    similarity = NegativeCosineSimilarity()
+    theirs = 4 + 2 * (similarity(p1, t2) + similarity(p2, t1))
+    assert_same(BYOL(BYOL.Params("byol")).loss(encodings, None), theirs, encodings)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_simsiam_agrees_with_lightly(stop: bool) -> None:
+    encodings = p1, p2, z1, z2 = four()
+    similarity = NegativeCosineSimilarity()
+    ours = SimSiam(SimSiam.Params("simsiam", stop_gradient=stop)).loss(encodings, None)
+    to = Tensor.detach if stop else Tensor.clone
+    theirs = 0.5 * (similarity(p1, to(z2)) + similarity(p2, to(z1)))
+    assert_same(ours, theirs, encodings)
+    assert bool(gradients(ours, encodings)[2].any()) != stop
+
+
+@pytest.mark.parametrize(("version", "temperature"), [(1, 0.07), (2, 0.2)])
+def test_moco_agrees_with_lightly(version: Any, temperature: float) -> None:
+    """lightly's bank starts at random and drops keys at its end: it is given our negatives."""
+    moco = MoCo(MoCo.Params("moco", projector=(8, 5), version=version, queue=6))
+    encodings = q1, q2, k1, k2 = four()
+    memory = moco.memory(q1.detach())
+    moco.remember(memory, tuple(e + 1 for e in encodings))
+    loss = NTXentLoss(temperature=temperature, memory_bank_size=(6, 5))
+
+    def theirs(query: Tensor, key: Tensor) -> Tensor:
+        loss.memory_bank.bank = memory["queue"].clone()
+        return loss(query, key)
+
+    assert_same(moco.loss(encodings, None, memory), theirs(q1, k2) + theirs(q2, k1), encodings)
+
+
+def test_moco_never_sees_places_that_are_not_filled() -> None:
+    moco = MoCo(MoCo.Params("moco", projector=(8, 5), queue=10, temperature=0.5))
+    encodings = four(count=3)
+    memory = moco.memory(encodings[0].detach())
+    assert float(moco.loss(encodings, None, memory).detach()) == 0  # its own key is all there is
+    moco.remember(memory, tuple(e.detach()[:2] for e in encodings))
+    assert int(memory["seen"]) == 4
+    full = MoCo(MoCo.Params("moco", projector=(8, 5), queue=4, temperature=0.5))
+    expected = full.loss(encodings, None, {**memory, "queue": memory["queue"][:4].clone()})
+    memory["queue"][4:] = torch.randn(6, 5, dtype=torch.float64)
+    assert_same(moco.loss(encodings, None, memory), expected, encodings)
+
+
+@pytest.mark.parametrize(
+    ("queue", "batch", "clients"),
+    [(16, 4, 1), (12, 4, 1), (5, 4, 1), (7, 3, 2), (1000, 4, 1), (1, 2, 1)],
+    ids=["divides", "does not divide", "smaller than a step", "two clients", "never full", "one"],
+)
+def test_the_queue_holds_exactly_the_last_keys_across_rounds(
+    queue: int, batch: int, clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = siamese("moco", f"objective.queue={queue}", f"algorithm.batch={batch}")
+    engine, server = engine_of(config, made_split(), groups_of(*[11] * clients))
+    keys: list[Tensor] = []
+    real = MoCo.remember
+
+    def remember(self: MoCo, memory: Any, encodings: tuple[Tensor, ...]) -> None:
+        each = torch.cat(encodings[2:]).detach()
+        keys.append(each / each.norm(dim=1, keepdim=True))
+        real(self, memory, encodings)
+
+    monkeypatch.setattr(MoCo, "remember", remember)
+    of: dict[int, Tensor] = {k: torch.zeros(0, 16, dtype=torch.float64) for k in range(clients)}
+    for round in range(3):
+        keys.clear()
+        step(engine, server, round)
+        each = len(keys) // clients
+        for k in range(clients):
+            of[k] = torch.cat((of[k], *keys[k * each : (k + 1) * each]))
+            memory: Any = engine.states[k]["memory"]
+            assert int(memory["seen"]) == len(of[k])
+            held = memory["queue"][: int(memory["seen"])]
+            expected = of[k][-queue:]
+            assert held.shape == expected.shape
+            order, other = (rows[:, 0].argsort() for rows in (held, expected))
+            torch.testing.assert_close(held[order], expected[other], rtol=1e-12, atol=1e-14)
+            assert not memory["queue"][len(of[k]) :].any()
+
+
+@pytest.mark.parametrize("objective", ["byol", "moco"])
+@pytest.mark.parametrize("momentum", [0.0, 0.8, 1.0])
+def test_the_target_is_the_weighted_sum_of_all_online_networks(
+    objective: str, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Σ (1 − m) m^(n−i) θ_i + mⁿ θ_0, over several rounds; and lightly's own way to it."""
+    config = siamese(objective, f"objective.momentum={momentum}")
+    engine, server = engine_of(config, made_split(), groups_of(9))
+    work, path = engine.work, []
+    real = type(work).descend
+
+    def descend(self: Any, *rest: Any, **named: Any) -> Any:
+        result = real(self, *rest, **named)
+        path.append(self.flat.params.clone())
+        return result
+
+    monkeypatch.setattr(type(work), "descend", descend)
+    start, network = work.initial[: work.flat.parameters], copy.deepcopy(work.network.towers)
+    slow = copy.deepcopy(network)
+    for round in range(3):
+        step(engine, server, round)
+    n, size = len(path), sum(p.numel() for p in network.parameters())
+    assert n == 12
+    expected = momentum**n * start + sum(
+        (1 - momentum) * momentum ** (n - i) * theta for i, theta in enumerate(path, start=1)
+    )
+    target: Any = engine.states[0]["target"]
+    assert len(target) == size
+    assert relative(target, expected[:size]) < 1e-12
+    for theta in path:
+        torch.nn.utils.vector_to_parameters(theta[:size], network.parameters())
+        update_momentum(network, slow, momentum)
+    assert relative(target, flat_params(slow)) < 1e-12
+
+
+def test_the_defaults_are_the_papers() -> None:
+    """FedEMA, appendix B.2."""
+    byol, moco = BYOL(BYOL.Params("byol")), MoCo(MoCo.Params("moco"))
+    assert byol.params.projector == byol.params.predictor == (4096, 2048)
+    assert byol.momentum == moco.momentum == 0.99 and moco.params.queue == 4096
+    assert [MoCo(MoCo.Params("moco", version=v)).temperature for v in (1, 2)] == [0.07, 0.2]
+    assert MoCo(MoCo.Params("moco", version=1, temperature=0.3)).temperature == 0.3

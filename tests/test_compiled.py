@@ -1,0 +1,90 @@
+"""The compiled step gives what the plain one gives, and client states survive their travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, settings, train
+
+from fedssl.trees import flatten
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
+SIAMESE = {
+    "byol": ["objective.projector=32,16", "objective.predictor=32,16"],
+    "moco": ["objective.projector=32,16", "objective.queue=20"],
+    "simsiam": ["objective.projector=32,16", "objective.predictor=32,16"],
+    "simclr": ["objective.projector=32,16"],
+}
+
+
+def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor, dict[str, float]]:
+    config = settings(
+        "algorithm.local_epochs=2",
+        "algorithm.batch=8",
+        "encoder.norm=batch",
+        "client.momentum=0.9",
+        # Other parameters are drawn in float32, where a compiler rounds once and not twice.
+        "augment.name=flip",
+        *words,
+    )
+    engine, server = engine_of(config, made_split(64, 3, 16), groups_of(20, 24, 20), device)
+    engine.work.compiles = compiled
+    weights = train(engine, server, 3)
+    if compiled:
+        # Personal models take a step of their own; nothing is compiled again for a client.
+        assert len(engine.work._replays) == (2 if "ditto" in words[0] else 1)
+    sums = {
+        f"{client}/{name}": float(leaf.double().sum())
+        for client in sorted(engine.states)
+        for name, leaf in flatten(engine.states[client]).items()
+    }
+    return weights, sums
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("objective", SIAMESE)
+def test_compiled_step_equals_the_plain_one(objective: str, device: str) -> None:
+    words = ["algorithm.name=fedavg", f"objective.name={objective}", *SIAMESE[objective]]
+    plain, states = trained(words, False, device)
+    fast, fast_states = trained(words, True, device)
+    assert relative(fast, plain) < 1e-12
+    assert fast_states == pytest.approx(states, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ["algorithm.name=fedema"],
+        ["algorithm.name=ditto", "algorithm.lambda=0.5"],
+        ["algorithm.name=fedavg", "algorithm.norm_policy=local"],
+        ["algorithm.name=fedavg", "client.optimizer=adam", "client.momentum=0", "client.lr=0.001"],
+        ["algorithm.name=fedavg", "objective.stop_gradient=false"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_compiled_step_in_every_algorithm(algorithm: list[str], device: str) -> None:
+    words = [*algorithm, "objective.name=byol", *SIAMESE["byol"]]
+    plain, states = trained(words, False, device)
+    fast, fast_states = trained(words, True, device)
+    assert relative(fast, plain) < 1e-8  # Adam divides by tiny numbers in its first steps
+    assert fast_states == pytest.approx(states, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_compiled_augmentation(device: str) -> None:
+    words = ["algorithm.name=fedavg", "objective.name=byol", *SIAMESE["byol"]]
+    plain, _ = trained([*words, "augment.name=simclr"], False, device)
+    fast, _ = trained([*words, "augment.name=simclr"], True, device)
+    assert relative(fast, plain) < 1e-5
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("objective", ["byol", "moco"])
+def test_states_on_the_host_change_nothing(objective: str, device: str) -> None:
+    """The same run on the CPU, where nothing moves."""
+    words = ["algorithm.name=fedema", f"objective.name={objective}", *SIAMESE[objective]]
+    here, states = trained(words, False, "cpu")
+    there, moved = trained(words, False, device)
+    assert relative(there.cpu(), here) < 1e-8
+    assert moved == pytest.approx(states, rel=1e-6, abs=1e-6)

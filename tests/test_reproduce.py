@@ -1,0 +1,217 @@
+"""A small table on digits, from the first run to the table beside the paper's numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedssl import config, reproduce, run
+from fedssl.cli import main
+from fedssl.errors import TrainingError, UserError
+
+TABLE = """
+table: Tiny Table 1
+about: an objective on digits
+measure: knn_top1
+data: {name: digits, size: 8}
+augment: {name: digits}
+encoder: {name: tiny, norm: group, groups: 8}
+objective: {name: simclr, projector: [16, 16]}
+algorithm: {name: fedavg, local_steps: 1, batch: 16}
+client: {optimizer: sgd, lr: 0.03}
+server: {optimizer: sgd, lr: 1.0}
+rounds: 20
+engine: {threads: 1}
+checkpoint: {seconds: 0}
+evaluate: {protocols: [knn], every: 10}
+columns:
+  noniid: {partition: {name: classes, clients: 5, classes: 2}}
+  iid: {partition: {name: iid, clients: 5}}
+rows:
+  simclr: {paper: [80.1 ± 0.2, 90.2]}
+  cco: {objective: {name: cco, projector: [16, 16]}, paper: [70.5, -]}
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(TABLE)
+    return "mine.yaml"
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_table_is_run_once_and_shown_beside_the_papers_numbers(
+    table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["reproduce", table, "--scale", "0.1", "--out", "a", "device=cpu"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert "[3/3] mine.yaml/cco/noniid" in shown.err
+    head, columns, simclr, cco, caption, words, folder = shown.out.splitlines()
+    assert head == "Tiny Table 1: an objective on digits"
+    assert columns.split() == ["ours", "(paper's)", "noniid", "iid"]
+    assert caption == "2 of 20 rounds: not comparable with the paper's numbers"
+    assert words == "with device=cpu" and folder == "a/mine"
+    top1 = {
+        name: json.loads(Path("a/mine", name, "summary.json").read_text())["knn_top1"]
+        for name in ("simclr/noniid", "simclr/iid", "cco/noniid")
+    }
+    assert simclr.split() == [
+        "simclr", f"{top1['simclr/noniid']:.2f}", "(80.1)", f"{top1['simclr/iid']:.2f}", "(90.2)",
+    ]  # fmt: skip
+    assert cco.split() == ["cco", f"{top1['cco/noniid']:.2f}", "(70.5)"]
+
+    written = lines(Path("a/mine/table.jsonl"))
+    assert [row["recipe"] for row in written] == [f"mine.yaml/{name}" for name in top1]
+    assert written[0]["ours"] == {"knn_top1": top1["simclr/noniid"]}
+    assert written[0]["paper"] == {"knn_top1": 80.1} and written[0]["note"] == "± 0.2"
+    assert (written[0]["rounds"], written[0]["paper_rounds"]) == (2, 20)
+    assert config.read_yaml(Path("a/mine/cco/noniid/config.yaml"))["evaluate"]["every"] == 1
+
+    monkeypatch.setattr(run, "run", lambda *_, **__: pytest.fail("it was run again"))
+    assert main(command) == 0
+    assert capsys.readouterr().out == shown.out
+    # Part of the table keeps the other lines.
+    assert main(["reproduce", "mine.yaml/*/iid", *command[2:]]) == 0
+    assert lines(Path("a/mine/table.jsonl")) == written
+
+
+def test_ctrl_c_and_the_same_command_again(
+    table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, once = 0, run.one_round
+
+    def stop_in_the_fifth(*arguments: Any) -> dict[str, Any]:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return once(*arguments)
+
+    monkeypatch.setattr(run, "one_round", stop_in_the_fifth)
+    command = ["reproduce", table, "--scale", "0.2"]  # three runs of four rounds
+    assert main(command) == 130
+    shown = capsys.readouterr()
+    assert "the same command goes on" in shown.err and not shown.out
+    root = Path("runs/reproduce/scale-0.2/mine")
+    assert (root / "simclr/noniid/summary.json").exists()
+    assert not (root / "simclr/iid/summary.json").exists()
+    assert main(command) == 0
+    assert rounds == 12, "the interrupted run went on from where it was"
+    assert len(lines(root / "table.jsonl")) == 3
+
+
+def test_other_data_and_other_keys_are_named(table: str) -> None:
+    words = ["data.name=fashion-mnist", "objective.projector=8,8", "seed=3"]
+    jobs = reproduce.plan(table, words, "1", Path("a"))
+    caption = reproduce.report(jobs, words).splitlines()[-3:-1]
+    assert caption == [
+        "data fashion-mnist for digits; other objective.projector: not comparable with the "
+        "paper's numbers",
+        "with data.name=fashion-mnist objective.projector=8,8 seed=3",
+    ]
+    assert "not comparable" not in reproduce.report(reproduce.plan(table, ["seed=3"], "1", None))
+
+
+def test_a_run_that_diverges_is_said_and_the_others_go_on(
+    table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = run.run
+
+    def first_fails(settings: config.Config, out: Path, resume: bool = False) -> dict[str, Any]:
+        if out.match("simclr/noniid"):
+            raise TrainingError("round 1: the loss is nan")
+        return train(settings, out, resume)
+
+    monkeypatch.setattr(run, "run", first_fails)
+    assert main(["reproduce", table, "--scale", "0.05"]) == 1
+    shown = capsys.readouterr()
+    assert "[1/3] mine.yaml/simclr/noniid: round 1: the loss is nan" in shown.err
+    assert "failed (80.1)" in shown.out and "(90.2)" in shown.out
+
+
+def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
+    jobs = reproduce.plan("fedema/table11", [], "0.5", tmp_path)
+    for job, reached in zip(jobs, (None, 40, 20, 10), strict=True):
+        job.folder.mkdir(parents=True)
+        summary = {"result": {}, "rounds_to_70": 7, "rounds_to_80": reached}
+        (job.folder / "summary.json").write_text(json.dumps(summary))
+    shown = [line.split("  ") for line in reproduce.report(jobs).splitlines()]
+    assert [line[0] for line in shown[1:9]] == [
+        "ours (paper's)", "epochs-1", "epochs-5, rounds to 70", "epochs-5, rounds to 80",
+        "epochs-10, rounds to 70", "epochs-10, rounds to 80", "epochs-20, rounds to 70",
+        "epochs-20, rounds to 80",
+    ]  # fmt: skip
+    assert shown[2][-1].strip() == "7 (90)" and shown[4][-1].strip() == "40 (80)"
+    assert shown[9] == ["50 of 100 rounds: not comparable with the paper's numbers"]
+
+
+def test_a_figure_without_numbers_shows_what_was_measured(tmp_path: Path) -> None:
+    (job,) = reproduce.plan("fedema/figure5/encoder", [], "1", tmp_path)
+    job.folder.mkdir(parents=True)
+    result = {"linear_top1": 61.234, "knn_top1": 50.0}
+    (job.folder / "summary.json").write_text(json.dumps({"result": result, **result}))
+    assert "61.23 (–)" in reproduce.report([job])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "every", "share", "expected"),
+    [(100, 10, 0.1, (10, 1)), (100, 0, 0.5, (50, 0)), (3, 2, 0.1, (1, 1)), (0, 0, 0.1, (0, 0))],
+)
+def test_scaled(rounds: int, every: int, share: float, expected: tuple[int, int]) -> None:
+    recipe = config.read_recipe("fedema/table3/fedbyol/cifar10-iid")
+    words = [f"rounds={rounds}", f"evaluate.every={every}"]
+    settings = reproduce.scaled(config.resolve(recipe, words), share)
+    assert (settings.rounds, settings.evaluate.every) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fedema/tabel3"], "fedema/tabel3: no recipe has this name (did you mean fedema/table3?)"),
+        (["mine.yaml/nothing"], "mine.yaml/nothing: no recipe has this name"),
+        (["mine.yaml", "--scale", "0"], "--scale=0: expected a share of the rounds"),
+        (["mine.yaml", "--scale", "1.5"], "--scale=1.5: expected"),
+        (["mine.yaml", "--scale", "nan"], "--scale=nan: expected"),
+        (["mine.yaml", "--scale", "a tenth"], "--scale=a tenth: expected"),
+        (["mine.yaml", "bogus=1"], "mine.yaml/simclr/noniid: bogus: unknown key"),
+        (["mine.yaml", "objective.temperature=1"], "mine.yaml/cco/noniid: objective.temperature"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_run(
+    table: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *words]) == 2
+    shown = capsys.readouterr().err
+    assert sentence in shown and shown.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_a_folder_with_another_run_is_not_touched(table: str) -> None:
+    folder = Path("a/mine/simclr/iid")
+    folder.mkdir(parents=True)
+    settings = config.resolve(config.read_recipe("mine.yaml/simclr/iid"), ["device=cpu"])
+    (folder / "config.yaml").write_text(config.dump(settings))
+    reproduce.plan(table, [], "1", Path("a"))  # the device is free
+    for words, scale, key in (([], "0.5", "rounds=10"), (["evaluate.k=3"], "1", "evaluate.k=3")):
+        with pytest.raises(UserError, match=f"{key}: the run in a/mine/simclr/iid has"):
+            reproduce.plan(table, words, scale, Path("a"))
+
+
+def test_recipes_with_a_file_of_their_own(tmp_path: Path) -> None:
+    (job,) = reproduce.plan("default", [], "1", tmp_path)
+    assert job.folder == tmp_path / "default"
+    jobs = reproduce.plan("dcco/cifar100-noniid-4*", [], "1", tmp_path)
+    assert [str(j.folder.relative_to(tmp_path)) for j in jobs] == [j.name for j in jobs]
+    shown = reproduce.report(jobs).splitlines()
+    assert shown[0] == "dcco"
+    assert "failed (49.6)" in "\n".join(shown)

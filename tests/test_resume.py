@@ -1,0 +1,203 @@
+"""A run that is killed among a round's clients, or among a checkpoint's files, and goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import step
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from fedssl import checkpoint, config, run
+from fedssl.client import Client
+from fedssl.errors import UserError
+from fedssl.session import Session, prepare
+
+SMALL = (
+    "rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=5",
+    "cohort.size=3", "encoder.norm=batch", "algorithm.local_epochs=1", "algorithm.batch=6",
+    "server.optimizer=sgd", "server.lr=1", "client.lr=0.05", "client.momentum=0.9",
+    "evaluate.protocols=knn", "evaluate.baselines=[]", "engine.threads=1", "checkpoint.seconds=0",
+)  # fmt: skip
+OBJECTIVES = {
+    "byol": ("objective.name=byol", "objective.projector=32,16", "objective.predictor=24,16"),
+    "moco": ("objective.name=moco", "objective.projector=32,16", "objective.queue=20"),
+}
+CASES = {
+    "byol algorithm.name=fedema": {"network", "target", "first", "drift", "trained", "mu"},
+    "byol algorithm.name=fedema algorithm.divergence=distance": {"network", "target", "first"},
+    "moco algorithm.name=fedavg": {"target", "memory/queue", "memory/seen"},
+    "byol algorithm.name=ditto": {"target", "personal/weights", "personal/target"},
+    "moco algorithm.name=ditto algorithm.norm_policy=local": {"norm", "personal/memory/queue"},
+    "byol algorithm.name=fedavg algorithm.norm_policy=local": {"norm", "target"},
+}
+
+
+def small(words: str) -> config.Config:
+    objective, *rest = words.split()
+    return config.resolve(config.read_recipe(None), [*SMALL, *OBJECTIVES[objective], *rest])
+
+
+def whole_state(out: Path) -> dict[str, torch.Tensor]:
+    """The server's tensors, and those of the client files that count."""
+    with safe_open(out / checkpoint.FILE, framework="pt") as file:
+        versions = json.loads(file.metadata()["clients"])
+    names = {f"{client}-{version}.safetensors" for client, version in versions.items()}
+    assert {p.name for p in (out / checkpoint.CLIENTS).iterdir()} == names
+    tensors = load_file(out / checkpoint.FILE)
+    for name in sorted(names):
+        own = load_file(out / checkpoint.CLIENTS / name)
+        tensors |= {f"{name}/{leaf}": tensor for leaf, tensor in own.items()}
+    return tensors
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    states = whole_state(a), whole_state(b)
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    assert metrics(a) == metrics(b)
+    assert (a / "encoder.safetensors").read_bytes() == (b / "encoder.safetensors").read_bytes()
+
+
+def die_in_the_second_client(patch: pytest.MonkeyPatch, round: int) -> None:
+    """After the first client of that round has trained and the second has begun."""
+    real, seen = Client.train, set()
+
+    def train(self: Client, *rest: Any, **named: Any) -> Any:
+        if self.round == round:
+            seen.add(self.id)
+        trained = real(self, *rest, **named)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return trained
+
+    patch.setattr(Client, "train", train)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_killed_in_the_middle_of_a_cohort(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = small(words)
+    run.run(settings, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        die_in_the_second_client(patch, round=2)
+        with pytest.raises(KeyboardInterrupt):
+            run.run(settings, tmp_path / "cut")
+    assert len(metrics(tmp_path / "cut")) == 2
+    run.run(settings, tmp_path / "cut", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    kept = {name.partition("/")[2] for name in whole_state(tmp_path / "cut")}
+    assert CASES[words] <= kept
+
+
+@pytest.mark.parametrize("seconds", [0, 1000])
+def test_killed_between_the_files_of_a_checkpoint(
+    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients' new files are there, the server's is the old one: it says which count."""
+    settings = small(f"byol algorithm.name=ditto checkpoint.seconds={seconds}")
+    run.run(settings, tmp_path / "whole")
+    real = checkpoint.save
+    last = 2 if seconds == 0 else settings.rounds
+
+    def save(path: Path, tensors: Any, metadata: dict[str, str]) -> None:
+        if metadata.get("round") == str(last):
+            raise KeyboardInterrupt
+        real(path, tensors, metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            run.run(settings, tmp_path / "cut")
+    left = {p.name for p in (tmp_path / "cut" / checkpoint.CLIENTS).iterdir()}
+    assert any(name.endswith(f"-{last}.safetensors") for name in left)
+    with safe_open(tmp_path / "cut" / checkpoint.FILE, framework="pt") as file:
+        assert int(file.metadata()["round"]) == (1 if seconds == 0 else 0)
+    run.run(settings, tmp_path / "cut", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+
+
+def files(out: Path) -> dict[str, int]:
+    return {p.name: p.stat().st_mtime_ns for p in (out / checkpoint.CLIENTS).iterdir()}
+
+
+def rounds(session: Session, out: Path, *cohorts: tuple[int, ...]) -> list[dict[str, int]]:
+    """The client files after each round's checkpoint."""
+    listed = []
+    for ids in cohorts:
+        step(session.engine, session.server, session.server.round, *ids)
+        session.server.round += 1
+        checkpoint.write(out, session)
+        listed.append(files(out))
+    return listed
+
+
+def test_only_clients_that_changed_are_written_and_old_files_go(tmp_path: Path) -> None:
+    session = prepare(small("moco algorithm.name=fedavg"))
+    checkpoint.write(tmp_path, session)
+    first, second, third = rounds(session, tmp_path, (0, 1), (1, 2), (2, 4))
+    assert set(first) == {"0-1.safetensors", "1-1.safetensors"}
+    assert set(second) == {"0-1.safetensors", "1-2.safetensors", "2-2.safetensors"}
+    assert set(third) == {f"{name}.safetensors" for name in ("0-1", "1-2", "2-3", "4-3")}
+    assert len({listed["0-1.safetensors"] for listed in (first, second, third)}) == 1
+    assert second["1-2.safetensors"] == third["1-2.safetensors"]
+    checkpoint.write(tmp_path, session)
+    assert files(tmp_path) == third  # nothing changed since
+
+    again = prepare(small("moco algorithm.name=fedavg"))
+    assert checkpoint.read(tmp_path, again)
+    assert sorted(again.engine.states) == [0, 1, 2, 4] and not again.engine.states.changed
+    for k in range(5):
+        own, read = (s.engine.states for s in (session, again))
+        assert (k in own) == (k in read)
+        if k in own:
+            assert own.on_host(k).keys() == read.on_host(k).keys()
+            assert all(torch.equal(t, read.on_host(k)[n]) for n, t in own.on_host(k).items())
+    (listed,) = rounds(again, tmp_path, (0, 3))
+    assert set(listed) == {f"{name}.safetensors" for name in ("0-4", "1-2", "2-3", "3-4", "4-3")}
+
+
+def test_half_written_client_files_do_not_disturb(tmp_path: Path) -> None:
+    session = prepare(small("moco algorithm.name=fedavg"))
+    rounds(session, tmp_path, (0, 1))
+    folder = tmp_path / checkpoint.CLIENTS
+    for name in ("0-2.safetensors.new", "0-2.safetensors", "3-2.safetensors"):
+        (folder / name).write_bytes(b"half of a fi")
+    again = prepare(small("moco algorithm.name=fedavg"))
+    assert checkpoint.read(tmp_path, again) and sorted(again.engine.states) == [0, 1]
+    (listed,) = rounds(again, tmp_path, (0, 2))
+    assert set(listed) == {f"{name}.safetensors" for name in ("0-2", "1-1", "2-2")}
+
+
+def test_a_client_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
+    session = prepare(small("moco algorithm.name=fedavg"))
+    rounds(session, tmp_path, (0, 1))
+    file = tmp_path / checkpoint.CLIENTS / "1-1.safetensors"
+    file.write_bytes(b"half of a fi")
+    again = prepare(small("moco algorithm.name=fedavg"))
+    with pytest.raises(UserError, match=r"1-1\.safetensors: not a checkpoint"):
+        checkpoint.read(tmp_path, again)
+    file.unlink()
+    with pytest.raises(UserError, match=r"1-1\.safetensors"):
+        checkpoint.read(tmp_path, again)
+
+
+def test_an_encoder_with_batch_norm_is_a_start_for_another_run(tmp_path: Path) -> None:
+    run.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path / "a")
+    session = prepare(small(f"byol algorithm.name=fedavg encoder.init={tmp_path / 'a'}"))
+    stored = load_file(tmp_path / "a" / "encoder.safetensors")
+    named = session.work.flat.named(session.work.initial)
+    assert any("running_var" in name for name in stored)
+    for name, tensor in stored.items():
+        assert torch.equal(named[f"towers.0.encoder.{name}"], tensor)
