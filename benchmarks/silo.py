@@ -211,7 +211,14 @@ def main() -> None:
           "   (at least 0.95)")  # fmt: skip
     print(f"rate: federated / bare loop     {ratio('federated round', 'bare loop'):.3f}")
     share = 100 / ratio("switching clients", "federated round")
-    print(f"switching clients / local epoch {share:.2f} % (of {o.samples} images)")
+    print(
+        f"switching clients / local epoch {share:.2f} % (of {o.samples} images, nothing overlapped)"
+    )
+    states = federated[0].states
+    held = sum(t.numel() * t.element_size() for k in states for t in states.on_host(k).values())
+    print(f"client states on the host       {held / 1e9:.2f} GB")
+    if o.device == "cuda":
+        print(f"most GPU memory                 {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_compiled_augmentation(device: str) -> None:
     words = ["algorithm.name=fedavg", "objective.name=byol", *SIAMESE["byol"]]
     plain, _ = trained([*words, "augment.name=simclr"], False, device)
     fast, _ = trained([*words, "augment.name=simclr"], True, device)
-    assert relative(fast, plain) < 1e-5
+    assert relative(fast, plain) < 1e-4  # strengths are drawn in float32
 
 
 @pytest.mark.parametrize("device", [CUDA])

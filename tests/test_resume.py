@@ -193,6 +193,8 @@ def test_a_client_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
         checkpoint.read(tmp_path, again)
 
 
+# Red until models/network.py loads by strict=False: torch's BatchNorm adds the counter that our
+# layers do not have to any plain dictionary that lacks it, and then finds it unexpected.
 def test_an_encoder_with_batch_norm_is_a_start_for_another_run(tmp_path: Path) -> None:
     run.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path / "a")
     session = prepare(small(f"byol algorithm.name=fedavg encoder.init={tmp_path / 'a'}"))

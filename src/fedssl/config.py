@@ -77,7 +77,8 @@ class PartitionParams:
     """Keys of every partition."""
 
     name: str
-    fraction: float = 1.0  # of its samples that a client keeps (FedEMA, Table 12)
+    # Share of its samples that a client keeps (FedEMA, Table 12).
+    fraction: float = field(default=1.0, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from fedssl import checkpoint, config
 from fedssl.errors import UserError
 from fedssl.session import prepare
+from fedssl.tables import models
 
 FILE = "evaluations.jsonl"
 
@@ -25,12 +26,22 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         if not word.startswith(("evaluate.", "data.", "device=")):
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
     settings = config.resolve(config.read_yaml(known), words)
-    # Judging needs no clients, so other data need not be divisible in the run's way.
-    whole = config.build({"partition": {"name": "iid", "clients": 1}})
-    session = prepare(replace(settings, partition=whole.partition, cohort=whole.cohort))
+    if any(word.startswith("data.") for word in words):
+        # Other data need not be divisible in the run's way; judging an encoder needs no clients.
+        if "per-client" in (settings.evaluate.protocols or ()):
+            raise UserError(
+                "evaluate.protocols=per-client: judges the run's own clients, so on its own data; "
+                "leave the data.* keys out"
+            )
+        whole = config.build({"partition": {"name": "iid", "clients": 1}})
+        settings = replace(settings, partition=whole.partition, cohort=whole.cohort)
+    session = prepare(settings)
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
-    rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
+    rows = {"untrained": session.judge(session.untrained())}
+    if session.algorithm.judges == "personal" and session.algorithm.has_global:
+        rows["global"] = session.judge(session.global_weights())
+    rows["result"] = session.judge_result()
     line: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "rounds": session.server.round,
@@ -39,4 +50,6 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     }
     with (run / FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    return rows
+    untrained, result = rows.pop("untrained"), rows.pop("result")
+    shown = models("result", result, session.algorithm.judges, rows.get("global"))
+    return {"untrained": untrained, **shown}

@@ -8,6 +8,7 @@ from typing import Any
 from fedssl import config
 from fedssl.config import Config
 
+Row = Mapping[str, float]
 MEASURES = ("effective_rank", "alignment", "uniformity")
 
 
@@ -16,12 +17,42 @@ def result(summary: Mapping[str, Any], settings: Config) -> str:
     table = {"untrained": summary["untrained"]}
     if "initial" in summary:
         table["as it started"] = summary["initial"]
-    table |= summary.get("baselines", {})
+    for name, row in summary.get("baselines", {}).items():
+        table |= models(name, row, config.variant("algorithm", name).judges)
     published = {k: v for k, v in settings.paper.get("results", {}).items() if k in summary}
-    table[settings.algorithm.name] = summary["result"] | {k: summary[k] for k in published}
+    row = summary["result"] | {k: summary[k] for k in published}
+    judged = summary.get("judged", "global")
+    table |= models(settings.algorithm.name, row, judged, summary.get("global"))
     if published:
-        table["paper, its data"] = published
+        compared = {key.removeprefix("per-client_").split("_")[0] for key in published}
+        which = "".join(f" ({name} model)" for name in ("global", "personal") if name in compared)
+        table[f"paper{which}, its data"] = {_of_a_client(k)[1]: v for k, v in published.items()}
     return rows(table)
+
+
+def models(
+    name: str, result: Row, judged: str, of_global: Row | None = None
+) -> dict[str, dict[str, float]]:
+    """The rows of one run: one, or one for the global and one for the clients' own models.
+
+    ``judged`` says which of them the plain measures are about; ``of_global`` are the global
+    model's where that is not the one.
+    """
+    table: dict[str, dict[str, float]] = {"global": dict(of_global or {}), "personal": {}}
+    for key, value in result.items():
+        which, measure = _of_a_client(key)
+        table[which or judged][measure] = value
+    named = {f"{name}, {which}": row for which, row in table.items() if row}
+    return named if len(named) > 1 else {name: next(iter(named.values()), {})}
+
+
+def _of_a_client(measure: str) -> tuple[str | None, str]:
+    """Whose model a measure of ``per-client`` is about, and its name without that."""
+    for which in ("global", "personal"):
+        start = f"per-client_{which}_"
+        if measure.startswith(start):
+            return which, "per-client_" + measure.removeprefix(start)
+    return None, measure
 
 
 def rows(table: Mapping[str, Mapping[str, float]]) -> str:
@@ -44,6 +75,8 @@ def title(measure: str) -> str:
     """A measure's name for people: ``linear@500_top1`` is ``linear, 500 labels``."""
     name = measure.removesuffix("_top1")
     protocol, at, labels = name.partition("@")
+    if at and labels.endswith("%"):
+        return f"{protocol}, {labels[:-1]} % of labels"
     return f"{protocol}, {labels} labels" if at else name.replace("_", " ")
 
 

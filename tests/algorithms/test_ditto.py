@@ -75,7 +75,7 @@ def test_one_step_by_hand() -> None:
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
     step(engine, server, 0)
     w, n = server.weights.clone(), engine.work.flat.parameters
-    v: Any = engine.states[1]["personal"]["weights"].clone()  # type: ignore[index]
+    v: Any = engine.states[1]["personal"]["weights"].clone()  # type: ignore[index, union-attr]
     assert relative(v, w) > 1e-4
     step(engine, server, 1)
     loop = Plain(config, made_split(), range(6, 15), client=1)
@@ -99,7 +99,7 @@ def test_the_proximal_term_is_part_of_the_loss(objective: str) -> None:
         loop.pull = (2.0, [w[name] for name in names])
         step(engine, server, round)
         loop.round(round)
-        own = engine.work.flat.named(engine.states[1]["personal"]["weights"])  # type: ignore[index]
+        own = engine.work.flat.named(engine.states[1]["personal"]["weights"])  # type: ignore[index, arg-type]
         for name, tensor in loop.network.state_dict().items():
             assert (own[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
 

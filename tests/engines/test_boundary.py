@@ -41,7 +41,7 @@ class Remote(Cohort):
         for k in self.ids:
             engine, _ = engine_of(self.config, made_split(), GROUPS)
             if int(k) in self.disk:
-                engine.states[int(k)] = unflatten(load(self.disk[int(k)]))  # type: ignore[assignment]
+                engine.states[int(k)] = unflatten(load(self.disk[int(k)]))
             client = engine.client(np.array([k]), self.round, remember=False)
             reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, payload))
             if client.state:

@@ -48,7 +48,7 @@ def test_what_was_written_is_known_until_the_checkpoint() -> None:
     assert made.changed == {1}
     made.restore(9, {"x/y": torch.ones(1)}, version=4)
     assert made.versions == {9: 4} and made.changed == {1}
-    assert torch.equal(made[9]["x"]["y"], torch.ones(1))  # type: ignore[index, call-overload]
+    assert torch.equal(made[9]["x"]["y"], torch.ones(1))  # type: ignore[index, arg-type]
     del made[9]
     assert 9 not in made
 

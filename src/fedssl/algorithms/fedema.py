@@ -21,9 +21,11 @@ class FedEMA(DivergenceAware):
     """Clients start a round at μ · own + (1 − μ) · global, with μ = min(λ_k · divergence, 1).
 
     The autoscaler sets λ_k = τ / (the client's first divergence), so that its first such update
-    has μ = τ. The paper's server computes λ_k; here the client does, from the same numbers, so that
-    no client's own network is seen by the server. A client that was not in the round before starts
-    from the global network, target network included (lines 13 and 14).
+    has μ = τ. The paper's server computes λ_k right after the client's first round; here the client
+    does, so that the server sees no client's own network. With ``drift`` that is the same; with
+    ``distance`` too, unless the client sits out the round after its first: then λ_k comes from the
+    global network of the round in which it returns. A client that was not in the round before
+    starts from the global network, target network included (lines 13 and 14).
     """
 
     @dataclass(frozen=True)
@@ -72,10 +74,12 @@ class FedEMA(DivergenceAware):
     def round(self, server: Server, cohort: Cohort) -> None:
         """As above; clients that never meet again are worth a word."""
         super().round(server, cohort)
-        stuck = all(mu == 1 for mu in server.clients["mu"].values())
-        before = "stuck" in server.state
-        server.state = {"stuck": torch.ones(())} if stuck else {}
-        if stuck and before:
+        names = {"both": ("mu", "mu_predictor"), "encoder": ("mu",), "predictor": ("mu_predictor",)}
+        measures = (server.clients[name].values() for name in names[self.params.parts])
+        stuck = all(mu == 1 for each in measures for mu in each)
+        rounds = int(cast(Tensor, server.state.get("stuck", torch.zeros(())))) + 1
+        server.state = {"stuck": torch.tensor(float(rounds))} if stuck else {}
+        if stuck and rounds == 2:
             server.warnings.append(
                 "μ is 1 for every client, twice in a row: the global model is not used any more; "
                 "lower algorithm.lambda or algorithm.tau, or use algorithm.divergence=drift"
@@ -89,11 +93,12 @@ class FedEMA(DivergenceAware):
         last = cast("Tensor | None", client.state.get("trained"))
         if divergence is None or last is None or int(last) != client.round - 1:
             client.state.pop("target", None)
-            client.state["mu"] = torch.tensor(0.0)
+            client.state |= {"mu": torch.tensor(0.0), "mu_predictor": torch.tensor(0.0)}
             client.state.pop("divergence", None)
             return network
         mu = self.mu(client, float(divergence))
-        client.state["mu"] = torch.tensor(mu[0], dtype=torch.float64)
+        for name, value in zip(("mu", "mu_predictor"), mu, strict=True):
+            client.state[name] = torch.tensor(value, dtype=torch.float64)
         client.state["divergence"] = divergence
         n, end = towers(client.work.flat), client.work.flat.parameters
         mixed = network.clone()
@@ -115,9 +120,10 @@ class FedEMA(DivergenceAware):
         return both[0] * (p.parts != "predictor"), both[1] * (p.parts != "encoder")
 
     def report(self, client: Client) -> dict[str, Tensor]:
-        """μ and the divergence that it came from."""
+        """μ, that of the predictor, and the divergence that they came from."""
         unknown = torch.tensor(torch.nan)
         return {
             "mu": cast(Tensor, client.state["mu"]),
+            "mu_predictor": cast(Tensor, client.state["mu_predictor"]),
             "divergence": cast(Tensor, client.state.get("divergence", unknown)),
         }

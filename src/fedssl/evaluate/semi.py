@@ -28,7 +28,7 @@ def stairs(step: int, total: int) -> float:
 # CCL, section 6: 20 epochs of SGD as in SwAV (Caron et al. 2020), whose program has batches of 256,
 # no weight decay, and these rates of the encoder and, 20 times as large, of the classifier. Its
 # command for 1 % of ImageNet's labels has 0.02 and 5 instead. With ten classes and few steps those
-# come to chance (digits, training images held out), so every share takes the program's default.
+# were far worse (digits, training images held out), so every share takes the program's default.
 LINEAR = Training(
     Optimizer("sgd", 0.01, momentum=0.9), epochs=20, batch=256, schedule=stairs, head=20.0
 )

@@ -152,4 +152,5 @@ def _load_encoder(encoder: nn.Module, file: Path, where: str) -> None:
                 f"{where}: it has {found} for {name} where this encoder has "
                 f"{tuple(tensor.shape)}; use the same encoder.name, encoder.norm and channels"
             )
-    encoder.load_state_dict({name: state[name] for name in own})
+    # Names and shapes were checked; torch would add batch norm's counter, which ours do not have.
+    encoder.load_state_dict({name: state[name] for name in own}, strict=False)
