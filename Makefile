@@ -17,6 +17,7 @@ lint: .venv/installed-dev
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/cohort.py
+	$(BIN)/python benchmarks/silo.py --samples 512
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("fedssl needs Python 3.11 or later; set PYTHON=python3.12, for example" if sys.version_info < (3, 11) else 0)'
