@@ -206,11 +206,12 @@ def _partition(options: argparse.Namespace) -> int:
     _, settings = _resolve(options.words)
 
     from fedssl.data import datasets
-    from fedssl.data.partition import Folder, partition, table
+    from fedssl.data.partition import Folder, table
+    from fedssl.session import client_data
 
     dataset = datasets.load(settings.data, settings.seed)
     train = dataset.train
-    groups = partition(settings.partition, train, len(dataset.classes), settings.seed)
+    groups = client_data(settings, dataset)
     labels = None if train.labels is None else train.labels.numpy()
     by_folder = isinstance(settings.partition, Folder.Params)
     names = dataset.clients if by_folder and len(dataset.clients) >= len(groups) else ()

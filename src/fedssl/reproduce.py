@@ -25,6 +25,8 @@ COMPARABLE = (
     "evaluate.every", "evaluate.monitor",
 )  # fmt: skip
 
+BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -78,7 +80,13 @@ class Job:
 
     @property
     def measures(self) -> list[str]:
-        """What is compared; where the paper prints no number, the first accuracy there is."""
+        """What is compared; where the paper prints no number, the first accuracy there is.
+
+        Of personal and global models both are shown; the paper's number stands at the one that is
+        compared.
+        """
+        if BOTH_MODELS & self.paper.keys():
+            return sorted(BOTH_MODELS)
         if self.paper:
             return list(self.paper)
         found = [m for m in (self.summary() or {}).get("result", {}) if m.endswith("_top1")]

@@ -226,6 +226,8 @@ def prepare(config: Config) -> Session:
     """Load the data, build the network, and refuse what could not run."""
     device = pick_device(config.device)
     torch.set_num_threads(config.engine.threads)
+    # Who asks for bfloat16 in the network does not want full float32 in the rest of the step.
+    torch.set_float32_matmul_precision("high" if config.precision == "bf16" else "highest")
     dataset = datasets.load(config.data, config.seed)
     train = dataset.train
     objective: Objective = configuration.variant("objective", config.objective.name)(

@@ -13,6 +13,7 @@ from lightly.models.utils import update_momentum
 from plain import flat_params
 from torch import Tensor
 
+from fedssl.models.norms import Norm
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.moco import MoCo
 from fedssl.objectives.simsiam import SimSiam
@@ -157,7 +158,13 @@ def test_the_target_is_the_weighted_sum_of_all_online_networks(
 def test_the_defaults_are_the_papers() -> None:
     """FedEMA, appendix B.2."""
     byol, moco = BYOL(BYOL.Params("byol")), MoCo(MoCo.Params("moco"))
-    assert byol.params.projector == byol.params.predictor == (4096, 2048)
+    assert byol.params.projector == (4096, 2048)
+    predictor = byol.predictor(Norm("batch"))
+    assert predictor is not None
+    assert [tuple(p.shape) for p in predictor.parameters() if p.ndim == 2] == [
+        (4096, 2048),
+        (2048, 4096),
+    ]
     assert byol.momentum == moco.momentum == 0.99 and moco.params.queue == 4096
     assert [MoCo(MoCo.Params("moco", version=v)).temperature for v in (1, 2)] == [0.07, 0.2]
     assert MoCo(MoCo.Params("moco", version=1, temperature=0.3)).temperature == 0.3

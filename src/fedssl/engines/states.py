@@ -12,8 +12,8 @@ from fedssl.trees import flatten, unflatten
 from fedssl.workspace import State
 
 
-@dataclass
-class _Moving:
+@dataclass(frozen=True)
+class _Coming:
     """Tensors on the device whose copy has been started but perhaps not finished."""
 
     tensors: dict[str, Tensor]
@@ -33,8 +33,9 @@ class States(MutableMapping[int, State]):
         self.changed: set[int] = set()  # written since the last checkpoint
         self.versions: dict[int, int] = {}  # the round of the checkpoint file that holds a client
         self._host: dict[int, dict[str, Tensor]] = {}
-        self._coming: dict[int, _Moving] = {}
-        self._going: dict[int, _Moving] = {}
+        self._coming: dict[int, _Coming] = {}
+        # When what was written is on the host. Not the tensors: they would stay on the device.
+        self._going: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __getitem__(self, client: int) -> State:
@@ -70,7 +71,7 @@ class States(MutableMapping[int, State]):
                 host[name].copy_(tensor, non_blocking=True)
                 if tensor.is_cuda:
                     tensor.record_stream(self._stream)
-        self._going[client] = _Moving(flat, self._stream.record_event())
+        self._going[client] = self._stream.record_event()
 
     def __delitem__(self, client: int) -> None:
         self._wait(client)
@@ -98,7 +99,7 @@ class States(MutableMapping[int, State]):
                 else tensor.to(self.device, non_blocking=True)
                 for name, tensor in self._host[client].items()
             }
-        self._coming[client] = _Moving(tensors, self._stream.record_event())
+        self._coming[client] = _Coming(tensors, self._stream.record_event())
 
     def numbers(self, client: int) -> State:
         """The single numbers of a client's state: nothing travels to the device."""
@@ -125,7 +126,7 @@ class States(MutableMapping[int, State]):
         """Until a state that was written is on the host."""
         going = self._going.pop(client, None)
         if going is not None:
-            going.done.synchronize()
+            going.synchronize()
 
 
 def _pinned_like(tensor: Tensor, old: Tensor | None) -> Tensor:

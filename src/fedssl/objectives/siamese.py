@@ -22,16 +22,17 @@ from fedssl.objectives.base import Dual, ProjectorParams
 class PredictorParams(ProjectorParams):
     """Keys of SimSiam and BYOL; the defaults are the FedEMA paper's (appendix B.2).
 
-    ``predictor=off`` and ``stop_gradient=false`` are the ablations of its Figure 2.
+    The predictor has the projector's widths unless it is given its own. ``predictor=off`` and
+    ``stop_gradient=false`` are the ablations of its Figure 2.
     """
 
     projector: tuple[int, ...] = (4096, 2048)
-    predictor: tuple[int, ...] | Literal["off"] = (4096, 2048)
+    predictor: tuple[int, ...] | Literal["off"] | None = None
     stop_gradient: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.predictor == "off":
+        if self.predictor is None or self.predictor == "off":
             return
         if not self.predictor or min(self.predictor) < 1:
             raise UserError(
@@ -60,7 +61,9 @@ class Predictive(Dual):
     def predictor(self, norm: Norm) -> nn.Module | None:
         """Appendix B.2."""
         widths = self.params.predictor
-        return None if widths == "off" else mlp(self.params.projector[-1], widths, norm)
+        if widths == "off":
+            return None
+        return mlp(self.params.projector[-1], widths or self.params.projector, norm)
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
