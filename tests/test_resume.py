@@ -37,6 +37,23 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def states_stay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be compared after the last round, when a run deletes those that nothing reads."""
+    if "delete" not in request.node.name:
+        monkeypatch.setattr(checkpoint, "forget_clients", lambda out, session: None)
+
+
+def test_states_that_nothing_reads_are_deleted_at_the_end(tmp_path: Path) -> None:
+    for words, kept in (("byol algorithm.name=fedema", False), ("byol algorithm.name=ditto", True)):
+        out = tmp_path / words.rpartition("=")[2]
+        run.run(small(words), out)
+        assert any((out / checkpoint.CLIENTS).iterdir()) == kept
+        before = (out / "encoder.safetensors").read_bytes()
+        run.run(small(words), out, resume=True)  # nothing is left to do, and nothing is missed
+        assert (out / "encoder.safetensors").read_bytes() == before
+
+
 def small(words: str) -> config.Config:
     objective, *rest = words.split()
     return config.resolve(config.read_recipe(None), [*SMALL, *OBJECTIVES[objective], *rest])

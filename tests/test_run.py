@@ -69,7 +69,7 @@ def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     summary = run.run(small("evaluate.baselines=fedavg", "evaluate.every=2"), out)
     assert {p.name for p in out.iterdir()} == {
         "config.yaml", "metrics.jsonl", "checkpoint", "encoder.safetensors", "encoder.json",
-        "summary.json", "baselines", "tensorboard",
+        "summary.json", "baselines", "tensorboard", "clients.json",
     }  # fmt: skip
     rows = lines(out)
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]

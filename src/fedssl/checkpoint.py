@@ -46,6 +46,13 @@ def write(out: Path, session: Session) -> None:
     _remove_old(out, states.versions)
 
 
+def forget_clients(out: Path, session: Session) -> None:
+    """After the last round: states that nothing will be read from (a network's size each)."""
+    session.engine.states.versions.clear()
+    session.engine.states.changed.clear()
+    write(out, session)
+
+
 def _client_file(out: Path, client: int, version: int) -> Path:
     return out / CLIENTS / f"{client}-{version}.safetensors"
 
@@ -102,8 +109,12 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing, so the run cannot be resumed; start a new one") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a checkpoint of this program ({error})") from None
+        raise UserError(
+            f"{path}: not a checkpoint of this program ({error}); start a new run in another folder"
+        ) from None
     if path.name == FILE.name and not metadata.get("round", "").isdecimal():
         raise UserError(f"{path}: not a checkpoint of this program (it names no round)")
     return tensors, metadata

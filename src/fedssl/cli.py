@@ -27,7 +27,8 @@ REPRODUCE = """examples:
   fedssl reproduce fedema/table3                          every cell of a table, one after another
   fedssl reproduce fedema/table3/fedbyol                  one row
   fedssl reproduce 'fedema/table3/*/cifar10-noniid'       one column
-  fedssl reproduce fedema/table3 --scale 0.05 data.name=digits encoder.name=tiny   a rehearsal
+  fedssl reproduce 'fedema/table3/*/cifar10-noniid' --scale 0.05 data.name=digits \
+      data.size=16 encoder.name=tiny objective.projector=[64,32]   a rehearsal on a CPU
   fedssl reproduce mine.yaml                              a table of your own
 
 The same command goes on after Ctrl-C; what is finished is not run again.

@@ -601,12 +601,24 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     if value is None and type(None) in arguments:
         return None
     kinds = [a for a in arguments if a is not type(None)]
-    for kind in kinds[:-1]:
+    errors = []
+    for kind in kinds:
         try:
             return _convert(kind, value, name)
-        except UserError:
-            continue
-    return _convert(kinds[-1], value, name)
+        except UserError as error:
+            errors.append(error)
+    if len(kinds) == 1:
+        raise errors[0]
+    raise UserError(f"{name}={value}: expected {' or '.join(map(_described, kinds))}")
+
+
+def _described(kind: Any) -> str:
+    """What a type expects, in words."""
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(map(str, typing.get_args(kind)))
+    if typing.get_origin(kind) is tuple:
+        return "a list as in [64, 32]"
+    return _EXPECTED[kind]
 
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
@@ -621,9 +633,11 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     return tuple(_convert(a, item, name) for a, item in zip(arguments, value, strict=True))
 
 
+_EXPECTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
 def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
-    expected = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}[kind]
-    wrong = UserError(f"{name}={value}: expected {expected}")
+    wrong = UserError(f"{name}={value}: expected {_EXPECTED[kind]}")
     if kind is bool:
         if not isinstance(value, bool):
             raise wrong

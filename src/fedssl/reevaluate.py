@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,8 +49,11 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         "changed": list(words),
         "rows": rows,
     }
-    with (run / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    try:
+        with (run / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # the numbers are still worth seeing
+        print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
     untrained, result = rows.pop("untrained"), rows.pop("result")
     shown = models("result", result, session.algorithm.judges, rows.get("global"))
     return {"untrained": untrained, **shown}

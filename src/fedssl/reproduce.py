@@ -13,8 +13,11 @@ from typing import Any
 
 from fedssl import config, run, tables
 from fedssl.config import Config
+from fedssl.data import datasets
+from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
 from fedssl.run import Interrupted as Interrupted
+from fedssl.session import client_data
 
 ROOT = Path("runs") / "reproduce"
 # Keys that change neither what is trained nor how it is judged.
@@ -112,6 +115,7 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
 
 def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished; a run that diverges is said and passed over. Returns those."""
+    check_data(job for job in jobs if job.summary() is None)
     failed = []
     for number, job in enumerate(jobs, 1):
         label = f"[{number}/{len(jobs)}] {job.name}"
@@ -128,6 +132,20 @@ def work(jobs: Sequence[Job]) -> list[Job]:
         else:
             _write(job)
     return failed
+
+
+def check_data(jobs: Iterable[Job]) -> None:
+    """Refuse, before the first run, data that is not there or not to be divided as asked."""
+    loaded: dict[tuple[config.Data, int], Dataset] = {}
+    for job in jobs:
+        settings = job.settings
+        place = (settings.data, settings.seed)
+        try:
+            if place not in loaded:
+                loaded[place] = datasets.load(*place)
+            client_data(settings, loaded[place])
+        except UserError as error:
+            raise UserError(f"{job.name}: {error}") from None
 
 
 def scaled(settings: Config, share: float) -> Config:

@@ -19,6 +19,7 @@ from fedssl import __version__, checkpoint, config
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
+from fedssl.metrics import FILE as METRICS
 from fedssl.metrics import Metrics
 from fedssl.progress import Progress
 from fedssl.session import Session, prepare
@@ -81,10 +82,17 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
         out.mkdir(parents=True, exist_ok=True)
         if not _started(out):
             write_text(out / "config.yaml", config.dump(settings))
+            write_json(out / "clients.json", clients(session))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
-    if resume:
-        checkpoint.read(out, session)
+    if resume and not checkpoint.read(out, session) and (out / METRICS).exists():
+        print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
+
+
+def clients(session: Session) -> list[dict[str, Any]]:
+    """Who is behind the numbers of clients in metrics, personal models and states."""
+    each = zip(session.names, session.engine.groups.sizes.tolist(), strict=True)
+    return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
 
 
 def check_same(new: Config, old: Config, out: Path) -> None:
@@ -111,13 +119,17 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
             Progress(settings.algorithm.name, settings.rounds, server.round)
         ) as progress,
     ):
+        for note in session.notes():
+            progress.say(note)
         if session.work.compiles and server.round < settings.rounds:
             progress.say("compiling the training step, once: about a minute")
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
-            every = settings.evaluate.every
-            if every and server.round % every == 0 and server.round < settings.rounds:
-                line |= session.judge_result(settings.evaluate.monitor)
+            every, monitor = settings.evaluate.every, settings.evaluate.monitor
+            # At the end all protocols run anyway.
+            more = monitor is not None or server.round < settings.rounds
+            if every and server.round % every == 0 and more:
+                line |= session.judge_result(monitor)
             metrics.write(line)
             due = time.monotonic() - saved >= settings.checkpoint.seconds
             if due or stop or server.round == settings.rounds:
@@ -209,6 +221,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "rounds": session.server.round,
         **totals,
         **reached,
+        **({"per_client": session.client_scores} if session.client_scores else {}),
         "judged": session.algorithm.judges,
         "result": result,
         **rows,
@@ -221,6 +234,8 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
+    if session.algorithm.personal is None and session.work.kept is None:
+        checkpoint.forget_clients(out, session)
     return summary
 
 
@@ -230,14 +245,12 @@ def export(session: Session, out: Path) -> None:
     weights, model = session.global_weights(), "global"
     if session.work.kept is not None:
         model = "global, normalization layers: the mean of the clients'"
-    if session.algorithm.judges == "personal":
-        personal = session.personal(MOST_PERSONAL_FILES)
-        if session.algorithm.has_global:
-            _save_towers(session, weights, out, "global", towers)
-        for client, own in personal.items():
-            _save_towers(session, own, out / "personal", f"client-{client}", towers)
+    personal = session.personal(MOST_PERSONAL_FILES)
+    for client, own in personal.items():
+        _save_towers(session, own, out / "personal", f"client-{client}", towers)
+    if not session.algorithm.has_global:
         first, weights = next(iter(personal.items()))
-        model = f"personal, client {first} (the others are in personal/)"
+        model = f"personal, client {first}: there is no global model"
     _save_towers(session, weights, out, "encoder", towers)
     images = session.dataset.train.images
     note = {
@@ -250,6 +263,7 @@ def export(session: Session, out: Path) -> None:
         "size": list(images[0].shape[2:]),
         "input": "pixels divided by 255, no further normalization",
         "files": ["encoder.safetensors", *(["encoder-second.safetensors"] if towers == 2 else [])],
+        "personal": [f"personal/client-{k}.safetensors" for k in personal],
     }
     write_json(out / "encoder.json", note)
 
@@ -261,7 +275,9 @@ def _save_towers(
     for tower, suffix in zip(range(towers), ("", "-second"), strict=False):
         state = session.encoder(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
-        checkpoint.save(out / f"{name}{suffix}.safetensors", tensors, {})
+        path = out / f"{name}{suffix}.safetensors"
+        checkpoint.save(path, tensors, {})
+        path.chmod(0o644)  # unlike a checkpoint, it is for others to read
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
@@ -18,7 +19,7 @@ from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Dataset, Groups, Split
-from fedssl.data.partition import partition
+from fedssl.data.partition import Folder, partition
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.errors import UserError
@@ -46,6 +47,8 @@ class Session:
     engine: LocalEngine
     server: Server
     cohort: int  # clients in a round
+    # Each client's accuracy in the last ``judge_clients``, by model.
+    client_scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def work(self) -> Workspace:
@@ -61,6 +64,31 @@ class Session:
         """Who takes part in a round."""
         state = key(self.config.seed, "cohort", round)
         return choose(state, len(self.engine.groups), self.cohort)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The clients' names: those of their folders, else their numbers."""
+        data, clients = self.dataset.clients, len(self.engine.groups)
+        params = self.config.partition
+        by_folder = isinstance(params, Folder.Params) and params.level == "client"
+        return list(data) if by_folder and len(data) == clients else list(map(str, range(clients)))
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know before the first round."""
+        named, given = self.config.partition.name, self.dataset.clients
+        if given and named != "folder" and not self.algorithm.pools_data:
+            yield (
+                f"the data has folders of {len(given)} clients, and partition.name={named} makes "
+                f"{len(self.engine.groups)} others of it; partition.name=folder follows the folders"
+            )
+        if "per-client" in (*self.protocols, *(self.config.evaluate.monitor or ())):
+            without = [self.names[k] for k in np.flatnonzero(self.client_tests.sizes == 0)]
+            if without:
+                shown = ", ".join(without[:5]) + (", …" if len(without) > 5 else "")
+                yield (
+                    f"per-client: {len(without)} of {len(self.names)} clients have no test images "
+                    f"and are left out ({shown})"
+                )
 
     def encoder(self, tower: int = 0) -> Tower:
         """One tower of the network that clients train (whatever weights it holds now)."""
@@ -141,16 +169,24 @@ class Session:
     def judge_clients(self) -> dict[str, float]:
         """Personal models and the global one, each on the clients' own test images."""
         results: dict[str, float] = {}
+        self.client_scores.clear()
         if self.algorithm.has_global:
-            results |= per_client.summary("global", self._client_scores(self.global_weights()))
+            scores = self._client_scores(self.global_weights())
+            self.client_scores["global"] = self._named(scores)
+            results |= per_client.summary("global", scores)
         own = {k: self.personal_weights(k) for k in self.engine.states}
         models = {k: weights for k, weights in own.items() if weights is not None}
         if models:
             scores = np.full(len(self.engine.groups), np.nan)
             for k, weights in models.items():
                 scores[k] = self._client_scores(weights)[k]
+            self.client_scores["personal"] = self._named(scores)
             results |= per_client.summary("personal", scores)
         return results
+
+    def _named(self, scores: NDArray[np.float64]) -> dict[str, float]:
+        known = zip(self.names, scores.tolist(), strict=True)
+        return {name: round(score, 4) for name, score in known if score == score}
 
     def _client_scores(self, weights: Tensor) -> NDArray[np.float64]:
         train, test = self.judged_splits
@@ -190,14 +226,13 @@ class Session:
 
     def personal(self, most: int) -> dict[int, Tensor]:
         """The models of up to ``most`` clients that have one."""
-        path, states = self.algorithm.personal or (), self.engine.states
-        own = {k: states.get_leaf(k, path) for k in sorted(states)}
-        trained = {k: weights for k, weights in own.items() if weights is not None}
-        if not trained:
-            return {0: self.work.initial}
-        ids = list(trained)
+        ids = sorted(self.engine.states)
+        if self.algorithm.personal is None and self.work.kept is None:
+            return {}
         chosen = choose(key(self.config.seed, "judged"), len(ids), most)
-        return {ids[i]: trained[ids[i]] for i in chosen}
+        own = {ids[i]: self.personal_weights(ids[i]) for i in chosen}
+        trained = {k: weights for k, weights in own.items() if weights is not None}
+        return trained or ({0: self.work.initial} if self.algorithm.judges == "personal" else {})
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:

@@ -465,7 +465,8 @@ def replacing(folder: Path, cache: Path) -> Iterator[Path]:
     new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
     with writing(cache):
-        new.mkdir(parents=True)
+        new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new.mkdir(mode=0o700)  # private images, decoded: for no one else on this machine
     try:
         yield new
         with writing(cache):
