@@ -215,3 +215,11 @@ def test_recipes_with_a_file_of_their_own(tmp_path: Path) -> None:
     shown = reproduce.report(jobs).splitlines()
     assert shown[0] == "dcco"
     assert "failed (49.6)" in "\n".join(shown)
+
+
+def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path: Path) -> None:
+    words = ["data.name=digits", "encoder.name=tiny", "objective.projector=[64,32]"]
+    jobs = reproduce.plan("fedema/table3/fedbyol", words, "0.01", tmp_path)
+    with pytest.raises(UserError, match=r"^fedema/table3/fedbyol/cifar100-noniid: .*classes=20"):
+        reproduce.work(jobs)
+    assert not list(tmp_path.iterdir())

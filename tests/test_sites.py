@@ -1,0 +1,109 @@
+"""What a practitioner sees whose clients are folders: names, notes, each site's own numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedssl import config, run
+from fedssl.reevaluate import evaluate
+
+SITES = ("berlin", "oslo", "paris")
+WORDS = [
+    "data.name=folder", "data.levels=client,class", "partition.name=folder", "encoder.name=tiny",
+    "encoder.groups=8", "algorithm.name=ditto", "objective.name=byol", "objective.projector=32,16",
+    "encoder.norm=batch", "algorithm.local_epochs=1", "algorithm.batch=4", "server.optimizer=sgd",
+    "server.lr=1", "client.lr=0.01", "rounds=2", "cohort.size=null", "evaluate.baselines=[]",
+    "evaluate.protocols=per-client", "engine.threads=1", "augment.name=flip", "data.size=16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/<site>/<class>/<image>, and test images of the first two sites."""
+    root = tmp_path_factory.mktemp("sites")
+    generator = np.random.default_rng(0)
+    for split, sites in (("train", SITES), ("test", SITES[:2])):
+        for site in sites:
+            for label in range(2):
+                place = root / split / site / f"class{label}"
+                place.mkdir(parents=True)
+                for image in range(4):
+                    pixels = generator.integers(0, 128, (16, 16, 3), dtype=np.uint8)
+                    Image.fromarray(pixels + np.uint8(127 * label)).save(place / f"{image}.png")
+    return root
+
+
+def settings(folder: Path, tmp_path: Path, *words: str) -> config.Config:
+    where = [f"data.root={folder}", f"data.cache={tmp_path / 'cache'}"]
+    return config.resolve(config.read_recipe(None), [*WORDS, *where, *words])
+
+
+def test_sites_are_named_and_each_has_its_numbers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    summary = run.run(settings(folder, tmp_path), out)
+    listed = json.loads((out / "clients.json").read_text())
+    assert [(c["client"], c["name"], c["samples"]) for c in listed] == [
+        (0, "berlin", 8), (1, "oslo", 8), (2, "paris", 8),
+    ]  # fmt: skip
+    assert "1 of 3 clients have no test images and are left out (paris)" in capsys.readouterr().err
+    for model in ("global", "personal"):
+        scores = summary["per_client"][model]
+        assert list(scores) == ["berlin", "oslo"]
+        mean = summary[f"per-client_{model}_top1"]
+        assert mean == pytest.approx(np.mean(list(scores.values())), abs=1e-3)
+        assert summary[f"per-client_{model}_worst"] == pytest.approx(min(scores.values()), abs=1e-3)
+    note = json.loads((out / "encoder.json").read_text())
+    assert note["model"] == "global"
+    assert note["personal"] == [f"personal/client-{k}.safetensors" for k in range(3)]
+    personal = [(out / name).read_bytes() for name in note["personal"]]
+    assert (out / "encoder.safetensors").read_bytes() not in personal
+    assert len(set(personal)) == 3
+
+
+def test_clients_with_norm_layers_of_their_own_get_their_models(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = ["algorithm.name=fedavg", "algorithm.norm_policy=local"]
+    summary = run.run(settings(folder, tmp_path, *words), out)
+    assert summary["norm_layers"] == "mean of the clients'"
+    assert len(list((out / "personal").iterdir())) == 3
+    assert {"per-client_global_top1", "per-client_personal_top1"} <= summary.keys()
+    rows = evaluate(out, ["evaluate.protocols=per-client"])
+    assert rows["result, global"]["per-client_top1"] == summary["per-client_global_top1"]
+    assert rows["result, personal"]["per-client_top1"] == summary["per-client_personal_top1"]
+
+
+def test_a_partition_that_ignores_the_folders_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["partition.name=iid", "partition.clients=2", "evaluate.protocols=knn"]
+    run.run(settings(folder, tmp_path, *words), tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "folders of 3 clients, and partition.name=iid makes 2 others" in said
+
+
+def test_the_monitor_runs_after_the_last_round_too(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["evaluate.every=1", "evaluate.monitor=knn", "evaluate.protocols=linear"]
+    run.run(settings(folder, tmp_path, *words), out)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert ["knn_top1" in line for line in lines] == [True, True]
+    assert not any("linear_top1" in line for line in lines)
+
+
+def test_judging_again_shows_numbers_that_cannot_be_kept(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    run.run(settings(folder, tmp_path), out)
+    (out / "evaluations.jsonl").mkdir()  # cannot be written, even by root
+    assert "per-client_top1" in evaluate(out, [])["result, global"]
+    assert "evaluations.jsonl: not written" in capsys.readouterr().err
