@@ -59,7 +59,7 @@ def test_a_table_is_run_once_and_shown_beside_the_papers_numbers(
     head, columns, simclr, cco, caption, words, folder = shown.out.splitlines()
     assert head == "Tiny Table 1: an objective on digits"
     assert columns.split() == ["ours", "(paper's)", "noniid", "iid"]
-    assert caption == "2 of 20 rounds: not comparable with the paper's numbers"
+    assert caption == "scaled: 2 of 20 rounds: not comparable with the paper's numbers"
     assert words == "with device=cpu" and folder == "a/mine"
     top1 = {
         name: json.loads(Path("a/mine", name, "summary.json").read_text())["knn_top1"]
@@ -152,7 +152,7 @@ def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
         "epochs-20, rounds to 80",
     ]  # fmt: skip
     assert shown[2][-1].strip() == "7 (90)" and shown[4][-1].strip() == "40 (80)"
-    assert shown[9] == ["50 of 100 rounds: not comparable with the paper's numbers"]
+    assert shown[9] == ["scaled: 50 of 100 rounds: not comparable with the paper's numbers"]
 
 
 def test_a_figure_without_numbers_shows_what_was_measured(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 
 from fedssl import config, run
 from fedssl.data.dataset import Split
+from fedssl.data.datasets import held_out
 from fedssl.errors import UserError
+from fedssl.reevaluate import evaluate
 from fedssl.session import prepare
 
 SMALL = (
@@ -135,3 +137,49 @@ def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.M
     monkeypatch.setattr(session.algorithm, "encode", broken)
     with pytest.raises(ValueError, match="a bug"):
         session.algorithm.round(session.server, session.engine.cohort(session.cohort_ids(0), 0))
+
+
+@pytest.mark.parametrize(
+    "partition",
+    ["iid partition.clients=3", "classes partition.clients=5", "dirichlet partition.clients=3",
+     "samples partition.samples=8"],
+)  # fmt: skip
+def test_held_out_images_are_nobodys(partition: str) -> None:
+    """FedEMA, appendix B.3: what semi fine-tunes on was not pretrained on."""
+    words = ["data.holdout=0.1", f"partition.name={partition.split()[0]}", partition.split()[1]]
+    session = prepare(config.resolve(config.read_recipe(None), [*words, "cohort.size=null"]))
+    train = session.dataset.train
+    assert train.labels is not None
+    out = held_out(train.labels, 0.1, 10, 0).numpy()
+    members = session.engine.groups.members
+    assert len(np.unique(members)) == len(members)
+    assert not np.intersect1d(members, out).size
+    if not partition.startswith("samples"):
+        assert len(members) + len(out) == len(train)
+
+
+def test_the_norm_layers_of_a_run_judged_on_other_data(tmp_path: Path) -> None:
+    """Which has other clients: the mean is by the samples of the run's own."""
+    words = [
+        "algorithm.norm_policy=local", "algorithm.name=fedavg", "partition.name=iid",
+        "partition.clients=3", "cohort.size=null", "rounds=1", "evaluate.baselines=[]",
+        "evaluate.protocols=knn", "objective.projector=64,32",
+    ]  # fmt: skip
+    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    assert evaluate(tmp_path / "run", ["data.size=12"])["result"]["knn_top1"] > 50
+
+
+def test_head_is_refused_as_a_monitor_of_what_has_none() -> None:
+    words = ["evaluate.every=1", "evaluate.monitor=head"]
+    with pytest.raises(UserError, match="head"):
+        prepare(config.resolve(config.read_recipe(None), words))
+
+
+def test_centralized_training_is_judged_on_the_clients_of_the_partition() -> None:
+    words = [
+        "algorithm.name=centralized", "partition.name=classes", "partition.clients=5",
+        "cohort.size=null", "evaluate.protocols=per-client", "rounds=0",
+    ]  # fmt: skip
+    session = prepare(config.resolve(config.read_recipe(None), words))
+    session.judge_clients()
+    assert len(session.client_scores["global"]) == 5

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
 from fedssl.session import Session
 from fedssl.trees import Tree, flatten, unflatten
@@ -69,8 +70,15 @@ def _check_finite(tensors: dict[str, Tensor], session: Session, out: Path) -> No
         config = session.config
         raise TrainingError(
             f"round {session.server.round}: the weights are no longer finite; lower server.lr "
-            f"(now {config.server.lr}) or client.lr (now {config.client.lr}). {kept(out)}"
+            f"(now {config.server.lr}) or client.lr (now {config.client.lr}){_pulls(config)}. "
+            f"{kept(out)}"
         )
+
+
+def _pulls(config: Config) -> str:
+    """A proximal term diverges as soon as its weight times the learning rate is above 2."""
+    weight = getattr(config.algorithm, "lambda_", None)
+    return f" or algorithm.lambda (now {weight})" if isinstance(weight, float) else ""
 
 
 def kept(out: Path) -> str:
@@ -93,6 +101,11 @@ def read(out: Path, session: Session) -> bool:
         raise UserError(
             f"{path}: holds a network of {len(weights)} numbers where this configuration makes one "
             f"of {len(server.weights)}; the encoder, the head or the data's channels differ"
+        )
+    if "clients" in tree:
+        raise UserError(
+            f"{path}: written by an older version, which kept clients' states elsewhere; "
+            "finish the run with that version, or start a new one"
         )
     server.round = int(metadata["round"])
     server.weights = weights

@@ -113,6 +113,7 @@ class Client:
             change = torch.cat((change[:n], self._statistics(trained) - received[n:]))
         if work.kept is not None and work.shared is not None:
             self.state["norm"] = trained.weights[work.kept]
+            self.state["samples"] = torch.tensor(self.samples)  # its weight in a mean of these
             change = change[work.shared]
         return {"change": change, "loss": trained.loss}
 

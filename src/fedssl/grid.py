@@ -63,7 +63,12 @@ class Table:
                     f"{file}: rows.{name}.paper={entries}: expected a list of {len(columns)}, one "
                     "for each column; `-` where the paper has no such cell"
                 )
-            for column in row.get("cells") or {}:
+            own = row.get("cells") or {}
+            if not isinstance(own, dict) or not all(isinstance(v, dict) for v in own.values()):
+                raise UserError(
+                    f"{file}: rows.{name}.cells: expected columns with keys and values below them"
+                )
+            for column in own:
                 if str(column) not in columns:
                     raise UserError(
                         f"{file}: rows.{name}.cells.{column}: no such column; "
@@ -121,7 +126,8 @@ def _parts(file: str, tree: Tree, name: str) -> dict[str, Tree]:
     if not isinstance(parts, dict) or not parts:
         raise UserError(f"{file}: {name}: expected names with keys and values below them")
     for part, keys in parts.items():
-        if "/" in str(part) or not isinstance(keys or {}, dict):
+        bad = "/" in str(part) or str(part) in (".", "..")  # it names a folder of runs
+        if bad or not isinstance(keys or {}, dict):
             raise UserError(f"{file}: {name}.{part}: expected a name without / and keys below it")
     return {str(part): keys or {} for part, keys in parts.items()}
 

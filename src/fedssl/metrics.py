@@ -58,15 +58,14 @@ class Metrics:
 
     @staticmethod
     def first_rounds(
-        out: Path, targets: tuple[float, ...], result: dict[str, float]
+        out: Path, targets: tuple[float, ...], measure: str, result: dict[str, float]
     ) -> dict[str, int | None]:
-        """The first evaluated round that reached each accuracy, by linear probe or else kNN.
+        """The first evaluated round in which ``measure`` reached each accuracy.
 
         ``result`` are the numbers at the end; none: never reached (FedEMA, Table 11).
         """
         lines = list(read(out))
         end = {"round": lines[-1]["round"] if lines else 0, **result}
-        measure = "linear_top1" if any("linear_top1" in line for line in lines) else "knn_top1"
         known = [(line["round"], line[measure]) for line in (*lines, end) if measure in line]
         return {
             f"rounds_to_{target:g}": next((r for r, top1 in known if top1 >= target), None)

@@ -26,6 +26,8 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     for word in words:
         if not word.startswith(("evaluate.", "data.", "device=")):
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
+        if word.startswith("data.holdout"):
+            raise UserError(f"{word}: what was held out of training is decided when it starts")
     settings = config.resolve(config.read_yaml(known), words)
     if any(word.startswith("data.") for word in words):
         # Other data need not be divisible in the run's way; judging an encoder needs no clients.
@@ -39,10 +41,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     session = prepare(settings)
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
-    rows = {"untrained": session.judge(session.untrained())}
-    if session.algorithm.judges == "personal" and session.algorithm.has_global:
-        rows["global"] = session.judge(session.global_weights())
-    rows["result"] = session.judge_result()
+    rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
     line: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "rounds": session.server.round,
@@ -54,6 +53,5 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             file.write(json.dumps(line) + "\n")
     except OSError as error:  # the numbers are still worth seeing
         print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
-    untrained, result = rows.pop("untrained"), rows.pop("result")
-    shown = models("result", result, session.algorithm.judges, rows.get("global"))
-    return {"untrained": untrained, **shown}
+    shown = models("result", rows["result"], session.algorithm.judges)
+    return {"untrained": rows["untrained"], **shown}

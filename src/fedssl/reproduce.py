@@ -205,7 +205,7 @@ def _cell(job: Job, measure: str) -> str:
 def _caption(jobs: Sequence[Job], words: Sequence[str]) -> list[str]:
     """In what these runs differ from the paper's."""
     reasons = [
-        *_unlike(jobs, lambda s: s.rounds, "{} of {} rounds"),
+        *_unlike(jobs, lambda s: s.rounds, "scaled: {} of {} rounds"),
         *_unlike(jobs, lambda s: s.data.name, "data {} for {}"),
     ]
     other = dict.fromkeys(k for j in jobs for k in j.changed if k not in ("rounds", "data.name"))

@@ -91,7 +91,7 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
 
 def clients(session: Session) -> list[dict[str, Any]]:
     """Who is behind the numbers of clients in metrics, personal models and states."""
-    each = zip(session.names, session.engine.groups.sizes.tolist(), strict=True)
+    each = zip(session.names, session.clients.sizes.tolist(), strict=True)
     return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
 
 
@@ -198,10 +198,10 @@ def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
 
 def _images(session: Session, cohort: Cohort) -> int:
     sizes = session.engine.groups.sizes[cohort.ids]
-    plan = session.work.plan
+    plan, passes = session.work.plan, session.algorithm.passes
     if plan.batch is None:
-        return int(sizes.sum()) * plan.count(1)
-    return sum(plan.images(int(size)) for size in sizes)
+        return int(sizes.sum()) * plan.count(1) * passes
+    return sum(plan.images(int(size)) for size in sizes) * passes
 
 
 def finish(session: Session, out: Path) -> dict[str, Any]:
@@ -209,13 +209,13 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
     rows = {"untrained": session.judge(session.untrained())}
     if session.config.encoder.init is not None:
         rows["initial"] = session.judge(session.work.initial)
-    if session.algorithm.judges == "personal" and session.algorithm.has_global:
-        rows["global"] = session.judge(session.global_weights())
     result = session.judge_result()
     export(session, out)
     totals = Metrics.totals(out)
     settings = session.config.evaluate
-    reached = Metrics.first_rounds(out, settings.targets, result) if settings.targets else {}
+    watched = settings.monitor or session.protocols
+    measure = "linear_top1" if "linear" in watched else "knn_top1"
+    reached = Metrics.first_rounds(out, settings.targets, measure, result)
     summary: dict[str, Any] = {
         **result,
         "rounds": session.server.round,
@@ -225,7 +225,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "judged": session.algorithm.judges,
         "result": result,
         **rows,
-        **({"norm_layers": "mean of the clients'"} if session.work.kept is not None else {}),
+        **({"norm_layers": "mean of the clients'"} if shared_norms(session) else {}),
         "merged": session.engine.merges,
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
@@ -239,11 +239,16 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
     return summary
 
 
+def shared_norms(session: Session) -> bool:
+    """Whether the global model's normalization layers are a mean that training never made."""
+    return session.work.kept is not None and session.algorithm.has_global
+
+
 def export(session: Session, out: Path) -> None:
     """The encoder that is the result, with a note that says what it is."""
     towers = session.config.encoder.towers
     weights, model = session.global_weights(), "global"
-    if session.work.kept is not None:
+    if shared_norms(session):
         model = "global, normalization layers: the mean of the clients'"
     personal = session.personal(MOST_PERSONAL_FILES)
     for client, own in personal.items():

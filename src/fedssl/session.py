@@ -66,9 +66,15 @@ class Session:
         return choose(state, len(self.engine.groups), self.cohort)
 
     @cached_property
+    def clients(self) -> Groups:
+        """Who holds what, also where an algorithm has pooled it."""
+        pools = self.algorithm.pools_data
+        return client_data(self.config, self.dataset) if pools else self.engine.groups
+
+    @cached_property
     def names(self) -> list[str]:
         """The clients' names: those of their folders, else their numbers."""
-        data, clients = self.dataset.clients, len(self.engine.groups)
+        data, clients = self.dataset.clients, len(self.clients)
         params = self.config.partition
         by_folder = isinstance(params, Folder.Params) and params.level == "client"
         return list(data) if by_folder and len(data) == clients else list(map(str, range(clients)))
@@ -146,22 +152,27 @@ class Session:
         work, states = self.work, self.engine.states
         if work.kept is None:
             return self.server.weights
-        sizes = self.engine.groups.sizes
-        own = ((sizes[k], states.get_leaf(k, ("norm",))) for k in sorted(states))
-        known = [(float(size), norm) for size, norm in own if norm is not None]
+        leaves = ([states.get_leaf(k, (n,)) for n in ("samples", "norm")] for k in sorted(states))
+        known = [(float(n), own) for n, own in leaves if n is not None and own is not None]
         weights = self.server.weights.clone()
         if known:
             weights[work.kept] = cast(Tensor, mean(known)[0]).to(weights)
         return weights
 
     def judge_result(self, named: tuple[str, ...] | None = None) -> dict[str, float]:
-        """The numbers of the algorithm's result: the global model, or the mean of personal ones."""
+        """The numbers of the algorithm's result: the global model, or the mean of personal ones.
+
+        Where there are both, the global model's stand beside, as ``global_…``.
+        """
         if self.algorithm.judges == "global":
             results = self.judge(self.global_weights(), named)
         else:
             personal = self.personal(JUDGED_CLIENTS).values()
             rows = [self.judge(weights, named) for weights in personal]
             results = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+            if self.algorithm.has_global:
+                both = self.judge(self.global_weights(), named)
+                results |= {f"global_{name}": value for name, value in both.items()}
         if "per-client" in (named or self.protocols):
             results |= self.judge_clients()
         return results
@@ -177,7 +188,7 @@ class Session:
         own = {k: self.personal_weights(k) for k in self.engine.states}
         models = {k: weights for k, weights in own.items() if weights is not None}
         if models:
-            scores = np.full(len(self.engine.groups), np.nan)
+            scores = np.full(len(self.clients), np.nan)
             for k, weights in models.items():
                 scores[k] = self._client_scores(weights)[k]
             self.client_scores["personal"] = self._named(scores)
@@ -209,7 +220,7 @@ class Session:
         data, mode = self.dataset, self.config.evaluate.client_test
         assert data.test is not None
         return per_client.deal(
-            mode, self.engine.groups, data.train, data.test, len(data.classes), self.config.seed
+            mode, self.clients, data.train, data.test, len(data.classes), self.config.seed
         )
 
     def personal_weights(self, client: int) -> Tensor | None:
@@ -421,7 +432,7 @@ def check_evaluation(
         )
     if settings.tower == "second" and config.encoder.towers == 1:
         raise UserError("evaluate.tower=second: there is one tower; set encoder.towers=2")
-    named = settings.protocols or ()
+    named = (*(settings.protocols or ()), *(settings.monitor or ()))
     if any(parse(spec)[0] == "head" for spec in named) and not objective.needs_labels:
         raise UserError(
             f"evaluate.protocols=head: objective.name={config.objective.name} trains no "

@@ -22,7 +22,7 @@ def result(summary: Mapping[str, Any], settings: Config) -> str:
     published = {k: v for k, v in settings.paper.get("results", {}).items() if k in summary}
     row = summary["result"] | {k: summary[k] for k in published}
     judged = summary.get("judged", "global")
-    table |= models(settings.algorithm.name, row, judged, summary.get("global"))
+    table |= models(settings.algorithm.name, row, judged)
     if published:
         compared = {key.removeprefix("per-client_").split("_")[0] for key in published}
         which = "".join(f" ({name} model)" for name in ("global", "personal") if name in compared)
@@ -30,15 +30,12 @@ def result(summary: Mapping[str, Any], settings: Config) -> str:
     return rows(table)
 
 
-def models(
-    name: str, result: Row, judged: str, of_global: Row | None = None
-) -> dict[str, dict[str, float]]:
+def models(name: str, result: Row, judged: str) -> dict[str, dict[str, float]]:
     """The rows of one run: one, or one for the global and one for the clients' own models.
 
-    ``judged`` says which of them the plain measures are about; ``of_global`` are the global
-    model's where that is not the one.
+    ``judged`` says which of them the plain measures are about.
     """
-    table: dict[str, dict[str, float]] = {"global": dict(of_global or {}), "personal": {}}
+    table: dict[str, dict[str, float]] = {"global": {}, "personal": {}}
     for key, value in result.items():
         which, measure = _of_a_client(key)
         table[which or judged][measure] = value
@@ -47,7 +44,9 @@ def models(
 
 
 def _of_a_client(measure: str) -> tuple[str | None, str]:
-    """Whose model a measure of ``per-client`` is about, and its name without that."""
+    """Whose model a measure is about, where its name says so, and its name without that."""
+    if measure.startswith("global_"):
+        return "global", measure.removeprefix("global_")
     for which in ("global", "personal"):
         start = f"per-client_{which}_"
         if measure.startswith(start):

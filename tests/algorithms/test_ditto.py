@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from plain import Plain
 from torch import Tensor
 
 from fedssl import config as configuration
+from fedssl import run, tables
 from fedssl.config import Config
 from fedssl.session import prepare
+from fedssl.workspace import Pull
 
 SIZES = (6, 9)
 
@@ -148,3 +152,39 @@ def test_every_client_is_judged_by_each_model_there_is(words: list[str], models:
         scores = [session._client_scores(session.personal_weights(k))[k] for k in range(4)]  # type: ignore[arg-type]
         assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
         assert results["per-client_personal_worst"] == min(scores)
+
+
+def test_a_client_that_joins_late_starts_its_own_model_at_the_beginning() -> None:
+    """Algorithm 1 initializes every v_k before the first round."""
+    config = siamese("byol", "algorithm.name=ditto", "algorithm.lambda=0.5")
+    engine, server = engine_of(config, made_split(), groups_of(9, 8, 8))
+    step(engine, server, 0, 0, 1)
+    step(engine, server, 1, 0, 1)
+    client = engine.client(np.array([2]), 2, remember=False)
+    alone, _ = engine_of(config, made_split(), groups_of(9, 8, 8))
+    expected = alone.client(np.array([2]), 2, remember=False)
+    pull = Pull(0.5, server.weights)
+    wanted = expected.train(alone.work.initial, {}, pull=pull).weights
+    cast(Any, engine.algorithm).personalize(client, server.weights)
+    assert relative(cast(Any, client.state["personal"])["weights"], wanted) < 1e-12
+
+
+def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
+    words = [
+        "partition.name=iid", "partition.clients=3", "cohort.size=null", "rounds=2",
+        "evaluate.baselines=[]", "evaluate.protocols=knn", "objective.projector=64,32",
+        "evaluate.every=1", "evaluate.monitor=knn", "engine.merge=off",
+    ]  # fmt: skip
+    summaries = {}
+    for name in ("fedavg", "ditto"):
+        settings = configuration.resolve(
+            configuration.read_recipe(None), [*words, f"algorithm.name={name}"]
+        )
+        summaries[name] = run.run(settings, tmp_path / name)
+    assert summaries["ditto"]["global_knn_top1"] == summaries["fedavg"]["knn_top1"]
+    one, other = ((tmp_path / n / "encoder.safetensors").read_bytes() for n in summaries)
+    assert one == other
+    lines = [json.loads(line) for line in (tmp_path / "ditto" / "metrics.jsonl").open()]
+    assert all({"knn_top1", "global_knn_top1"} <= line.keys() for line in lines)
+    rows = tables.result(summaries["ditto"], settings).splitlines()
+    assert [line.split("  ")[0] for line in rows[2:]] == ["ditto, global", "ditto, personal"]

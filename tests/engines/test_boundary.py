@@ -108,3 +108,19 @@ def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str,
 def test_states_of_siamese_methods_go_through_files(words: str) -> None:
     objective, *rest = words.split()
     run_both(siamese(objective, "algorithm.local_epochs=1", "algorithm.batch=3", *rest))
+
+
+def test_a_lost_log_line_takes_nobody_out_of_the_round() -> None:
+    """What is only for the log must not make a round that counted a skipped one."""
+
+    class Silent(Remote):
+        def ask_log(self, task: str) -> Iterator[Any]:
+            yield from list(super().ask_log(task))[:-1]
+
+    config = siamese("byol", "algorithm.name=fedema", "algorithm.local_epochs=1")
+    _, server = engine_of(config, made_split(), GROUPS)
+    cohort = Silent(config, 0, {})
+    cohort.minimum = len(GROUPS)
+    engine_of(config, made_split(), GROUPS)[0].algorithm.round(server, cohort)
+    assert cohort.traffic.missing == 0 and len(cohort.ids) == len(GROUPS)
+    assert len(server.clients["mu"]) == len(GROUPS) - 1

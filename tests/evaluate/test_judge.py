@@ -156,15 +156,16 @@ def test_targets_need_evaluations_between_rounds_and_an_accuracy():
 
     for good in (
         settings(every=1),
-        settings(every=5, monitor=("linear@30",)),
+        settings(every=5, monitor=("linear",)),
         settings(every=5, protocols=("finetune", "knn")),
         Evaluate(monitor=("unlabeled",)),
     ):
         check(good, data, data, 3)
     for bad, message in (
         (settings(), "needs evaluate.every, the rounds between evaluations$"),
-        (settings(every=1, monitor=("unlabeled", "semi@10%")), "needs linear or knn .*semi@10%$"),
+        (settings(every=1, monitor=("unlabeled", "semi@10%")), "needs linear or knn.*semi@10%$"),
         (settings(every=1, protocols=("finetune",)), "needs linear or knn"),
+        (settings(every=1, monitor=("linear@30",)), "needs linear or knn, of all labels"),
         (settings(every=1, protocols=("knn",), monitor=("finetune",)), "needs linear or knn"),
     ):
         with pytest.raises(UserError, match=f"^evaluate.targets=70,75.5: {message}"):

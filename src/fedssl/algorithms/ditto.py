@@ -18,10 +18,12 @@ class Ditto(FedAvg):
     """FedAvg, and each client trains a model v_k of its own on l_k(v) + λ/2 ‖v − w‖² (Eq. 9).
 
     The global model's path does not depend on λ. At λ = 0 the personal models are those of clients
-    that train alone. A personal model has its own target network and memory.
+    that train alone (``standalone`` with a server that only adds the change). A personal model has
+    its own target network and memory.
     """
 
     judges = "personal"
+    passes = 2
     personal = ("personal", "weights")
 
     @dataclass(frozen=True)

@@ -43,7 +43,9 @@ class FedEMA(DivergenceAware):
 
         def __post_init__(self) -> None:
             if self.lambda_ != "auto" and not 0 <= self.lambda_ < float("inf"):
-                raise UserError(f"algorithm.lambda={self.lambda_}: must not be negative, or auto")
+                raise UserError(
+                    f"algorithm.lambda={self.lambda_}: must not be negative nor infinite, or auto"
+                )
             if not 0 <= self.tau <= 1:
                 raise UserError(
                     f"algorithm.tau={self.tau}: μ of a client's first update, so between 0 and 1"
@@ -81,8 +83,9 @@ class FedEMA(DivergenceAware):
         server.state = {"stuck": torch.tensor(float(rounds))} if stuck else {}
         if stuck and rounds == 2:
             server.warnings.append(
-                "μ is 1 for every client, twice in a row: the global model is not used any more; "
-                "lower algorithm.lambda or algorithm.tau, or use algorithm.divergence=drift"
+                "μ is 1 for every client, twice in a row: what it acts on is not shared any more; "
+                + ("use algorithm.divergence=drift, or " * (self.params.divergence == "distance"))
+                + "lower algorithm.decay, algorithm.lambda or algorithm.tau"
             )
 
     def start(self, client: Client, network: Tensor) -> Tensor:

@@ -132,10 +132,10 @@ def _check_targets(settings: Evaluate, monitored: tuple[str, ...]) -> None:
     where = f"evaluate.targets={','.join(f'{target:g}' for target in settings.targets)}"
     if not settings.every:
         raise UserError(f"{where}: needs evaluate.every, the rounds between evaluations")
-    if not any(parse(spec)[0] in ACCURACIES for spec in monitored):
+    if not set(ACCURACIES) & set(monitored):
         raise UserError(
-            f"{where}: needs linear or knn among the protocols of evaluate.monitor, "
-            f"not only {', '.join(monitored)}"
+            f"{where}: needs linear or knn, of all labels, among the protocols of "
+            f"evaluate.monitor, not only {', '.join(monitored)}"
         )
 
 

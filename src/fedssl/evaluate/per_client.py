@@ -26,6 +26,11 @@ def check(
     if test is None or not (_labels(test) >= 0).any():
         missing = "there is no test split" if test is None else "the test split has no labels"
         raise UserError(f"{where}: {missing}; use evaluate.protocols=[unlabeled]")
+    if train.cases is not None or test.cases is not None:
+        raise UserError(
+            f"{where}: judges single images, and this data has cases; use linear or knn, which "
+            "pool a case's images"
+        )
     if mode == "folder" and test.clients is None:
         raise UserError(
             "evaluate.client_test=folder: the test split has no client folders; use matched or "
@@ -99,8 +104,10 @@ def scores(
 
 
 def summary(name: str, scores: NDArray[np.float64]) -> dict[str, float]:
-    """Mean, minimum and standard deviation over the clients that have test images."""
+    """Mean, minimum and standard deviation over the clients that have test images, if any has."""
     known = scores[~np.isnan(scores)]
+    if not len(known):
+        return {}
     return {
         f"per-client_{name}_top1": float(known.mean()),
         f"per-client_{name}_worst": float(known.min()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from fedssl.errors import UserError
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
+
+PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
 
 
 class SimCLR(Dual):
@@ -19,24 +22,35 @@ class SimCLR(Dual):
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
-        """Temperature 0.1 as in the DCCO paper, section 4.3."""
+        """``preset``: the DCCO paper's head and temperature (section 4.3), or FedEMA's (B.2)."""
 
-        projector: tuple[int, ...] = (256, 256, 128)
-        temperature: float = 0.1
+        preset: Literal["dcco", "fedema"] = "dcco"
+        projector: tuple[int, ...] = ()  # none given: the preset's
+        temperature: float | None = None  # likewise
 
         def __post_init__(self) -> None:
+            projector, temperature = PRESETS[self.preset]
+            object.__setattr__(self, "projector", self.projector or projector)
+            if self.temperature is None:
+                object.__setattr__(self, "temperature", temperature)
             super().__post_init__()
-            if self.temperature <= 0:
+            if not self.temperature:
                 raise UserError(f"objective.temperature={self.temperature}: must be above 0")
 
     params: Params
+
+    @property
+    def temperature(self) -> float:
+        """As given, or the preset's."""
+        assert self.params.temperature is not None
+        return self.params.temperature
 
     def loss(
         self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
     ) -> Tensor:
         """The mean over both directions of −log softmax of the partner's similarity."""
         z = F.normalize(torch.cat(encodings), dim=1)
-        similarity = z @ z.T / self.params.temperature
+        similarity = z @ z.T / self.temperature
         own = torch.eye(len(z), dtype=torch.bool, device=z.device)
         others = torch.logsumexp(similarity.masked_fill(own, -torch.inf), dim=1)
         partner = torch.diagonal(similarity.roll(len(encodings[0]), dims=0))

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedssl import config
+from fedssl.errors import UserError
+from fedssl.metrics import Metrics
+from fedssl.session import prepare
+
+
+def test_the_first_round_that_reached_an_accuracy(tmp_path: Path) -> None:
+    """FedEMA, Table 11; other measures, and rounds that were not evaluated, do not count."""
+    lines = [
+        {"round": 1, "knn_top1": 99.0},
+        {"round": 2, "linear_top1": 60.0},
+        {"round": 3},
+        {"round": 4, "linear_top1": 71.0},
+        {"round": 5, "linear_top1": 69.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reached = Metrics.first_rounds(tmp_path, (50, 70, 75, 80), "linear_top1", {"linear_top1": 75.5})
+    assert reached == {
+        "rounds_to_50": 2,
+        "rounds_to_70": 4,
+        "rounds_to_75": 5,
+        "rounds_to_80": None,
+    }
+
+
+def test_targets_need_the_accuracy_of_all_labels() -> None:
+    words = ["evaluate.every=1", "evaluate.monitor=linear@100", "evaluate.targets=70"]
+    with pytest.raises(UserError, match=r"evaluate.targets=.*of all labels"):
+        prepare(config.resolve(config.read_recipe(None), words))
