@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, step
 from plain import Plain
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fedssl import config as configuration
@@ -184,6 +185,9 @@ def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
     assert summaries["ditto"]["global_knn_top1"] == summaries["fedavg"]["knn_top1"]
     one, other = ((tmp_path / n / "encoder.safetensors").read_bytes() for n in summaries)
     assert one == other
+    trained = load_file(tmp_path / "ditto" / "encoder.safetensors")
+    untrained = prepare(settings).encoder().encoder.state_dict()
+    assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
     lines = [json.loads(line) for line in (tmp_path / "ditto" / "metrics.jsonl").open()]
     assert all({"knn_top1", "global_knn_top1"} <= line.keys() for line in lines)
     rows = tables.result(summaries["ditto"], settings).splitlines()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import Any
 
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, siamese, step
 
+from fedssl.engines import states as states_module
 from fedssl.engines.states import States
 from fedssl.trees import flatten
 
@@ -76,3 +79,47 @@ def test_no_client_changes_the_state_of_another(algorithm: str, objective: str) 
     assert all(torch.equal(before[name], after[name]) for name in before)
     held = [leaf.data_ptr() for k in range(3) for leaf in flatten(engine.states[k]).values()]
     assert len(set(held)) == len(held), "two leaves share memory, which files refuse"
+
+
+class Queue:
+    """A stream that has always finished: stands for CUDA's where there is none."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> Queue:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("objective", ["byol", "moco"])
+def test_what_is_written_does_not_stay_on_the_device(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each client has its copy on the host and nothing else, however many clients there are."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
+    monkeypatch.setattr(states_module, "_pinned_like", lambda tensor, old: torch.empty_like(tensor))
+
+    def alive(clients: int) -> tuple[int, int]:
+        """Tensors as large as a network after two rounds, and how many of them the host has."""
+        config = siamese(objective, "algorithm.name=fedema", "algorithm.local_epochs=1")
+        engine, server = engine_of(config, made_split(4 * clients), groups_of(*[4] * clients))
+        engine.states._stream = Queue()  # type: ignore[assignment]
+        for round in range(2):
+            step(engine, server, round)
+        assert engine.work.target is not None
+        large = engine.work.target.parameters
+        host = sum(
+            t.numel() >= large for k in engine.states for t in engine.states.on_host(k).values()
+        )
+        gc.collect()
+        tensors = (o for o in gc.get_objects() if type(o) is torch.Tensor)
+        return sum(t.numel() >= large for t in tensors), host
+
+    few, of_few = alive(4)
+    many, of_many = alive(12)
+    assert of_many == 3 * of_few == 24  # a network and a target for each
+    assert many - few == of_many - of_few
