@@ -18,56 +18,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
+from common import engine_of, even, made, rounds_of, seconds
 
 from fedssl import config as configuration
 from fedssl.algorithms.base import Server
 from fedssl.config import Config
-from fedssl.data.augment import Augmentation
-from fedssl.data.dataset import Groups, Split
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.metrics import Metrics
 from fedssl.objectives.base import MomentObjective
-from fedssl.session import build_network, pooled
-from fedssl.workspace import Workspace
 
 PIXELS = 16
-
-
-def made(count: int) -> Split:
-    generator = torch.Generator().manual_seed(0)
-    shape = (count, 1, PIXELS, PIXELS)
-    return Split((torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator),))
-
-
-def even(clients: int, samples: int) -> Groups:
-    return Groups(np.arange(clients * samples), np.arange(clients + 1) * samples)
-
-
-def engine_of(config: Config, split: Split, groups: Groups) -> tuple[LocalEngine, Server]:
-    objective = configuration.variant("objective", config.objective.name)(config.objective)
-    algorithm = configuration.variant("algorithm", config.algorithm.name)
-    if algorithm.pools_data:
-        config, groups = pooled(config, groups, len(groups))
-    network = build_network(config, objective, (1,), PIXELS, 0)
-    augmentation = Augmentation.from_config(config.augment, 1, (PIXELS, PIXELS))
-    device = torch.device(config.device)
-    work = Workspace(config, network, objective, augmentation, split, device)
-    engine = LocalEngine(work, algorithm(config.algorithm, objective), groups)
-    return engine, Server(work)
-
-
-def rounds_of(engine: LocalEngine, server: Server) -> Callable[[], None]:
-    ids = np.arange(len(engine.groups))
-
-    def one() -> None:
-        engine.algorithm.round(server, engine.cohort(ids, server.round))
-        server.round += 1
-        float(server.log["loss"])
-
-    return one
 
 
 def bare_loop(engine: LocalEngine, server: Server, samples: int) -> Callable[[], None]:
@@ -108,18 +70,10 @@ def bare_loop(engine: LocalEngine, server: Server, samples: int) -> Callable[[],
     return one
 
 
-def seconds(work: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def overhead(config: Config, repeats: int) -> float:
     """Seconds a round outside the passes: cohort, indexing, augmentation parameters, logging."""
     clients, cohort = 50_000, 512
-    engine, _ = engine_of(config, made(clients), even(clients, 1))
+    engine, _ = engine_of(config, made(clients, 1, PIXELS), even(clients, 1))
     times = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -152,7 +106,7 @@ def main() -> None:
         [f"encoder.name={options.encoder}", f"device={options.device}", "rounds=1000000"],
     )
     groups = even(options.clients, options.samples)
-    split = made(options.clients * options.samples)
+    split = made(options.clients * options.samples, 1, PIXELS)
     off = replace(base, engine=replace(base.engine, merge="off"))
     central = configuration.with_algorithm(base, "centralized")
     plain = engine_of(off, split, groups)

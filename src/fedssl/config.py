@@ -168,7 +168,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Seconds between checkpoints; 0: after every round."""
+    """Seconds between checkpoints, more if writing takes long; 0: after every round."""
 
     seconds: float = 30.0
 

@@ -112,7 +112,7 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
     server, settings = session.server, session.config
     if not (out / checkpoint.FILE).exists():
         checkpoint.write(out, session)  # one to go back to, from the first round on
-    saved = time.monotonic()
+    saved, cost = time.monotonic(), 0.0
     with (
         contextlib.closing(Metrics(out, server.round, settings.rounds)) as metrics,
         contextlib.closing(
@@ -131,10 +131,13 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
             if every and server.round % every == 0 and more:
                 line |= session.judge_result(monitor)
             metrics.write(line)
-            due = time.monotonic() - saved >= settings.checkpoint.seconds
-            if due or stop or server.round == settings.rounds:
+            # Large states take their time: at most a twentieth of the run goes into writing them.
+            wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 20 * cost)
+            if time.monotonic() - saved >= wait or stop or server.round == settings.rounds:
+                started = time.monotonic()
                 checkpoint.write(out, session)
                 saved = time.monotonic()
+                cost = saved - started
             if stop and server.round < settings.rounds:
                 raise Interrupted
             progress.update(server.round, line["loss"], line["images"])

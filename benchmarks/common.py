@@ -1,0 +1,68 @@
+"""What the benchmarks share: made data, an engine on it, and a stopwatch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from fedssl import config as configuration
+from fedssl.algorithms.base import Server
+from fedssl.config import Config
+from fedssl.data.augment import Augmentation
+from fedssl.data.dataset import Groups, Split
+from fedssl.engines.local import LocalEngine
+from fedssl.session import build_network, pooled
+from fedssl.workspace import Workspace
+
+
+def made(count: int, channels: int, pixels: int) -> Split:
+    """Images of noise."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, channels, pixels, pixels)
+    return Split((torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator),))
+
+
+def even(clients: int, samples: int) -> Groups:
+    """Clients of one size."""
+    return Groups(np.arange(clients * samples), np.arange(clients + 1) * samples)
+
+
+def engine_of(
+    config: Config, split: Split, groups: Groups, compiled: bool = False
+) -> tuple[LocalEngine, Server]:
+    """What ``session.prepare`` makes, on given data."""
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    algorithm = configuration.variant("algorithm", config.algorithm.name)
+    if algorithm.pools_data:
+        config, groups = pooled(config, groups, len(groups))
+    _, channels, height, width = split.images[0].shape
+    network = build_network(config, objective, (channels,), height, 0)
+    augmentation = Augmentation.from_config(config.augment, channels, (height, width))
+    work = Workspace(config, network, objective, augmentation, split, torch.device(config.device))
+    work.compiles = compiled
+    engine = LocalEngine(work, algorithm(config.algorithm, objective), groups)
+    return engine, Server(work)
+
+
+def rounds_of(engine: LocalEngine, server: Server) -> Callable[[], None]:
+    """One round after another, of all clients."""
+    ids = np.arange(len(engine.groups))
+
+    def one() -> None:
+        engine.algorithm.round(server, engine.cohort(ids, server.round))
+        server.round += 1
+        float(server.log["loss"])
+
+    return one
+
+
+def seconds(work: Callable[[], None], device: str) -> float:
+    """How long a call takes, on the device too."""
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
