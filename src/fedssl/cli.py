@@ -189,6 +189,9 @@ def _reproduce(options: argparse.Namespace) -> int:
     try:
         failed = reproduce.work(jobs)
     except (reproduce.Interrupted, KeyboardInterrupt):
+        finished = [job for job in jobs if job.summary() is not None]
+        if finished:
+            print(reproduce.report(finished, options.words))
         print("fedssl: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     print(reproduce.report(jobs, options.words))
