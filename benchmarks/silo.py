@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from common import engine_of, even, made, rounds_of, seconds
 
 from fedssl import config as configuration
 from fedssl.algorithms.base import Server
+from fedssl.client import Client
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.models.network import Network
+from fedssl.workspace import State
 
 PIXELS = 32
 
@@ -75,21 +78,19 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
 def switch(engine: LocalEngine, server: Server) -> Callable[[], None]:
     """A round in which every client takes no step: all that is not training."""
     ids = np.arange(len(engine.groups))
-    client = type(engine.client(ids[:1], 0, remember=False))
-    train = client._steps, client._replay
 
-    def nothing(self: object, start: torch.Tensor, keep: object, *rest: object) -> object:
-        engine.work.load(start)
-        engine.work.begin(start, keep)  # type: ignore[arg-type]
+    def nothing(self: Client, start: torch.Tensor, keep: State, *rest: object) -> object:
+        self.work.load(start)
+        self.work.begin(start, keep)
         zero = start.new_zeros(())
-        return zero if engine.work.compiles else (zero, zero)
+        return zero if self.work.compiles else (zero, zero)
 
     def one() -> None:
-        client._steps = client._replay = nothing  # type: ignore[assignment, method-assign]
-        try:
+        with (
+            mock.patch.object(Client, "_steps", nothing),
+            mock.patch.object(Client, "_replay", nothing),
+        ):
             engine.algorithm.round(server, engine.cohort(ids, server.round))
-        finally:
-            client._steps, client._replay = train  # type: ignore[method-assign]
         server.round += 1
         float(server.log["loss"])
 

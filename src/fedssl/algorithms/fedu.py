@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,10 +53,10 @@ class FedU(DivergenceAware):
 
     def report(self, client: Client) -> dict[str, Tensor]:
         """The divergence, and whether the client kept its own predictor."""
-        state, unknown = client.state, torch.tensor(torch.nan)
+        unknown = torch.tensor(torch.nan)
         return {
-            "divergence": state.get("divergence", unknown),  # type: ignore[dict-item]
-            "kept_predictor": state["kept"],  # type: ignore[dict-item]
+            "divergence": cast(Tensor, client.state.get("divergence", unknown)),
+            "kept_predictor": cast(Tensor, client.state["kept"]),
         }
 
 

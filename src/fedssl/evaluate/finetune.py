@@ -119,7 +119,8 @@ def descent(
             loss = F.cross_entropy(model(images, sizes), train.labels[cases].to(device))
             loss.backward()
         for weight in model.head.parameters():
-            weight.grad.mul_(training.head)  # type: ignore[union-attr]
+            assert weight.grad is not None
+            weight.grad.mul_(training.head)
         descend(flat, state, training, step)
 
 
