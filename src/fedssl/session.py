@@ -33,7 +33,7 @@ from fedssl.trees import mean
 from fedssl.workspace import Workspace
 
 JUDGED_CLIENTS = 5  # personal models that an evaluation averages over
-# Training steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
+# Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
 # (results/measured.jsonl): the first round took 22 to 63 s longer, a step 9 ms in place of 46.
 WORTH_COMPILING = 2000
 
