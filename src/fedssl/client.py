@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedssl.data.random import key, mix
 from fedssl.models.norms import STATISTICS_MOMENTUM
+from fedssl.plan import on_device
 from fedssl.trees import Tree, mean
 from fedssl.workspace import Encoded, Pull, Replay, State, Workspace
 
@@ -48,7 +49,7 @@ class Client:
         remember: bool = False,
     ) -> None:
         self.work = work
-        self.members = torch.from_numpy(members).to(work.device)
+        self.members = on_device(members, work.device)
         self.sizes = sizes
         self.round = round
         self.lr = lr
@@ -56,8 +57,8 @@ class Client:
         self.remember = remember
         self.id = int(ids[0])
         starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        self._owner = torch.from_numpy(np.repeat(ids, sizes)).to(work.device)
-        self._position = torch.from_numpy(np.arange(len(members)) - starts).to(work.device)
+        self._owner = on_device(np.repeat(ids, sizes), work.device)
+        self._position = on_device(np.arange(len(members)) - starts, work.device)
         self._kept: tuple[Tensor, int, Encoded] | None = None
 
     @property
@@ -187,8 +188,6 @@ class Client:
     def _samples(self, step: int) -> tuple[Tensor, Tensor]:
         """The samples of a step, and where the random numbers of their views come from."""
         epoch, chosen = self.work.plan.indices(self.round, step, self.id, self.samples)
-        if isinstance(chosen, Tensor):
-            chosen = chosen.to(self.work.device)
         return self.members[chosen], self.random_state(epoch, chosen)
 
     def _encode(self, step: int) -> Encoded:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams
@@ -20,14 +22,15 @@ class Plan:
     epochs: int | None
     batch: int | None
     seed: int
+    device: torch.device | None = None  # where samples are chosen; none: the host
 
     @classmethod
-    def from_config(cls, algorithm: AlgorithmParams, seed: int) -> Plan:
+    def from_config(cls, algorithm: AlgorithmParams, seed: int, device: torch.device) -> Plan:
         """One step on all samples unless the algorithm's keys say otherwise."""
         steps = algorithm.local_steps
         if steps is None and algorithm.local_epochs is None:
             steps = 1
-        return cls(steps, algorithm.local_epochs, algorithm.batch, seed)
+        return cls(steps, algorithm.local_epochs, algorithm.batch, seed, device)
 
     @property
     def one_full_step(self) -> bool:
@@ -61,10 +64,18 @@ class Plan:
         epoch, place = divmod(round * self.count(size) + step, self.batches(size))
         if self.batch is None or self.batch >= size:
             return epoch, slice(None)
-        order = _order(key(self.seed, "shuffle", client, epoch), size)
+        order = _order(key(self.seed, "shuffle", client, epoch), size, self.device)
         return epoch, order[place * self.batch : (place + 1) * self.batch]
 
 
 @lru_cache(maxsize=4)
-def _order(state: int, size: int) -> Tensor:
-    return torch.from_numpy(permutation(state, size))
+def _order(state: int, size: int, device: torch.device | None) -> Tensor:
+    return on_device(permutation(state, size), device)
+
+
+def on_device(numbers: NDArray[np.int64], device: torch.device | None) -> Tensor:
+    """Numbers on the device. From pinned memory: the host waits for nothing that runs there."""
+    tensor = torch.from_numpy(numbers)
+    if device is None or device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -100,7 +100,7 @@ class Workspace:
         self.images = tuple(images.to(device) for images in split.images)
         labels = split.labels if objective.needs_labels else None
         self.labels = labels.to(device) if labels is not None else None
-        self.plan = Plan.from_config(config.algorithm, config.seed)
+        self.plan = Plan.from_config(config.algorithm, config.seed, device)
         self.initial = self.flat.vector.clone()
         self.loads = 0
         self.memory = objective.memory(self.initial)
