@@ -266,10 +266,10 @@ def test_a_skipped_round_leaves_the_model_unchanged(
 ) -> None:
     real, after = LocalCohort.ask, []
 
-    def ask(self, task, payload, merge):  # type: ignore[no-untyped-def]
+    def ask(self, task, payload, weight):  # type: ignore[no-untyped-def]
         if task == "encode":
             after.append(payload[0])
-        return iter(()) if self.round == 2 else real(self, task, payload, merge)
+        return iter(()) if self.round == 2 else real(self, task, payload, weight)
 
     monkeypatch.setattr(LocalCohort, "ask", ask)
     run.run(small("rounds=4"), tmp_path)

@@ -116,7 +116,7 @@ class AlgorithmParams:
 class Engine:
     """Where client work happens."""
 
-    name: Literal["local"] = "local"
+    name: Literal["local", "flower"] = "local"
     merge: Literal["auto", "off"] = "auto"
     chunk: int = 8192  # the most images of a merged cohort in one pass
     # One compiled training step for all clients; auto: on a GPU, if the run is long enough.
@@ -124,6 +124,28 @@ class Engine:
     # CPU threads. A key, because the order of float sums depends on it: the same recipe gives the
     # same result whatever the machine's default is. On a CPU with many cores, raise it.
     threads: int = 2
+    # Of flower:
+    workers: int = 2  # processes of a simulation
+    timeout: float = 600.0  # seconds that the cohort has to answer
+    updates: Literal["full", "fp16"] = "full"  # how changes of the model travel to the server
+    max_norm: float | None = None  # a larger change is refused
+    sites: int | None = None  # how many sites a deployment waits for
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What the server may learn of a client beyond the mean; nothing is asked for by default."""
+
+    # The server learns sums only, of cohorts of which at least this share answers (flower).
+    secure: bool = False
+    threshold: float = 0.67
+    # Differential privacy: noise on a sum, as a multiple of the L2 norm that contributions are
+    # clipped to. Moments (DCCO) are bounded by objective.bound, and have noise of their own.
+    noise: float | None = None
+    clip: float = 1.0
+    moments_noise: float | None = None  # none: as noise
+    most_samples: int = 1  # the most samples that a client's weight counts
+    delta: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -143,6 +165,9 @@ class Cohort:
     size: int | None = None
     fraction: float | None = None
     minimum: int = 1
+    # How replies are averaged; the others withstand some hostile clients, and weigh all the same.
+    average: Literal["mean", "median", "trimmed", "krum"] = "mean"
+    hostile: int = 1  # how many that may be, for trimmed and krum
 
 
 @dataclass(frozen=True)
@@ -190,6 +215,7 @@ class Config:
     client: Optimizer = Optimizer("sgd", 1.0)
     schedule: Literal["constant", "cosine"] = "cosine"
     cohort: Cohort = Cohort()
+    privacy: Privacy = Privacy()
     rounds: int = 100
     seed: int = 0
     device: str = "auto"

@@ -166,7 +166,8 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         ) from None
     for warning in server.warnings:
         progress.say(f"round {server.round + 1}: {warning}")
-    loss = None if skipped else float(server.log["loss"])
+    # Where clients are seen only through noise, no loss leaves them.
+    loss = None if skipped or "loss" not in server.log else float(server.log["loss"])
     if loss is not None and not math.isfinite(loss):
         raise TrainingError(
             f"round {server.round + 1}: the loss is {loss}; training is unstable with these "
@@ -183,6 +184,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         "missing": cohort.traffic.missing,
         "skipped": skipped,
         **traffic_line(cohort, asked),
+        **session.engine.average.spent(),
         **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
     }
 
@@ -223,6 +225,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         **result,
         "rounds": session.server.round,
         **totals,
+        **session.engine.average.spent(),
         **reached,
         **({"per_client": session.client_scores} if session.client_scores else {}),
         "judged": session.algorithm.judges,

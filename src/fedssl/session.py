@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl import config as configuration
+from fedssl import privacy
 from fedssl.algorithms.base import Algorithm, Server
 from fedssl.config import Config
 from fedssl.data import datasets
@@ -61,7 +63,13 @@ class Session:
         return self.engine.algorithm
 
     def cohort_ids(self, round: int) -> NDArray[np.int64]:
-        """Who takes part in a round."""
+        """Who takes part in a round.
+
+        With noise for privacy nobody may be able to tell: it counts on a secret draw.
+        """
+        if self.config.privacy.noise is not None:
+            drawn = secrets.SystemRandom().sample(range(len(self.engine.groups)), self.cohort)
+            return np.array(sorted(drawn), dtype=np.int64)
         state = key(self.config.seed, "cohort", round)
         return choose(state, len(self.engine.groups), self.cohort)
 
@@ -295,7 +303,8 @@ def prepare(config: Config) -> Session:
     work = Workspace(config, network, objective, augmentation, train, device)
     check_evaluation(config, dataset, objective, groups)
     work.compiles = compiles(config, algorithm, work, groups, size)
-    engine = LocalEngine(work, algorithm, groups)
+    average = privacy.average(config, algorithm, len(groups), size)
+    engine = LocalEngine(work, algorithm, groups, average)
     session = Session(config, dataset, engine, Server(work), size)
     _ = session.judged_splits  # a file that cannot be read at that size is found now
     return session

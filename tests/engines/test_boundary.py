@@ -37,7 +37,7 @@ class Remote(Cohort):
         super().__init__(np.arange(len(GROUPS)), 1)
         self.config, self.round, self.disk = config, round, disk
 
-    def ask(self, task: str, payload: tuple[Any, ...], merge: bool) -> Iterator[Any]:
+    def ask(self, task: str, payload: tuple[Any, ...], weight: Any) -> Iterator[Any]:
         for k in self.ids:
             engine, _ = engine_of(self.config, made_split(), GROUPS)
             if int(k) in self.disk:
@@ -46,7 +46,7 @@ class Remote(Cohort):
             reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, payload))
             if client.state:
                 self.disk[int(k)] = save(flatten(client.state))
-            yield np.array([k]), client.weight, over_the_wire(reply)
+            yield np.array([k]), client.weight if weight == "samples" else 1, over_the_wire(reply)
 
 
 def run_both(config: Config) -> None:

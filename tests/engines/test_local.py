@@ -56,12 +56,13 @@ class Scripted(Cohort):
         self.table = table
         self.asked: list[tuple[str, list[int]]] = []
 
-    def ask(self, task: str, payload: tuple[Any, ...], merge: bool) -> Iterator[Any]:
+    def ask(self, task: str, payload: tuple[Any, ...], weight: Any) -> Iterator[Any]:
         self.asked.append((task, self.ids.tolist()))
         for k in self.ids:
             reply = self.table[task][int(k)]
             if reply is not None:
-                yield np.array([k]), int(k) + 1, {"x": torch.tensor(float(reply))}
+                tree = {"x": torch.tensor(float(reply))}
+                yield np.array([k]), int(k) + 1 if weight == "samples" else 1, tree
 
 
 def test_mean_by_samples_and_uniform() -> None:

@@ -103,10 +103,11 @@ class Server:
                 )
 
     def apply(self, update: dict[str, Tree]) -> None:
-        """Take the mean of the clients' changes (and note their mean loss)."""
-        change, loss = update["change"], update["loss"]
-        assert isinstance(change, Tensor) and isinstance(loss, Tensor)
-        self.log["loss"] = loss
+        """Take the mean of the clients' changes (and note their mean loss, if it was told)."""
+        change, loss = update["change"], update.get("loss")
+        assert isinstance(change, Tensor)
+        if isinstance(loss, Tensor):
+            self.log["loss"] = loss
         if self.shared is not None:
             change = torch.zeros_like(self.weights).index_copy_(0, self.shared, change)
         rule, (lr, _) = self.config.server, learning_rates(self.config, self.round)
@@ -122,6 +123,37 @@ class Traffic:
     missing: int = 0
 
 
+class Average:
+    """How the clients' replies become their mean: as it is, unless the configuration asks for more.
+
+    ``contribute`` runs where the client is, before anything leaves it; ``combine`` on the server.
+    """
+
+    exact: ClassVar[bool] = True  # whether a merged cohort's reply may stand for its clients'
+    logs: ClassVar[bool] = True  # whether single numbers of a client may go to the log
+
+    def contribute(
+        self, task: str, samples: int, reply: Tree, weight: Weight
+    ) -> tuple[float, Tree]:
+        """A client's weight and what it puts in."""
+        return (samples if weight == "samples" else 1), reply
+
+    def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
+        """The mean; :class:`NothingToAverage` if there are no contributions."""
+        return mean(contributions)[0]
+
+    def spent(self) -> dict[str, float]:
+        """What the means so far have told about any client, for metrics and summary."""
+        return {}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run must know."""
+        return {}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of :meth:`state`."""
+
+
 class Cohort(ABC):
     """The clients of one round. An engine says how they are asked; the rules are the same on all.
 
@@ -129,40 +161,48 @@ class Cohort(ABC):
     asked in the next; fewer than ``minimum`` replies and the round is skipped.
     """
 
-    def __init__(self, ids: NDArray[np.int64], minimum: int, counts_traffic: bool = True) -> None:
+    def __init__(
+        self,
+        ids: NDArray[np.int64],
+        minimum: int,
+        counts_traffic: bool = True,
+        average: Average | None = None,
+    ) -> None:
         self.ids = np.sort(ids)
         self.minimum = minimum
+        self.average = average or Average()
         self.traffic = Traffic()
         self._counts = counts_traffic
         self._sent: list[Tensor] = []
 
     @abstractmethod
     def ask(
-        self, task: str, payload: tuple[Any, ...], merge: bool
-    ) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """Run ``task`` on the clients in ``self.ids``, in ascending order.
 
-        Yields clients, their samples, and their reply; clients without a reply are not yielded.
-        With ``merge`` the engine may answer for several clients at once with their mean reply.
+        Yields clients, their weight, and their contribution to a mean (without a ``weight``: their
+        reply as it is); clients without a reply are not yielded. In a mean by samples the engine
+        may answer for several clients at once with their mean reply, where that is ``exact``.
         """
 
-    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """As :meth:`ask`, for numbers of the clients' states that only the log needs."""
-        return self.ask(task, (), merge=False)
+        return self.ask(task, (), None)
 
     def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
         """The mean of the clients' replies (by samples, or uniform), and nothing else."""
         answered: list[NDArray[np.int64]] = []
 
         def weighted() -> Iterator[tuple[float, Tree]]:
-            for ids, samples, reply in self.ask(task, payload, merge=weight == "samples"):
+            for ids, share, reply in self.ask(task, payload, weight):
                 answered.append(ids)
                 self._count_up(task, reply, len(ids))
-                yield (samples if weight == "samples" else 1), reply
+                yield share, reply
 
         result: Tree | None = None
         with contextlib.suppress(NothingToAverage):
-            result = mean(weighted())[0]
+            result = self.average.combine(task, weighted())
         self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0])
         return result
 
@@ -170,10 +210,13 @@ class Cohort(ABC):
         """Each client's own reply: for algorithms that route things between clients.
 
         With ``log`` it is declared to be for the log only: the task reads single numbers of the
-        client's state and changes nothing.
+        client's state and changes nothing. Where clients are to be seen only in sums, nobody is
+        asked.
         """
         replies: dict[int, Any] = {}
-        asked = self.ask_log(task) if log else self.ask(task, payload, merge=False)
+        if log and not self.average.logs:
+            return replies
+        asked = self.ask_log(task) if log else self.ask(task, payload, None)
         for ids, _, reply in asked:
             replies[int(ids[0])] = reply
             self._count_up(task, reply, 1)
@@ -221,6 +264,11 @@ class Algorithm(ABC):
     passes: ClassVar[int] = 1  # how often a round trains on a client's images
     own_loss: ClassVar[bool] = True  # whether clients descend the objective's loss within a client
     has_global: ClassVar[bool] = True  # whether there is a global model at all
+    # The tasks that a client answers: those that the server learns only the mean of, those that it
+    # sees each reply of, and those of single numbers for the log.
+    means: ClassVar[tuple[str, ...]] = ("train",)
+    gathers: ClassVar[tuple[str, ...]] = ()
+    logs: ClassVar[tuple[str, ...]] = ()
     # Where in a client's state its personal model is; none: clients have none.
     personal: ClassVar[tuple[str, ...] | None] = None
 
@@ -231,6 +279,15 @@ class Algorithm(ABC):
     @abstractmethod
     def round(self, server: Server, cohort: Cohort) -> None:
         """One round, as the paper has it."""
+
+    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+        """Names, shapes and types of a reply (values mean nothing): any other is refused."""
+        sent = work.initial if work.shared is None else work.initial[work.shared]
+        return {"change": sent, "loss": work.initial.new_zeros(())}
+
+    def bound(self, task: str) -> float | None:
+        """The L2 norm that no reply to ``task`` exceeds; none: only clipping bounds it."""
+        return None
 
     def smallest_client(self) -> int:
         """Samples that a client needs: those of the loss within one client, unless overridden."""

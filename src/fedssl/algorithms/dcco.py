@@ -25,6 +25,7 @@ class DCCO(Algorithm):
 
     objective: MomentObjective
     own_loss = False
+    means = ("locate", "encode", "descend")
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):
@@ -73,6 +74,15 @@ class DCCO(Algorithm):
             return self.objective.loss_of(combined, centre)
 
         return client.descend(weights, loss)
+
+    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+        """Moments have the width of the projector."""
+        if task == "descend":
+            return super().reply_like(task, work)
+        encodings = (work.initial.new_zeros(2, self.objective.params.projector[-1]),) * 2
+        centre = self.objective.centre(encodings)
+        both = centre if task == "locate" else self.objective.moments(encodings, centre)
+        return dict(both)
 
     def exact_on_union(self, work: Workspace) -> bool:
         """Appendix A."""

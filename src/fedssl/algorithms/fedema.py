@@ -77,8 +77,9 @@ class FedEMA(DivergenceAware):
         """As above; clients that never meet again are worth a word."""
         super().round(server, cohort)
         names = {"both": ("mu", "mu_predictor"), "encoder": ("mu",), "predictor": ("mu_predictor",)}
-        measures = (server.clients[name].values() for name in names[self.params.parts])
-        stuck = all(mu == 1 for each in measures for mu in each)
+        known = (server.clients.get(name, {}) for name in names[self.params.parts])
+        measures = [mu for each in known for mu in each.values()]
+        stuck = bool(measures) and all(mu == 1 for mu in measures)
         rounds = int(cast(Tensor, server.state.get("stuck", torch.zeros(())))) + 1
         server.state = {"stuck": torch.tensor(float(rounds))} if stuck else {}
         if stuck and rounds == 2:

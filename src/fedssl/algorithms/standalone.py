@@ -10,6 +10,7 @@ from fedssl import optim
 from fedssl.algorithms.base import Algorithm, Cohort, Server, apply, learning_rates
 from fedssl.client import Client
 from fedssl.trees import Tree
+from fedssl.workspace import Workspace
 
 
 class Standalone(Algorithm):
@@ -25,6 +26,10 @@ class Standalone(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """No model is exchanged."""
         server.log["loss"] = cohort.mean("train")["loss"]
+
+    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+        """Nothing but the loss."""
+        return {"loss": work.initial.new_zeros(())}
 
     def train(self, client: Client) -> dict[str, Tree]:
         """One round of the client's own training."""

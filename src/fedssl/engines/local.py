@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.algorithms.base import Algorithm, Cohort, PerClient, learning_rates
+from fedssl.algorithms.base import (
+    Algorithm,
+    Average,
+    Cohort,
+    PerClient,
+    Weight,
+    learning_rates,
+)
 from fedssl.client import Client
 from fedssl.data.dataset import Groups
 from fedssl.engines.states import States
@@ -22,13 +29,20 @@ class LocalEngine:
     through the network as one batch, or as several if ``engine.chunk`` images are exceeded.
     """
 
-    def __init__(self, work: Workspace, algorithm: Algorithm, groups: Groups) -> None:
+    def __init__(
+        self,
+        work: Workspace,
+        algorithm: Algorithm,
+        groups: Groups,
+        average: Average | None = None,
+    ) -> None:
         self.work = work
         self.algorithm = algorithm
         self.groups = groups
+        self.average = average or Average()
         self.states = States(work.device)
         asked = work.config.engine.merge == "auto"
-        self.merges = asked and algorithm.exact_on_union(work)
+        self.merges = asked and self.average.exact and algorithm.exact_on_union(work)
 
     def cohort(self, ids: NDArray[np.int64], round: int) -> LocalCohort:
         """The clients of one round."""
@@ -51,30 +65,33 @@ class LocalCohort(Cohort):
 
     def __init__(self, engine: LocalEngine, ids: NDArray[np.int64], round: int) -> None:
         config = engine.work.config
-        super().__init__(ids, config.cohort.minimum, not engine.algorithm.pools_data)
+        counts = not engine.algorithm.pools_data
+        super().__init__(ids, config.cohort.minimum, counts, engine.average)
         self.engine = engine
         self.round = round
         self._merged: Client | None = None
 
     def ask(
-        self, task: str, payload: tuple[Any, ...], merge: bool
-    ) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """Client by client, or the whole cohort at once."""
         function = getattr(self.engine.algorithm, task)
-        merge = merge and self.engine.merges and not any(isinstance(p, PerClient) for p in payload)
-        for ids, client in self._clients(merge):
+        same = not any(isinstance(p, PerClient) for p in payload)
+        for ids, client in self._clients(weight == "samples" and self.engine.merges and same):
             own = (p.values[int(ids[0])] if isinstance(p, PerClient) else p for p in payload)
-            reply = function(client, *own)
+            reply, share = function(client, *own), 1.0
             if len(ids) == 1:
                 self.engine.states[int(ids[0])] = client.state
-            yield ids, client.weight, reply
+            if weight is not None:
+                share, reply = self.average.contribute(task, client.weight, reply, weight)
+            yield ids, share, reply
 
-    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], int, Any]]:
+    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """Without bringing whole states to the device and back."""
         function = getattr(self.engine.algorithm, task)
         for ids in np.split(self.ids, len(self.ids)):
             client = self.engine.client(ids, self.round, remember=False, numbers=True)
-            yield ids, client.weight, function(client)
+            yield ids, 1.0, function(client)
 
     def _clients(self, merge: bool) -> Iterator[tuple[NDArray[np.int64], Client]]:
         chunks = self._chunks() if merge else np.split(self.ids, len(self.ids))
