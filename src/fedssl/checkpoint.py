@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
+from fedssl.files import save
 from fedssl.session import Session
 from fedssl.trees import Tree, flatten, unflatten
 
@@ -44,14 +43,15 @@ def write(out: Path, session: Session) -> None:
         states.versions[client] = server.round
     states.changed.clear()
     versions = {str(client): version for client, version in states.versions.items()}
-    save(out / FILE, tensors, {"round": str(server.round), "clients": json.dumps(versions)})
+    notes = {"round": str(server.round), "clients": json.dumps(versions), **session.engine.notes()}
+    save(out / FILE, tensors, notes)
+    session.engine.committed(server.round)
     _remove_old(out, states.versions)
 
 
 def forget_clients(out: Path, session: Session) -> None:
     """After the last round: states that nothing will be read from (a network's size each)."""
-    session.engine.states.versions.clear()
-    session.engine.states.changed.clear()
+    session.engine.states.forget()
     write(out, session)
 
 
@@ -112,6 +112,7 @@ def read(out: Path, session: Session) -> bool:
     server.weights = weights
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
+    session.engine.resume(metadata, server.round)
     session.engine.average.restore(cast("dict[str, Tensor]", tree.get("average", {})))
     for client, version in json.loads(metadata.get("clients", "{}")).items():
         own, _ = _load(_client_file(out, int(client), version))
@@ -133,20 +134,3 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if path.name == FILE.name and not metadata.get("round", "").isdecimal():
         raise UserError(f"{path}: not a checkpoint of this program (it names no round)")
     return tensors, metadata
-
-
-def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file so that a reader sees the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    try:
-        save_file(tensors, new, metadata)
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    except (SafetensorError, OSError) as error:
-        new.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: cannot be written ({error}); make room, then continue with --resume. "
-            "The last good checkpoint is kept"
-        ) from None

@@ -494,8 +494,10 @@ def _check(config: Config) -> None:
             f"cohort.minimum={cohort.minimum}: more than cohort.size={cohort.size}; "
             "no round could ever count"
         )
+    _check_privacy(config.privacy)
     for name, value in (
         ("rounds", config.rounds),
+        ("cohort.hostile", cohort.hostile),
         ("evaluate.every", config.evaluate.every),
         ("checkpoint.seconds", config.checkpoint.seconds),
         ("seed", config.seed),
@@ -514,6 +516,22 @@ def _check(config: Config) -> None:
         raise UserError("evaluate.protocols=[]: name at least one, such as knn")
     if not isinstance(config.paper.get("results", {}), Mapping):
         raise UserError(f"paper.results={config.paper['results']}: expected keys and values")
+
+
+def _check_privacy(privacy: Privacy) -> None:
+    _positive("privacy.noise", privacy.noise)
+    _positive("privacy.moments_noise", privacy.moments_noise)
+    _positive("privacy.clip", privacy.clip)
+    _positive("privacy.most_samples", privacy.most_samples)
+    if not 0 < privacy.delta < 1:
+        raise UserError(f"privacy.delta={privacy.delta}: must be above 0 and below 1")
+    if not 0.5 < privacy.threshold <= 1:
+        raise UserError(f"privacy.threshold={privacy.threshold}: must be above 0.5 and at most 1")
+    if privacy.moments_noise is not None and privacy.noise is None:
+        raise UserError(
+            f"privacy.moments_noise={privacy.moments_noise}: without privacy.noise the updates "
+            "would tell what the moments keep; set privacy.noise too"
+        )
 
 
 def _positive(name: str, value: float | None) -> None:

@@ -35,11 +35,12 @@ class Progress:
         """Leave the terminal as it was."""
         self.bar.close()
 
-    def update(self, round: int, loss: float | None, images: int) -> None:
-        """Show that ``round`` rounds are done."""
+    def update(self, round: int, loss: float | None, images: int, skipped: bool = False) -> None:
+        """Show that ``round`` rounds are done; where clients keep their loss, none is known."""
         self.images += images
         now = time.monotonic()
-        shown = "skipped" if loss is None else f"loss {loss:.4g}"
+        known = "loss not shared" if loss is None else f"loss {loss:.4g}"
+        shown = "skipped" if skipped else known
         if self.live:
             self.bar.set_postfix_str(f"{shown}, {self._rate(now):,.0f} images/s", False)
             self.bar.update(round - self.bar.n)

@@ -39,6 +39,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         whole = config.build({"partition": {"name": "iid", "clients": 1}})
         settings = replace(settings, partition=whole.partition, cohort=whole.cohort)
     session = prepare(settings)
+    session.engine.open(run)
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
     rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}

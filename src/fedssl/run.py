@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import signal
@@ -19,12 +20,16 @@ from fedssl import __version__, checkpoint, config
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
+from fedssl.files import save
 from fedssl.metrics import FILE as METRICS
 from fedssl.metrics import Metrics
 from fedssl.progress import Progress
 from fedssl.session import Session, prepare
 
-FREE_ON_RESUME = ("device", "about", "paper", "evaluate.", "checkpoint.", "engine.chunk")
+FREE_ON_RESUME = (
+    *("device", "about", "paper", "evaluate.", "checkpoint."),
+    *("engine.chunk", "engine.workers", "engine.timeout"),
+)
 MOST_PERSONAL_FILES = 100
 
 
@@ -49,7 +54,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
         start_folder(sessions[folder], own, folder, resume)
     with _stop_signals() as stop:
         for folder, session in sessions.items():
-            train(session, folder, stop)
+            session.engine.drive(functools.partial(train, session, folder, stop))
     summaries = {folder: finish(session, folder) for folder, session in sessions.items()}
     summary = summaries.pop(out)
     if summaries:
@@ -58,8 +63,22 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     return summary
 
 
+def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
+    """One run of a session whose clients are elsewhere."""
+    start_folder(session, settings, out, resume)
+    with _stop_signals() as stop:
+        session.engine.drive(functools.partial(train, session, out, stop))
+    return finish(session, out)
+
+
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
     """A session for a folder that is free, or that holds the same run when resuming."""
+    check_folder(settings, out, resume)
+    return prepare(settings)
+
+
+def check_folder(settings: Config, out: Path, resume: bool) -> None:
+    """Refuse a folder that holds another run, or none to resume."""
     if _started(out):
         if not resume:
             raise UserError(
@@ -69,7 +88,6 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         check_same(settings, config.build(config.read_yaml(out / "config.yaml")), out)
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
-    return prepare(settings)
 
 
 def _started(out: Path) -> bool:
@@ -85,6 +103,7 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
             write_json(out / "clients.json", clients(session))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
+    session.engine.open(out)
     if resume and not checkpoint.read(out, session) and (out / METRICS).exists():
         print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
 
@@ -128,7 +147,7 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
             every, monitor = settings.evaluate.every, settings.evaluate.monitor
             # At the end all protocols run anyway.
             more = monitor is not None or server.round < settings.rounds
-            if every and server.round % every == 0 and more:
+            if every and server.round % every == 0 and more and session.judged:
                 line |= session.judge_result(monitor)
             metrics.write(line)
             # Large states take their time: at most a twentieth of the run goes into writing them.
@@ -140,7 +159,7 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
                 cost = saved - started
             if stop and server.round < settings.rounds:
                 raise Interrupted
-            progress.update(server.round, line["loss"], line["images"])
+            progress.update(server.round, line["loss"], line["images"], line["skipped"])
 
 
 def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:
@@ -166,6 +185,8 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         ) from None
     for warning in server.warnings:
         progress.say(f"round {server.round + 1}: {warning}")
+    for client, fault in sorted(cohort.traffic.faults.items()):
+        progress.say(f"round {server.round + 1}: no reply of {session.names[client]}: {fault}")
     # Where clients are seen only through noise, no loss leaves them.
     loss = None if skipped or "loss" not in server.log else float(server.log["loss"])
     if loss is not None and not math.isfinite(loss):
@@ -175,6 +196,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
             f"client.lr={session.config.client.lr}); lower one or both. {checkpoint.kept(out)}"
         )
     server.round += 1
+    faults = cohort.traffic.faults
     return {
         "round": server.round,
         "loss": loss,
@@ -183,6 +205,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         "clients": asked,
         "missing": cohort.traffic.missing,
         "skipped": skipped,
+        **({"faults": {str(k): v for k, v in faults.items()}} if faults else {}),
         **traffic_line(cohort, asked),
         **session.engine.average.spent(),
         **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
@@ -211,14 +234,16 @@ def _images(session: Session, cohort: Cohort) -> int:
 
 def finish(session: Session, out: Path) -> dict[str, Any]:
     """Judge the result and an untrained network, and write encoder and summary."""
-    rows = {"untrained": session.judge(session.untrained())}
-    if session.config.encoder.init is not None:
+    rows = {}
+    if session.judged:
+        rows["untrained"] = session.judge(session.untrained())
+    if session.judged and session.config.encoder.init is not None:
         rows["initial"] = session.judge(session.work.initial)
-    result = session.judge_result()
+    result = session.judge_result() if session.judged else {}
     export(session, out)
     totals = Metrics.totals(out)
     settings = session.config.evaluate
-    watched = settings.monitor or session.protocols
+    watched = settings.monitor or (session.protocols if session.judged else ())
     measure = "linear_top1" if "linear" in watched else "knn_top1"
     reached = Metrics.first_rounds(out, settings.targets, measure, result)
     summary: dict[str, Any] = {
@@ -287,7 +312,7 @@ def _save_towers(
         state = session.encoder(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
         path = out / f"{name}{suffix}.safetensors"
-        checkpoint.save(path, tensors, {})
+        save(path, tensors, {})
         path.chmod(0o644)  # unlike a checkpoint, it is for others to read
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fedssl import config as configuration
 from fedssl import privacy
-from fedssl.algorithms.base import Algorithm, Server
+from fedssl.algorithms.base import Algorithm, Average, Server
 from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.partition import Folder, partition
 from fedssl.data.random import choose, key, mix
+from fedssl.engines.base import Engine
 from fedssl.engines.local import LocalEngine
 from fedssl.errors import UserError
 from fedssl.evaluate import check as check_protocols
@@ -46,11 +47,17 @@ class Session:
 
     config: Config
     dataset: Dataset
-    engine: LocalEngine
+    engine: Engine
     server: Server
     cohort: int  # clients in a round
     # Each client's accuracy in the last ``judge_clients``, by model.
     client_scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    site_names: list[str] | None = None  # of a deployment
+
+    @property
+    def judged(self) -> bool:
+        """Whether there are images here to judge an encoder with."""
+        return len(self.dataset.train) > 0
 
     @property
     def work(self) -> Workspace:
@@ -82,6 +89,8 @@ class Session:
     @cached_property
     def names(self) -> list[str]:
         """The clients' names: those of their folders, else their numbers."""
+        if self.site_names is not None:
+            return self.site_names
         data, clients = self.dataset.clients, len(self.clients)
         params = self.config.partition
         by_folder = isinstance(params, Folder.Params) and params.level == "client"
@@ -89,6 +98,8 @@ class Session:
 
     def notes(self) -> Iterator[str]:
         """What a user should know before the first round."""
+        if self.site_names is not None:
+            return
         named, given = self.config.partition.name, self.dataset.clients
         if given and named != "folder" and not self.algorithm.pools_data:
             yield (
@@ -278,14 +289,20 @@ class Session:
 
 def prepare(config: Config) -> Session:
     """Load the data, build the network, and refuse what could not run."""
+    dataset = datasets.load(config.data, config.seed)
+    session = assemble(config, dataset, client_data(config, dataset))
+    _ = session.judged_splits  # a file that cannot be read at that size is found now
+    return session
+
+
+def assemble(config: Config, dataset: Dataset, groups: Groups) -> Session:
+    """A session of data that is here, or of a deployment's server, whose data is elsewhere."""
     device = pick_device(config.device)
     torch.set_num_threads(config.engine.threads)
-    dataset = datasets.load(config.data, config.seed)
     train = dataset.train
     objective: Objective = configuration.variant("objective", config.objective.name)(
         config.objective
     )
-    groups = client_data(config, dataset)
     size = cohort_size(config, len(groups))
     algorithm_class: type[Algorithm] = configuration.variant("algorithm", config.algorithm.name)
     if algorithm_class.pools_data:
@@ -301,13 +318,26 @@ def prepare(config: Config) -> Session:
     network = build_network(config, objective, channels, min(height, width), len(dataset.classes))
     check_norms(config, network)
     work = Workspace(config, network, objective, augmentation, train, device)
-    check_evaluation(config, dataset, objective, groups)
+    if len(train):
+        check_evaluation(config, dataset, objective, groups)
     work.compiles = compiles(config, algorithm, work, groups, size)
     average = privacy.average(config, algorithm, len(groups), size)
-    engine = LocalEngine(work, algorithm, groups, average)
-    session = Session(config, dataset, engine, Server(work), size)
-    _ = session.judged_splits  # a file that cannot be read at that size is found now
-    return session
+    engine = make_engine(work, algorithm, groups, average)
+    return Session(config, dataset, engine, Server(work), size)
+
+
+def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
+    """Where client work happens (``engine.name``)."""
+    if work.config.engine.name == "local":
+        return LocalEngine(work, algorithm, groups, average)
+    from fedssl.engines.remote import RemoteEngine
+
+    if algorithm.pools_data:
+        raise UserError(
+            f"engine.name=flower with algorithm.name={algorithm.params.name}: it has all data in "
+            "one place, so there is nothing to send; use engine.name=local"
+        )
+    return RemoteEngine(work, algorithm, groups, average)
 
 
 def client_data(config: Config, dataset: Dataset) -> Groups:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -20,7 +20,7 @@ from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
-from fedssl.trees import NothingToAverage, Tree, count_bytes, leaves, mean
+from fedssl.trees import NothingToAverage, Tree, add_scaled, count_bytes, leaves, scaled
 from fedssl.workspace import Workspace
 
 T = TypeVar("T")
@@ -121,12 +121,14 @@ class Traffic:
     up: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     down: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     missing: int = 0
+    faults: dict[int, str] = field(default_factory=dict)  # why a client's reply did not count
 
 
 class Average:
     """How the clients' replies become their mean: as it is, unless the configuration asks for more.
 
-    ``contribute`` runs where the client is, before anything leaves it; ``combine`` on the server.
+    ``contribute`` runs where the client is, before anything leaves it; ``combine`` on the server,
+    or only its last step, ``release``, where the server sees nothing but sums.
     """
 
     exact: ClassVar[bool] = True  # whether a merged cohort's reply may stand for its clients'
@@ -140,7 +142,27 @@ class Average:
 
     def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
         """The mean; :class:`NothingToAverage` if there are no contributions."""
-        return mean(contributions)[0]
+        return self.release(task, *self.add_up(contributions))
+
+    @staticmethod
+    def add_up(contributions: Iterable[tuple[float, Tree]]) -> tuple[Tree, float, int]:
+        """Σ weight · reply, Σ weight, and how many there were; one reply at a time is held."""
+        total: Tree | None = None
+        weights, replies = 0.0, 0
+        for weight, reply in contributions:
+            if total is None:
+                total = scaled(reply, weight)
+            else:
+                add_scaled(total, reply, weight)
+            weights += weight
+            replies += 1
+        if total is None:
+            raise NothingToAverage
+        return total, weights, replies
+
+    def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
+        """The mean from Σ weight · reply and Σ weight of so many replies."""
+        return scaled(total, 1 / weight)
 
     def spent(self) -> dict[str, float]:
         """What the means so far have told about any client, for metrics and summary."""

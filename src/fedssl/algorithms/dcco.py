@@ -41,14 +41,24 @@ class DCCO(Algorithm):
         return 1
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """Two exchanges; the first round also finds the centre that moments are taken about."""
+        """Two exchanges; the first round also finds the centre that moments are taken about.
+
+        Bounded encodings have the origin for it, which nobody has to be asked for.
+        """
+        bounded = self.objective.params.bound is not None
         if "centre" not in server.state:
-            server.state["centre"] = cohort.mean("locate", server.sent)
+            server.state["centre"] = (
+                self._origin(server.sent) if bounded else cohort.mean("locate", server.sent)
+            )
         centre: Any = server.state["centre"]
         moments = cohort.mean("encode", server.sent, centre)
         update = cohort.mean("descend", server.sent, centre, moments)
         server.apply(update)
-        server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
+        if not bounded:
+            server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
+
+    def _origin(self, like: Tensor) -> Centre:
+        return {name: like.new_zeros(self.objective.params.projector[-1]) for name in ("f", "g")}
 
     def locate(self, client: Client, weights: Tensor) -> Tree:
         """The client's mean encodings."""
@@ -83,6 +93,10 @@ class DCCO(Algorithm):
         centre = self.objective.centre(encodings)
         both = centre if task == "locate" else self.objective.moments(encodings, centre)
         return dict(both)
+
+    def bound(self, task: str) -> float | None:
+        """Moments of bounded encodings are bounded."""
+        return self.objective.moments_bound if task == "encode" else None
 
     def exact_on_union(self, work: Workspace) -> bool:
         """Appendix A."""

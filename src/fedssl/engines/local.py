@@ -18,11 +18,12 @@ from fedssl.algorithms.base import (
 )
 from fedssl.client import Client
 from fedssl.data.dataset import Groups
+from fedssl.engines.base import Engine
 from fedssl.engines.states import States
 from fedssl.workspace import State, Workspace
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Runs every client's work through one network.
 
     Where the algorithm says that a merged cohort gives exactly the clients' mean, the cohort goes
@@ -36,11 +37,8 @@ class LocalEngine:
         groups: Groups,
         average: Average | None = None,
     ) -> None:
-        self.work = work
-        self.algorithm = algorithm
-        self.groups = groups
-        self.average = average or Average()
-        self.states = States(work.device)
+        super().__init__(work, algorithm, groups, average)
+        self.states: States = States(work.device)
         asked = work.config.engine.merge == "auto"
         self.merges = asked and self.average.exact and algorithm.exact_on_union(work)
 

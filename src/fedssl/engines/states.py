@@ -122,6 +122,11 @@ class States(MutableMapping[int, State]):
         self._host[client] = {name: t.pin_memory() if pin else t for name, t in flat.items()}
         self.versions[client] = version
 
+    def forget(self) -> None:
+        """Leave all states out of checkpoints from now on."""
+        self.versions.clear()
+        self.changed.clear()
+
     def _wait(self, client: int) -> None:
         """Until a state that was written is on the host."""
         going = self._going.pop(client, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -91,6 +91,20 @@ class ProjectorParams(ObjectiveParams):
                 raise UserError(f"objective.{name}={value}: must be finite and not negative")
 
 
+@dataclass(frozen=True)
+class MomentParams(ProjectorParams):
+    """``bound``: the L2 norm that encodings are scaled down to before moments are taken."""
+
+    bound: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bound == 0:
+            raise UserError(
+                "objective.bound=0: leaves nothing of the encodings; give a norm above 0"
+            )
+
+
 class Dual(Objective):
     """An objective of two encodings behind a projector."""
 
@@ -106,25 +120,51 @@ class MomentObjective(Dual):
     """An objective that sees encodings only through their moments, so that clients can share these.
 
     Moments are taken about a ``centre`` that every client shares. Correlations and covariances do
-    not depend on it; with a centre near the mean, ⟨F²⟩ − ⟨F⟩² does not cancel in float32.
+    not depend on it; with a centre near the mean, ⟨F²⟩ − ⟨F⟩² does not cancel in float32. Bounded
+    encodings need none: it is the origin.
     """
+
+    Params: ClassVar[type[ObjectiveParams]] = MomentParams
+    params: MomentParams
 
     minimum = 2
     within_tower: ClassVar[bool] = False  # whether each tower's own covariance is needed
 
     def centre(self, encodings: tuple[Tensor, ...]) -> Centre:
-        """The batch's own means, as a constant."""
+        """The batch's own means, as a constant; the origin if encodings are bounded."""
         f, g = encodings
+        if self.params.bound is not None:
+            return {"f": torch.zeros_like(f[0]), "g": torch.zeros_like(g[0])}
         return {"f": f.detach().mean(0), "g": g.detach().mean(0)}
 
     def moments(self, encodings: tuple[Tensor, ...], centre: Centre) -> Moments:
         """⟨F⟩, ⟨G⟩, ⟨F²⟩, ⟨G²⟩ and ⟨FG⟩ of Eq. 3, about the centre."""
-        f, g = encodings[0] - centre["f"], encodings[1] - centre["g"]
+        f, g = self.bounded(encodings[0]), self.bounded(encodings[1])
+        f, g = f - centre["f"], g - centre["g"]
         n = len(f)
         moments = {"f": f.mean(0), "g": g.mean(0), "fg": f.T @ g / n}
         if self.within_tower:
             return moments | {"ff": f.T @ f / n, "gg": g.T @ g / n}
         return moments | {"f2": f.square().mean(0), "g2": g.square().mean(0)}
+
+    def bounded(self, encodings: Tensor) -> Tensor:
+        """F · min(1, B/‖F‖) for each sample, if there is a bound."""
+        bound = self.params.bound
+        if bound is None:
+            return encodings
+        # In this form the gradient at F = 0 is defined.
+        return encodings * (bound / encodings.norm(dim=1, keepdim=True).clamp_min(bound))
+
+    @property
+    def moments_bound(self) -> float | None:
+        """The L2 norm that the moments of no batch exceed, all five as one vector: √(2B² + 3B⁴).
+
+        A mean is no longer than its longest term, so one sample with ‖F‖, ‖G‖ ≤ B is enough:
+        F and G have at most B each; F Gᵀ, F Fᵀ and G Gᵀ have ‖F‖‖G‖ ≤ B² (Frobenius); and F², G²
+        are the diagonals of the latter two.
+        """
+        b = self.params.bound
+        return None if b is None else math.sqrt(2 * b**2 + 3 * b**4)
 
     @abstractmethod
     def loss_of(self, moments: Moments, centre: Centre) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedssl.objectives.base import (
     Centre,
     MomentObjective,
+    MomentParams,
     Moments,
-    ProjectorParams,
     off_diagonal_square,
 )
 
@@ -28,7 +28,7 @@ class CCO(MomentObjective):
     """
 
     @dataclass(frozen=True)
-    class Params(ProjectorParams):
+    class Params(MomentParams):
         """``lambda`` weighs decorrelation (20 in the paper, section 4.3)."""
 
         lambda_: float = 20.0

@@ -11,8 +11,8 @@ from torch import Tensor
 from fedssl.objectives.base import (
     Centre,
     MomentObjective,
+    MomentParams,
     Moments,
-    ProjectorParams,
     off_diagonal_square,
 )
 
@@ -26,7 +26,7 @@ class VICReg(MomentObjective):
     within_tower = True
 
     @dataclass(frozen=True)
-    class Params(ProjectorParams):
+    class Params(MomentParams):
         """Weights of invariance, variance and covariance, by the letters of Bardes et al."""
 
         lambda_: float = 25.0

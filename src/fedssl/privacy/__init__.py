@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedssl.algorithms.base import Algorithm, Average
+from fedssl.algorithms.dcco import DCCO
 from fedssl.config import Config
 from fedssl.errors import UserError
 
@@ -24,6 +25,8 @@ def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> 
 def check(config: Config, algorithm: Algorithm) -> None:
     """Refuse combinations in which one promise breaks another."""
     privacy, rule = config.privacy, config.cohort.average
+    if rule != "mean":
+        _check_robust(rule, algorithm)
     asked = "privacy.secure=true" if privacy.secure else f"privacy.noise={privacy.noise}"
     if not privacy.secure and privacy.noise is None:
         return
@@ -47,8 +50,45 @@ def check(config: Config, algorithm: Algorithm) -> None:
             f"algorithm.name={algorithm.params.name} with {asked}: it has all data in one place; "
             "use another algorithm, or leave it out"
         )
+    if privacy.noise is not None:
+        _check_noise(config, algorithm)
     if privacy.secure and config.engine.name == "local":
         raise UserError(
             "privacy.secure=true with engine.name=local: one process holds every client, so "
             "nothing would be secret; use engine.name=flower"
+        )
+
+
+def _check_robust(rule: str, algorithm: Algorithm) -> None:
+    """There must be something to average."""
+    if algorithm.pools_data or not algorithm.has_global:
+        raise UserError(
+            f"cohort.average={rule} with algorithm.name={algorithm.params.name}: it averages no "
+            "clients' models, so there is nothing to protect; use cohort.average=mean"
+        )
+
+
+def _check_noise(config: Config, algorithm: Algorithm) -> None:
+    """Every release must be bounded and counted."""
+    noise, name = config.privacy.noise, algorithm.params.name
+    if not algorithm.has_global:
+        raise UserError(
+            f"algorithm.name={name} with privacy.noise={noise}: nothing is shared that noise could "
+            "protect; leave privacy.noise out"
+        )
+    if config.algorithm.norm_policy == "local":
+        raise UserError(
+            f"algorithm.norm_policy=local with privacy.noise={noise}: the exported encoder would "
+            "have the mean of the clients' own layers, without noise; use average or reset"
+        )
+    if isinstance(algorithm, DCCO) and algorithm.bound("encode") is None:
+        raise UserError(
+            f"algorithm.name={name} with privacy.noise={noise}: the moments of encodings without "
+            "a bound have none either; set objective.bound, as in objective.bound=1"
+        )
+    moments = config.privacy.moments_noise
+    if moments is not None and all(algorithm.bound(task) is None for task in algorithm.means):
+        raise UserError(
+            f"privacy.moments_noise={moments}: algorithm.name={name} shares no moments; leave it "
+            "out, or use algorithm.name=dcco"
         )

@@ -1,0 +1,362 @@
+"""``fedssl deploy init``: a Flower app of a recipe, with instructions for server and sites."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedssl import __version__
+from fedssl import config as configuration
+from fedssl.config import Config
+from fedssl.errors import UserError
+
+FLOWER = "1.41.0"  # the version that these commands were tried with
+PACKAGE = "fedssl_app"
+CONNECTION = "fedssl"  # the server's name in Flower's config.toml
+QUIET = (
+    "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 \\\n"
+    "    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1"
+)
+APP = '''"""{about}"""
+
+from pathlib import Path
+
+from fedssl.engines.flower import {name}
+
+app = {name}(Path(__file__).with_name("recipe.yaml"))
+'''
+
+
+def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
+    """Write a complete Flower app of ``recipe`` into ``folder``, which must be new or empty."""
+    folder = folder.expanduser().absolute()
+    config = settle(recipe, words)
+    _check(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not an empty folder; name a new one")
+    texts = {
+        "pyproject.toml": pyproject(folder),
+        "LICENSE": _license(),
+        "SITES.md": sites(config, recipe),
+        "SERVER.md": server(config, folder),
+        f"{PACKAGE}/__init__.py": f'"""Written by fedssl {__version__}: {recipe}."""\n',
+        f"{PACKAGE}/client_app.py": APP.format(about="What a site runs.", name="client_app"),
+        f"{PACKAGE}/server_app.py": APP.format(about="What the server runs.", name="server_app"),
+        f"{PACKAGE}/recipe.yaml": configuration.dump(config),
+    }
+    try:
+        for name, text in texts.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: cannot be written ({error.strerror}); name another folder"
+        ) from None
+
+
+def settle(recipe: str, words: Sequence[str]) -> Config:
+    """The recipe as a deployment has it: each site is one client, and its data is its own."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in ("data.name", "partition.name") and value != "folder":
+            raise UserError(
+                f"{word}: each site is one client with a folder of images of its own; leave it out"
+            )
+        if name == "engine.name" and value != "flower":
+            raise UserError(f"{word}: a deployment runs on Flower; leave it out")
+    given = {word.partition("=")[0] for word in words}
+    if "engine.sites" not in given:
+        raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
+    fixed = ["data.name=folder", "partition.name=folder", "engine.name=flower"]
+    # A recipe's own root is where one machine finds all clients; here it is the server's images.
+    fixed += [] if "data.root" in given else ["data.root=null"]
+    # Baselines would be trained at all sites, one after another.
+    fixed += [] if "evaluate.baselines" in given else ["evaluate.baselines=[]"]
+    config = configuration.resolve(configuration.read_recipe(recipe), [*words, *fixed])
+    data = config.data
+    levels = tuple(level for level in data.levels or () if level != "client") or None
+    root = None if data.root is None else str(Path(data.root).expanduser().absolute())
+    return dataclasses.replace(config, data=dataclasses.replace(data, levels=levels, root=root))
+
+
+def _check(config: Config) -> None:
+    """Refuse now what would be refused when all sites are waiting."""
+    from fedssl import privacy
+    from fedssl.session import cohort_size
+
+    count, cohort = config.engine.sites, config.cohort
+    if count is None or count < 1:
+        raise UserError(f"engine.sites={count}: must be at least 1, the number of sites")
+    if cohort.size is not None and cohort.size > count:
+        raise UserError(
+            f"cohort.size={cohort.size}: more than engine.sites={count}; add cohort.size={count}, "
+            "or cohort.size=null for all of them"
+        )
+    cohort_size(config, count)
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    kind = configuration.variant("algorithm", config.algorithm.name)
+    if kind.pools_data:
+        raise UserError(
+            f"algorithm.name={config.algorithm.name}: has all data in one place, so there is "
+            "nothing to deploy; use another algorithm"
+        )
+    privacy.check(config, kind(config.algorithm, objective))
+
+
+def pyproject(folder: Path) -> str:
+    """What Flower reads: names, the two apps, and keys that ``--run-config`` may change."""
+    return f"""[project]
+name = "fedssl-app"
+version = "1.0.0"
+description = "Federated self-supervised learning, written by fedssl {__version__}"
+license = {{ file = "LICENSE" }}
+dependencies = ["fedssl[flower]=={__version__}"]
+
+[tool.flwr.app]
+publisher = "fedssl"
+fab-format-version = 1
+flwr-version-target = "{FLOWER}"
+fab-exclude = ["run/**"]  # results stay at the server
+
+[tool.flwr.app.components]
+serverapp = "{PACKAGE}.server_app:app"
+clientapp = "{PACKAGE}.client_app:app"
+
+[tool.flwr.app.config]
+out = {json.dumps(str(folder / "run"))}
+resume = false
+"""
+
+
+def _license() -> str:
+    return (
+        f"This folder was written by fedssl {__version__} (Apache License 2.0,\n"
+        "https://www.apache.org/licenses/LICENSE-2.0). Flower asks for this file.\n"
+    )
+
+
+def exchanges(config: Config) -> str:
+    """What leaves a site, as a list: from what the algorithm declares and ``privacy.*``."""
+    kind = configuration.variant("algorithm", config.algorithm.name)
+    privacy = config.privacy
+    shown = "masked, so that the server learns only the sum over the sites"
+    if not privacy.secure:
+        shown = "the server computes the mean, and could see each site's own"
+    if config.cohort.average != "mean":
+        shown = f"the server sees each site's own, and takes the {config.cohort.average}"
+    if privacy.noise is not None:
+        shown += f"; clipped at the site to norm {privacy.clip:g}, and noise is added to the sum"
+    lines = ["- once, before training: the folder's name, how many images there are, their size"]
+    if config.objective.name == "supervised":
+        lines[0] += ", and the classes' names"
+    for task in kind.means:
+        lines.append(f"- `{task}`, in every round: {_about(kind, task)} ({shown})")
+    for task in kind.gathers:
+        lines.append(f"- `{task}`: {_about(kind, task)} (the server sees each site's own)")
+    if kind.logs and not privacy.secure and privacy.noise is None:
+        for task in kind.logs:
+            lines.append(f"- `{task}`, for the log: {_about(kind, task)} (single numbers)")
+    lines.append("- when something fails: one line that says what, with names of files")
+    return "\n".join(lines)
+
+
+def _about(kind: type, task: str) -> str:
+    """The first sentence that the algorithm says of a task."""
+    text = (getattr(kind, task, None).__doc__ or task).strip().splitlines()[0]
+    return text.rstrip(".")
+
+
+def _protection(config: Config) -> str:
+    privacy = config.privacy
+    lines = []
+    if privacy.secure:
+        lines.append(
+            "Secure sums are on (`privacy.secure`): what a site sends is masked with keys that the "
+            "sites agree on,\nand the server can only unmask the sum, if at least "
+            f"{privacy.threshold:.0%} of the sites answer."
+        )
+    else:
+        lines.append(
+            "Secure sums are off (`privacy.secure=true` turns them on): whoever runs the server "
+            "can look at what\neach site sends. Updates and moments of a model are not images, but "
+            "they can tell things about them."
+        )
+    if privacy.noise is not None:
+        lines.append(
+            f"Differential privacy is on (`privacy.noise={privacy.noise:g}`): ε for "
+            f"δ = {privacy.delta:g} is written to the run's summary."
+        )
+    else:
+        lines.append("Differential privacy is off (`privacy.noise`).")
+    return "\n\n".join(lines)
+
+
+def sites(config: Config, recipe: str) -> str:
+    """Instructions for a site's administrator."""
+    square = "all of one square size"
+    if config.data.size is not None:
+        square = f"of any size: they are cut to a square and resized to {config.data.size} pixels"
+    return f"""# For a site
+
+Recipe `{recipe}`, algorithm `{config.algorithm.name}`, {config.engine.sites} sites, \
+{config.rounds} rounds. Written by fedssl {__version__} for Flower {FLOWER}.
+
+## What you need
+
+- Linux, Python 3.11 to 3.13, and a connection **out** to the server's one port. Nothing connects in.
+- One folder with images, {square}; any format that Pillow reads, at any depth. It is only read.
+- Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
+  keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither ever leaves the site.
+- From the server's operator, by a way that you trust: the server's address and `ca.crt`.
+
+## Install, once
+
+```sh
+python3 -m venv ~/fedssl
+. ~/fedssl/bin/activate
+pip install 'fedssl[flower]=={__version__}' 'flwr=={FLOWER}'
+ssh-keygen -t ecdsa -b 384 -N '' -C '' -f ~/fedssl/site.key
+```
+
+Send `~/fedssl/site.key.pub` to the server's operator, who registers it. `site.key` stays with you.
+
+## Start
+
+```sh
+. ~/fedssl/bin/activate
+{QUIET}
+flower-supernode --superlink SERVER:8000 --root-certificates ~/fedssl/ca.crt \\
+    --auth-supernode-private-key ~/fedssl/site.key --node-config 'data="/srv/images"'
+```
+
+`SERVER` is the name or address that is in the server's certificate; `/srv/images` is your folder.
+That is all there is to configure. The command stays in the foreground and waits for work; it tries
+again by itself while the server cannot be reached. It ends if the server no longer knows it: let
+whatever starts it start it again (`Restart=always` in a systemd unit). Ctrl-C ends it; a site that
+goes away costs its own replies only, and is used again when it is back.
+
+Several SuperNodes on one machine each need a `--port` of their own (9094 unless said).
+For a first try in one room, without encryption: `--insecure` in place of the two options for
+certificate and key, here and at the server.
+
+## What leaves the site
+
+{exchanges(config)}
+
+Images, their files' names and labels do not leave the site; nothing else is sent, and nothing is
+fetched from elsewhere (the variables above turn off Flower's telemetry, update check and installs).
+
+{_protection(config)}
+
+**Whom you trust.** The server sends the program that runs here (the files of this app, which use
+the fedssl that you installed) together with each run. Whoever can start runs at the server can run
+a program as the user that you start the SuperNode as: make it a user that can read the images and
+nothing else.
+
+## If it does not work
+
+| The log says | It means |
+|---|---|
+| `Connection attempt failed, retrying` | no server at this address, or a firewall |
+| `CERTIFICATE_VERIFY_FAILED` | `ca.crt` is not the server's, or `SERVER` is not in its certificate |
+| `401`, `not registered`, and it ends | the key is not registered, or was removed |
+| `data.root=…: no such folder` | the folder in `--node-config` is wrong or not readable |
+"""
+
+
+def server(config: Config, folder: Path) -> str:
+    """Instructions for the server's operator."""
+    judged = (
+        f"Encoders are judged with the labelled images in `{config.data.root}` (`data.root`)."
+        if config.data.root
+        else "The server has no images, so encoders are not judged; labelled images of your own in "
+        "`data.root` change that."
+    )
+    return f"""# For the server
+
+Recipe and all keys: `{PACKAGE}/recipe.yaml`. The run waits for {config.engine.sites} sites \
+(`engine.sites`), a reply for at most {config.engine.timeout:g} s (`engine.timeout`). {judged}
+Written by fedssl {__version__} for Flower {FLOWER}.
+
+## Install, once
+
+```sh
+python3 -m venv ~/fedssl
+. ~/fedssl/bin/activate
+pip install 'fedssl[flower]=={__version__}' 'flwr=={FLOWER}'
+```
+
+A certificate of your own authority, valid for a year; put in the server's name and address:
+
+```sh
+mkdir -p ~/fedssl/tls && cd ~/fedssl/tls && umask 077
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 365 -subj '/CN=fedssl' \\
+    -keyout ca.key -out ca.crt
+openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -subj '/CN=server.example' \\
+    -keyout server.key -out server.csr
+printf 'subjectAltName=DNS:server.example,DNS:localhost,IP:127.0.0.1\\n' > san
+openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 365 \\
+    -extfile san -out server.crt
+```
+
+Send `ca.crt` and `SITES.md` to the sites; `ca.key` and `server.key` to nobody.
+
+## Start the SuperLink
+
+```sh
+. ~/fedssl/bin/activate
+{QUIET}
+flower-superlink --host 0.0.0.0 --port 8000 --database ~/fedssl/superlink.db \\
+    --ssl-ca-certfile ~/fedssl/tls/ca.crt --ssl-certfile ~/fedssl/tls/server.crt \\
+    --ssl-keyfile ~/fedssl/tls/server.key --enable-supernode-auth \\
+    --disable-runtime-dependency-installation
+```
+
+It stays in the foreground. With `--database` it knows its sites again after a restart.
+
+**Who may reach the port.** Sites, and everyone who may start runs, use the same port, and Flower
+{FLOWER} asks for no password to start a run: whoever reaches the port can run programs at
+the sites. Let the firewall admit only the sites' addresses, and only sites that you trust.
+
+## Register the sites
+
+Name the server once, in `~/.flwr/config.toml` (`FLWR_HOME` moves it):
+
+```toml
+[superlink]
+default = "{CONNECTION}"
+
+[superlink.{CONNECTION}]
+address = "localhost:8000"
+root-certificates = "/home/YOU/fedssl/tls/ca.crt"
+```
+
+```sh
+flwr supernode register site-a.pub {CONNECTION}   # once for each site's public key
+flwr supernode list {CONNECTION}                  # who is there
+flwr supernode unregister NODE-ID {CONNECTION}    # a site leaves for good
+```
+
+## Run
+
+```sh
+flwr run {folder} {CONNECTION} --stream
+flwr list {CONNECTION}
+```
+
+Ctrl-C ends the display, not the run (`flwr stop RUN-ID {CONNECTION}` does that). `flwr run` exits
+with 0 even if the run failed: `finished:completed` in `flwr list` is success. Results, metrics and
+checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
+
+## Go on after a crash
+
+```sh
+flwr run {folder} {CONNECTION} --stream --run-config 'resume=true'
+```
+
+It goes on from the last checkpoint; no round is lost or done twice. If the server's program was
+killed, `flwr list` shows the old run as running for another minute; that does no harm.
+"""

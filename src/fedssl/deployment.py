@@ -1,0 +1,150 @@
+"""A run on real machines: what a site says of itself, and the server's session without data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedssl.config import Cohort, Config, Evaluate
+from fedssl.data import datasets
+from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.errors import UserError
+from fedssl.run import write_text
+from fedssl.session import Session, assemble
+
+SITES = "sites.json"
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """All that a site tells before the first round: its name, how many images, and their shape."""
+
+    site: str  # a random number that the site keeps: its name may not be unique
+    name: str
+    samples: int
+    channels: tuple[int, ...]
+    height: int
+    width: int
+    classes: tuple[str, ...] = ()  # only where the objective needs labels
+
+
+def state_folder(data: str) -> Path:
+    """Where a site keeps what survives a restart: one folder for each folder of images."""
+    root = os.environ.get("FEDSSL_STATE")
+    home = Path(root) if root else Path.home() / ".local" / "state" / "fedssl"
+    path = Path(data).expanduser().resolve()
+    return home / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def site_session(config: Config, data: str) -> Session:
+    """A site's session: all of its images are one client's."""
+    if not data:
+        raise UserError(
+            "node-config data: not given; start the SuperNode with "
+            "--node-config 'data=\"/folder/with/images\"'"
+        )
+    own = replace(config.data, name="folder", root=data, holdout=0.0)
+    config = replace(config, data=own, cohort=Cohort(average=config.cohort.average, hostile=0))
+    config = replace(config, evaluate=Evaluate())
+    dataset = datasets.load(own, config.seed)
+    dataset = replace(dataset, test=None, clients=())
+    total = len(dataset.train)
+    return assemble(config, dataset, Groups(np.arange(total), np.array([0, total])))
+
+
+def introduce(session: Session, data: str) -> Introduction:
+    """What a site tells of itself."""
+    images = session.dataset.train.images
+    labelled = session.work.objective.needs_labels
+    height, width = images[0].shape[2:]
+    return Introduction(
+        identity(state_folder(data)),
+        Path(data).expanduser().resolve().name,
+        len(session.dataset.train),
+        tuple(i.shape[1] for i in images),
+        height,
+        width,
+        tuple(session.dataset.classes) if labelled else (),
+    )
+
+
+def identity(folder: Path) -> str:
+    """The site's random number, made the first time."""
+    path = folder / "site"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_text(path, uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def server_session(config: Config, sites: Sequence[Introduction]) -> Session:
+    """The server's session: the network, and clients of which it knows the sizes.
+
+    With ``data.root`` (labelled images at the server) encoders are judged there; else not at all.
+    """
+    first = sites[0]
+    for other in sites[1:]:
+        for what in ("channels", "height", "width", "classes"):
+            ours, theirs = getattr(first, what), getattr(other, what)
+            if ours != theirs:
+                raise UserError(
+                    f"site {other.name}: its images have {what} {theirs} where those of "
+                    f"{first.name} have {ours}; set data.size, or mend the site's folder"
+                )
+    dataset = _nothing(first) if config.data.root is None else _own(config, first)
+    sizes = np.array([site.samples for site in sites])
+    offsets = np.concatenate(([0], np.cumsum(sizes)))
+    session = assemble(config, dataset, Groups(np.zeros(offsets[-1], dtype=np.int64), offsets))
+    session.site_names = [site.name for site in sites]
+    return session
+
+
+def _nothing(site: Introduction) -> Dataset:
+    """Images of the sites' shape, none of them here."""
+    images = tuple(
+        torch.empty((0, c, site.height, site.width), dtype=torch.uint8) for c in site.channels
+    )
+    labels = torch.empty(0, dtype=torch.int64) if site.classes else None
+    return Dataset("sites", Split(images, labels), None, site.classes)
+
+
+def _own(config: Config, site: Introduction) -> Dataset:
+    """The server's labelled images, which are judged on and never trained on."""
+    dataset = datasets.load(config.data, config.seed)
+    shape = [tuple(i.shape[1:]) for i in dataset.train.images]
+    wanted = [(c, site.height, site.width) for c in site.channels]
+    if shape != wanted:
+        raise UserError(
+            f"data.root={config.data.root}: images of shape {shape} where the sites have {wanted}"
+        )
+    if site.classes and dataset.classes != site.classes:
+        raise UserError(f"data.root={config.data.root}: not the sites' classes {site.classes}")
+    return dataset
+
+
+def write_sites(out: Path, sites: Sequence[Introduction]) -> None:
+    """Which client of the run is which site, for a resume."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / SITES, json.dumps([asdict(site) for site in sites], indent=2) + "\n")
+
+
+def read_sites(out: Path) -> list[Introduction]:
+    """The inverse of :func:`write_sites`."""
+    try:
+        rows = json.loads((out / SITES).read_text(encoding="utf-8"))
+        return [
+            Introduction(
+                **{**row, "channels": tuple(row["channels"]), "classes": tuple(row["classes"])}
+            )
+            for row in rows
+        ]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UserError(f"resume: {out} holds no run of these sites; start it without") from None

@@ -1,0 +1,460 @@
+"""Flower: the only module that knows it. Our requests and replies as its messages, and its apps.
+
+Tried with Flower 1.41. Flower is imported when something here is called, never before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedssl import config as configuration
+from fedssl.config import Config
+from fedssl.deployment import (
+    Introduction,
+    introduce,
+    read_sites,
+    server_session,
+    site_session,
+    state_folder,
+    write_sites,
+)
+from fedssl.engines.codec import Packed
+from fedssl.engines.remote import RemoteEngine
+from fedssl.engines.site import Reply, Request, SecureStep, Site, describe
+from fedssl.engines.store import History
+from fedssl.errors import UserError
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+HELLO = "hello"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_RAW = "fedssl"  # how arrays are written: plain bytes
+
+
+def quiet() -> None:
+    """Nothing is sent or fetched, unless the user turned it on; Flower says only what is wrong."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="flwr")
+
+
+def require() -> None:
+    """Refuse in one line where Flower is not installed."""
+    quiet()
+    try:
+        import flwr  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "engine.name=flower: Flower is not installed; pip install 'fedssl[flower]'"
+        ) from None
+
+
+# Messages ----------------------------------------------------------------------------------------
+
+
+def write_request(request: Request) -> RecordDict:
+    """A request as Flower's records."""
+    from flwr.app import ConfigRecord, RecordDict
+
+    facts: dict[str, Any] = {
+        "task": request.task,
+        "clients": list(request.clients),
+        "round": request.round,
+        "exchange": request.exchange,
+        "weight": request.weight or "",
+        "arguments": request.arguments,
+        "attempts": list(request.history.names),
+        "starts": list(request.history.starts),
+        "committed": request.history.committed,
+    }
+    if request.secure is not None:
+        step = request.secure
+        facts |= {"step": step.step, "context": step.context, "threshold": step.threshold}
+    known: dict[str, Any] = {
+        name: f"{number} {there}" for name, (number, there) in request.known.items()
+    }
+    return RecordDict(
+        {
+            "request": ConfigRecord(facts),
+            "known": ConfigRecord(known),
+            "secure": _messages(request.secure.messages if request.secure else {}),
+            "payload": _arrays(request.payload),
+        }
+    )
+
+
+def read_request(content: RecordDict) -> Request:
+    """The inverse of :func:`write_request`."""
+    facts: dict[str, Any] = dict(content.config_records["request"])
+    known = {}
+    for name, text in content.config_records["known"].items():
+        number, _, there = str(text).partition(" ")
+        known[name] = (int(number), there)
+    secure = None
+    if "step" in facts:
+        messages = _read_messages(content.config_records["secure"])
+        secure = SecureStep(facts["step"], facts["context"], facts["threshold"], messages)
+    return Request(
+        facts["task"],
+        tuple(facts["clients"]),
+        facts["round"],
+        facts["exchange"],
+        History(tuple(facts["attempts"]), tuple(facts["starts"]), facts["committed"]),
+        facts["weight"] or None,
+        facts["arguments"],
+        _packed(content.array_records["payload"]),
+        known,
+        secure,
+    )
+
+
+def write_replies(replies: Mapping[int, Reply]) -> RecordDict:
+    """Replies as Flower's records, the tensors of client 3 as ``3/path``."""
+    from flwr.app import ConfigRecord, RecordDict
+
+    tensors = {
+        f"{k}/{name}": t for k, reply in replies.items() for name, t in reply.tensors.items()
+    }
+    shares = {str(k): reply.share for k, reply in replies.items() if reply.fault is None}
+    faults = {str(k): reply.fault for k, reply in replies.items() if reply.fault is not None}
+    return RecordDict(
+        {
+            "shares": ConfigRecord(dict(shares)),
+            "faults": ConfigRecord(dict(faults)),
+            "secure": _messages({k: reply.message for k, reply in replies.items()}),
+            "replies": _arrays(tensors),
+        }
+    )
+
+
+def read_replies(content: RecordDict) -> dict[int, Reply]:
+    """The inverse of :func:`write_replies`; what makes no sense is for the checks to refuse."""
+    tensors: dict[int, dict[str, Packed]] = {}
+    for name, packed in _packed(content.array_records["replies"]).items():
+        client, _, path = name.partition("/")
+        tensors.setdefault(int(client), {})[path] = packed
+    messages = _read_messages(content.config_records["secure"])
+    replies = {
+        int(k): Reply(float(share), tensors.get(int(k), {}), None, messages.get(int(k), {}))  # type: ignore[arg-type]
+        for k, share in content.config_records["shares"].items()
+    }
+    faults = content.config_records["faults"].items()
+    return {**replies, **{int(k): Reply(fault=str(fault)[:300]) for k, fault in faults}}
+
+
+def _messages(messages: Mapping[int, Mapping[str, Any]]) -> Any:
+    """Messages of a secure sum by client: ``3/keys``."""
+    from flwr.app import ConfigRecord
+
+    return ConfigRecord({f"{k}/{n}": v for k, each in messages.items() for n, v in each.items()})
+
+
+def _read_messages(record: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    messages: dict[int, dict[str, Any]] = {}
+    for name, value in record.items():
+        client, _, path = name.partition("/")
+        messages.setdefault(int(client), {})[path] = value
+    return messages
+
+
+def _arrays(packed: Mapping[str, Packed]) -> Any:
+    from flwr.app import Array, ArrayRecord
+
+    return ArrayRecord({n: Array(p.dtype, p.shape, _RAW, p.data) for n, p in packed.items()})
+
+
+def _packed(record: Any) -> dict[str, Packed]:
+    return {n: Packed(a.dtype, tuple(a.shape), a.data) for n, a in record.items()}
+
+
+class Mail:
+    """Sends requests through Flower's grid to nodes that each can be any client (a simulation)."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def place(self, clients: list[int]) -> dict[int, int]:
+        """Clients are dealt to the nodes in turn."""
+        nodes = sorted(self.grid.get_node_ids())
+        return {client: nodes[client % len(nodes)] for client in clients} if nodes else {}
+
+    def send(
+        self, requests: Mapping[int, Request], timeout: float
+    ) -> dict[int, dict[int, Reply] | str]:
+        """One message a node, named after its task."""
+        contents = {node: write_request(request) for node, request in requests.items()}
+        named = {node: request.task for node, request in requests.items()}
+        return {
+            node: text if isinstance(text, str) else _read(text)
+            for node, text in self.exchange(contents, named, "train", timeout).items()
+        }
+
+    def exchange(
+        self,
+        contents: Mapping[int, RecordDict],
+        named: Mapping[int, str],
+        kind: str,
+        timeout: float,
+    ) -> dict[int, RecordDict | str]:
+        """Content for some nodes, and theirs back, or why there is none."""
+        from flwr.app import Message
+
+        messages = [
+            Message(content, node, f"{kind}.{named[node]}") for node, content in contents.items()
+        ]
+        got: dict[int, RecordDict | str] = {}
+        for message in self.grid.send_and_receive(messages, timeout=timeout):
+            node = message.metadata.src_node_id
+            if message.has_error():
+                reason = (message.error.reason or "").strip().splitlines() or [""]
+                got[node] = f"Flower's error {message.error.code}: {reason[-1][:200]}"
+            else:
+                got[node] = message.content
+        return got
+
+
+def _read(content: RecordDict) -> dict[int, Reply] | str:
+    try:
+        return read_replies(content)
+    except (KeyError, ValueError, TypeError) as error:
+        return f"a message that is none of ours ({type(error).__name__})"
+
+
+# The client's app --------------------------------------------------------------------------------
+
+
+def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
+    """Flower's client app of a recipe (a file, or its text).
+
+    On a real site all that is configured is where its images are (``--node-config data=…``); in a
+    simulation, with ``states``, a node is any client of the partition.
+    """
+    require()
+    from flwr.app import Message
+    from flwr.clientapp import ClientApp
+
+    text = recipe.read_text(encoding="utf-8") if isinstance(recipe, Path) else recipe
+    algorithm = configuration.variant("algorithm", _config(text).algorithm.name)
+    here = Path.cwd()
+    app = ClientApp()
+
+    def work(message: Message, context: Context) -> Message:
+        if states is not None:
+            os.chdir(here)  # a worker may start elsewhere, and paths are relative to the user's
+        request = read_request(message.content)
+        try:
+            replies = _site(text, states, context, request).answer(request)
+        except Exception as error:
+            replies = {k: Reply(fault=describe(error)) for k in request.clients}
+        return Message(write_replies(replies), reply_to=message)
+
+    def hello(message: Message, context: Context) -> Message:
+        return Message(_introduce(text, context), reply_to=message)
+
+    for task in (*algorithm.means, *algorithm.gathers, *algorithm.logs):
+        app.train(task)(work)
+    app.query(HELLO)(hello)
+    return app
+
+
+def _site(text: str, states: Path | None, context: Context, request: Request) -> Site:
+    if states is not None:
+        place = str(context.node_config.get("partition-id", context.node_id))
+        return Site(_session(text, None), states, place)
+    data = _data(context)
+    # A run keeps the name of its first attempt, however often its server is started again.
+    folder = state_folder(data) / request.history.names[0]
+    return Site(_session(text, data), folder, alone=True)
+
+
+def _data(context: Context) -> str:
+    return str(context.node_config.get("data", ""))
+
+
+def _introduce(text: str, context: Context) -> RecordDict:
+    """A site's answer to the server's first question."""
+    from flwr.app import ConfigRecord, RecordDict
+
+    try:
+        data = _data(context)
+        facts = json.dumps(asdict(introduce(_session(text, data), data)))
+    except Exception as error:
+        return RecordDict({HELLO: ConfigRecord({"fault": describe(error)})})
+    return RecordDict({HELLO: ConfigRecord({"facts": facts})})
+
+
+@functools.lru_cache(maxsize=1)
+def _session(text: str, data: str | None) -> Any:
+    """Network and data, once a process."""
+    from fedssl.session import prepare
+
+    return prepare(_config(text)) if data is None else site_session(_config(text), data)
+
+
+@functools.lru_cache(maxsize=1)
+def _config(text: str) -> Config:
+    import yaml
+
+    return configuration.build(yaml.safe_load(text))
+
+
+# Simulation --------------------------------------------------------------------------------------
+
+
+def simulate(engine: RemoteEngine, work: Callable[[], None]) -> None:
+    """Do ``work`` as the server of Flower's simulation, with ``engine.workers`` processes."""
+    require()
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    settings, folder = engine.work.config, engine.states.folder
+    assert folder is not None
+    app = client_app(configuration.dump(settings), folder.absolute())
+    server, failed = ServerApp(), []
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        try:
+            engine.transport = Mail(grid)
+            while len(list(grid.get_node_ids())) < settings.engine.workers:
+                time.sleep(0.01)
+            work()
+        except BaseException as error:  # Flower would print it and go on
+            failed.append(error)
+
+    with contextlib.redirect_stdout(None):
+        run_simulation(server, app, settings.engine.workers, backend_config=_backend(engine))
+    engine.transport = None
+    if failed:
+        raise failed[0]
+
+
+def _backend(engine: RemoteEngine) -> Any:
+    """One processor for each worker, and its part of the GPUs where clients train on them."""
+    import torch
+
+    workers = engine.work.config.engine.workers
+    gpus = torch.cuda.device_count() if engine.work.device.type == "cuda" else 0
+    resources = {"num_cpus": 1, "num_gpus": gpus / workers}
+    if os.environ.get("RAY_ADDRESS"):  # a cluster that is there already
+        return {"client_resources": resources, "init_args": {"log_to_driver": False}}
+    start = {"num_cpus": workers, "log_to_driver": False, "logging_level": logging.ERROR}
+    return {"client_resources": resources, "init_args": start}
+
+
+# Deployment --------------------------------------------------------------------------------------
+
+
+class SiteMail(Mail):
+    """Sends requests to real sites: each is one client, wherever its node is now."""
+
+    def __init__(self, grid: Grid, sites: list[Introduction] | None = None) -> None:
+        super().__init__(grid)
+        self.sites = sites or []
+        self.met: dict[int, Introduction] = {}  # node → who is there
+
+    def place(self, clients: list[int]) -> dict[int, int]:
+        """The nodes of the sites that are connected; a site that restarted has a new one."""
+        self.meet()
+        nodes = {site.site: node for node, site in self.met.items()}
+        ids = {k: self.sites[k].site for k in clients}
+        return {k: nodes[site] for k, site in ids.items() if site in nodes}
+
+    def meet(self, timeout: float = 120.0) -> None:
+        """Ask nodes that are new who they are, and forget those that are gone."""
+        nodes = set(self.grid.get_node_ids())
+        self.met = {node: site for node, site in self.met.items() if node in nodes}
+        new = nodes - self.met.keys()
+        for node, content in self._greet(new, timeout).items():
+            facts = content if isinstance(content, str) else content.config_records[HELLO]
+            if isinstance(facts, str) or "fault" in facts:
+                reason = facts if isinstance(facts, str) else str(facts["fault"])
+                print(f"fedssl: node {node} cannot take part: {reason}", file=sys.stderr)
+                continue
+            known = json.loads(str(facts["facts"]))
+            for name in ("channels", "classes"):
+                known[name] = tuple(known[name])
+            self.met[node] = Introduction(**known)
+
+    def _greet(self, nodes: set[int], timeout: float) -> dict[int, RecordDict | str]:
+        from flwr.app import ConfigRecord, RecordDict
+
+        if not nodes:
+            return {}
+        contents = {node: RecordDict({HELLO: ConfigRecord({})}) for node in nodes}
+        return self.exchange(contents, dict.fromkeys(nodes, HELLO), "query", timeout)
+
+    def wait(self, count: int, timeout: float) -> list[Introduction]:
+        """The first ``count`` sites, in the order of their names."""
+        end = time.monotonic() + timeout
+        while True:
+            self.meet()
+            found = {site.site: site for site in self.met.values()}
+            if len(found) >= count:
+                return sorted(found.values(), key=lambda site: (site.name, site.site))[:count]
+            if time.monotonic() > end:
+                raise UserError(
+                    f"engine.sites={count}: only {len(found)} came within "
+                    f"engine.timeout={timeout:g} seconds; start the others, or lower it"
+                )
+            time.sleep(1.0)
+
+
+def server_app(recipe: Path) -> ServerApp:
+    """Flower's server app of a recipe; its run-config says where the run's folder is (``out``)."""
+    require()
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        settings = _config(recipe.read_text(encoding="utf-8"))
+        out, resume = Path(str(context.run_config["out"])), bool(context.run_config["resume"])
+        try:
+            serve(grid, settings, out, resume)
+        except UserError as error:
+            print(f"fedssl: {error}", file=sys.stderr, flush=True)
+            raise
+
+    return app
+
+
+def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
+    """A whole run with real sites."""
+    from fedssl.run import carry_out, check_folder
+
+    check_folder(settings, out, resume)
+    mail, wait = SiteMail(grid), settings.engine.timeout
+    if resume:
+        mail.sites = read_sites(out)
+        mail.wait(settings.cohort.minimum, wait)
+    else:
+        assert settings.engine.sites is not None
+        mail.sites = mail.wait(settings.engine.sites, wait)
+        write_sites(out, mail.sites)
+    session = server_session(settings, mail.sites)
+    assert isinstance(session.engine, RemoteEngine)
+    session.engine.transport = mail
+    return carry_out(session, settings, out, resume)

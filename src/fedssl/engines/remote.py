@@ -1,0 +1,340 @@
+"""The server's end of messages: clients elsewhere, asked through a transport such as Flower."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.algorithms.base import (
+    Algorithm,
+    Average,
+    Cohort,
+    PerClient,
+    TooFewReplies,
+    Weight,
+)
+from fedssl.data.dataset import Groups
+from fedssl.engines.base import Engine
+from fedssl.engines.codec import Malformed, Packed, expect, pack, unpack, unpack_like
+from fedssl.engines.site import CHANGE, Reply, Request, SecureStep
+from fedssl.engines.store import History, Stored
+from fedssl.trees import Tree, count_bytes, flatten, leaves, unflatten
+from fedssl.workspace import Workspace
+
+if TYPE_CHECKING:
+    from fedssl.privacy.secure import Message, Unmasker
+
+CLIENTS = "clients"  # the folder of a simulation's client states
+MOST_LOGGED = 32  # numbers of one client in one line of the log
+
+
+class Transport(Protocol):
+    """How messages travel."""
+
+    def place(self, clients: list[int]) -> dict[int, int]:
+        """The node on which each client is now; a client that is nowhere is left out."""
+
+    def send(
+        self, requests: Mapping[int, Request], timeout: float
+    ) -> dict[int, dict[int, Reply] | str]:
+        """Ask nodes; of one that does not answer, why (or nothing: it did not answer in time)."""
+
+
+@dataclass
+class Mailbag:
+    """An exchange's payload on its way: what each name holds, and what was sent before."""
+
+    payload: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[int, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    known: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class RemoteEngine(Engine):
+    """Asks clients through messages; nothing of a client's is here but its replies."""
+
+    def __init__(
+        self,
+        work: Workspace,
+        algorithm: Algorithm,
+        groups: Groups,
+        average: Average | None = None,
+    ) -> None:
+        super().__init__(work, algorithm, groups, average)
+        self.transport: Transport | None = None
+        self.attempt = secrets.token_hex(4)
+        self.history = History((self.attempt,), (0,), 0)
+        self.states: Stored = Stored()
+        self.drives: Callable[[Callable[[], None]], None] | None = None
+
+    def cohort(self, ids: NDArray[np.int64], round: int) -> RemoteCohort:
+        """The clients of one round."""
+        self.states.round = round
+        return RemoteCohort(self, ids, round)
+
+    def open(self, out: Path) -> None:
+        """A simulation's clients keep their states in the run's folder."""
+        self.states.folder = out / CLIENTS
+        self.states.history = self.history
+
+    def drive(self, work: Callable[[], None]) -> None:
+        """In a simulation, unless a transport is there already."""
+        if self.transport is not None:
+            work()
+            return
+        from fedssl.engines.flower import simulate
+
+        simulate(self, work)
+
+    def notes(self) -> dict[str, str]:
+        """Which attempt did which rounds."""
+        return {"attempts": json.dumps([self.history.names, self.history.starts])}
+
+    def resume(self, notes: Mapping[str, str], round: int) -> None:
+        """A new attempt, which goes on where the checkpoint is."""
+        names, starts = json.loads(notes.get("attempts", "[[], []]"))
+        self.history = History((*names, self.attempt), (*starts, round), round)
+        self.states.history, self.states.round = self.history, round
+
+    def committed(self, round: int) -> None:
+        """Clients need not keep what came before."""
+        self.history = History(self.history.names, self.history.starts, round)
+        self.states.history = self.history
+
+
+class RemoteCohort(Cohort):
+    """A cohort of clients elsewhere."""
+
+    def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
+        super().__init__(ids, engine.work.config.cohort.minimum, True, engine.average)
+        self.engine = engine
+        self.round = round
+        self.exchange = 0
+        self.half = (CHANGE,) if engine.work.config.engine.updates == "fp16" else ()
+        self._where: list[tuple[Tensor, tuple[int, str]]] = []  # tensors that clients have
+
+    def ask(
+        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
+        """All clients at once; replies are taken in the clients' order."""
+        answers = self._exchange(task, payload, weight, [int(k) for k in self.ids])
+        like = self._like(task, weight)
+        for client in sorted(answers):
+            try:
+                reply = self._checked(answers.pop(client), like, task)
+            except Malformed as error:
+                self.traffic.faults[client] = f"{task}: {error}"
+                continue
+            yield np.array([client]), reply[0], reply[1]
+
+    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
+        """Under secure sums, without seeing any client's reply."""
+        if not self.engine.work.config.privacy.secure:
+            return super().mean(task, *payload, weight=weight)
+        from fedssl.privacy.secure import SumLost
+
+        try:
+            result, answered = self._secure_mean(task, payload, weight)
+        except SumLost as error:
+            raise TooFewReplies(f"{task}: {error}") from None
+        self._close(task, payload, np.array(answered, dtype=np.int64))
+        return result
+
+    def _secure_mean(
+        self, task: str, payload: tuple[Any, ...], weight: Weight
+    ) -> tuple[Tree, list[int]]:
+        """The mean from the decoded sum, and whose replies are in it."""
+        from fedssl.privacy import secure
+
+        like = self._like(task, weight)
+        assert like is not None
+        context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{task}"
+        least = survivors_needed(self.engine.work.config.privacy.threshold, len(self.ids))
+        sums = secure.Unmasker(map(int, self.ids), context, least, secure.size(like))
+        answered: list[int] = []
+        for step in secure.STEPS:
+            asked = SecureStep(step, context, least, sums.ask())
+            self._count_messages(task, asked.messages.values(), up=False)
+            held = payload if step == "masked" else ()
+            replies = self._exchange(task, held, weight, sorted(asked.messages), asked)
+            taken = [k for k in sorted(replies) if self._take(sums, task, k, replies.pop(k), step)]
+            answered = taken if step == "masked" else answered
+        total, share = secure.decode(sums.total(), like)
+        return self.average.release(task, cast_like(total, like), share, len(answered)), answered
+
+    def _take(self, sums: Unmasker, task: str, client: int, reply: Reply, step: str) -> bool:
+        """Whether a client's reply to a step of a secure sum counts."""
+        try:
+            if reply.fault is not None:
+                raise ValueError(reply.fault)
+            if step == "masked":
+                masked = unpack(reply.tensors)
+                vector = masked.get("masked") if isinstance(masked, Mapping) else None
+                sums.take(client, vector.numpy() if isinstance(vector, Tensor) else None)
+                self.traffic.up[task] += count_bytes(masked)
+            else:
+                sums.take(client, reply.message)
+                self._count_messages(task, [reply.message], up=True)
+        except (ValueError, Malformed) as error:
+            self.traffic.faults[client] = f"{task}, {step}: {error}"
+            return False
+        return True
+
+    def _count_messages(self, task: str, messages: Iterable[Message], up: bool) -> None:
+        side = self.traffic.up if up else self.traffic.down
+        for message in messages:
+            for values in message.values():
+                side[task] += sum(len(v) if isinstance(v, bytes) else 8 for v in values)
+
+    def _exchange(
+        self,
+        task: str,
+        payload: tuple[Any, ...],
+        weight: Weight | None,
+        clients: list[int],
+        secure: SecureStep | None = None,
+    ) -> dict[int, Reply]:
+        """Send, wait, and sort out who did not answer and why."""
+        transport = self.engine.transport
+        assert transport is not None
+        places = transport.place(clients)
+        requests = self._requests(task, payload, weight, places, secure)
+        got = transport.send(requests, self.engine.work.config.engine.timeout)
+        answers: dict[int, Reply] = {}
+        for client in clients:
+            if client not in places:
+                self.traffic.faults[client] = f"{task}: not connected"
+                continue
+            reply = got.get(places[client], "no answer in time (engine.timeout)")
+            if isinstance(reply, str):
+                self.traffic.faults[client] = f"{task}: {reply}"
+            elif client not in reply:
+                self.traffic.faults[client] = f"{task}: sent no reply"
+            else:
+                answers[client] = reply[client]
+        self.exchange += 1
+        return answers
+
+    def _requests(
+        self,
+        task: str,
+        payload: tuple[Any, ...],
+        weight: Weight | None,
+        places: Mapping[int, int],
+        secure: SecureStep | None,
+    ) -> dict[int, Request]:
+        """One message a node, for all the clients that it has."""
+        hosted: dict[int, list[int]] = defaultdict(list)
+        for client, node in places.items():
+            hosted[node].append(client)
+        bag = self._pack(payload)
+        packed = _packed(bag.payload)
+        return {
+            node: Request(
+                task,
+                tuple(clients),
+                self.round,
+                self.exchange,
+                self.engine.history,
+                weight,
+                len(payload),
+                {**packed, **_packed({k: v for c in clients for k, v in bag.own[c].items()})},
+                bag.known,
+                _part(secure, clients),
+            )
+            for node, clients in hosted.items()
+        }
+
+    def _pack(self, payload: tuple[Any, ...]) -> Mailbag:
+        """Name every tensor; one that clients have from this round is only referred to."""
+        bag = Mailbag()
+        for position, item in enumerate(payload):
+            if isinstance(item, PerClient):
+                for client, value in item.values.items():
+                    own = {f"{position}@{client}/{p or '.'}": t for p, t in flatten(value).items()}
+                    bag.own[client].update(own)
+                continue
+            for path, tensor in flatten(item).items():
+                name = f"{position}/{path or '.'}"
+                before = [where for sent, where in self._where if sent is tensor]
+                if before:
+                    bag.known[name] = before[0]
+                else:
+                    bag.payload[name] = tensor
+                    self._where.append((tensor, (self.exchange, name)))
+        return bag
+
+    def _like(self, task: str, weight: Weight | None) -> Tree | None:
+        """What a reply must look like; none: numbers for the log, whatever their names."""
+        algorithm = self.engine.algorithm
+        if task in algorithm.logs:
+            return None
+        like: Tree = algorithm.reply_like(task, self.engine.work)
+        return like if weight is None else self.average.contribute(task, 1, like, weight)[1]
+
+    def _checked(self, reply: Reply, like: Tree | None, task: str) -> tuple[float, Tree]:
+        """A reply, if it is what was asked for."""
+        if reply.fault is not None:
+            raise Malformed(reply.fault)
+        if not (math.isfinite(reply.share) and reply.share > 0):
+            raise Malformed(f"weight {reply.share}")
+        if like is None:
+            return 1.0, _numbers(reply.tensors)
+        tree = unpack_like(reply.tensors, like, self.half)
+        limit, change = self.engine.work.config.engine.max_norm, tree.get(CHANGE)
+        if limit is not None and isinstance(change, Tensor):
+            norm = float(torch.linalg.vector_norm(change))
+            if norm > limit:
+                raise Malformed(f"a change of norm {norm:.4g}, above engine.max_norm={limit:g}")
+        return reply.share, tree
+
+    def _count_up(self, task: str, reply: Tree, clients: int) -> None:
+        """Bytes as they travel."""
+        names = flatten(reply)
+        half = sum(
+            names[n].numel() * (names[n].element_size() - 2) for n in self.half if n in names
+        )
+        super()._count_up(task, reply, clients)
+        self.traffic.up[task] -= half * clients
+
+
+def survivors_needed(share: float, clients: int) -> int:
+    """How many of a secure sum's clients must come through: more than half in any case."""
+    return min(clients, max(clients // 2 + 1, math.ceil(share * clients)))
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """In the types, and on the devices, of ``like``."""
+    wanted = flatten(like)
+    return unflatten({name: leaf.to(wanted[name]) for name, leaf in flatten(tree).items()})
+
+
+def _part(secure: SecureStep | None, clients: list[int]) -> SecureStep | None:
+    """The messages of some clients."""
+    if secure is None:
+        return None
+    return replace(secure, messages={k: secure.messages[k] for k in clients})
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Packed]:
+    return {name: pack(tensor)["."] for name, tensor in tensors.items()}
+
+
+def _numbers(packed: Mapping[str, Packed]) -> Tree:
+    """Single numbers for the log; they need not be finite (not known yet)."""
+    if len(packed) > MOST_LOGGED:
+        raise Malformed(f"{len(packed)} numbers for the log")
+    tree = unpack(packed)
+    for leaf in leaves(tree):
+        expect({".": pack(leaf)["."]}, leaf.new_zeros(()))
+    return tree

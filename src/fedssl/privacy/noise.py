@@ -1,0 +1,223 @@
+"""Client-level differential privacy: clipped contributions, Gaussian noise on their sum."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.algorithms.base import Algorithm, Average, TooFewReplies, Weight
+from fedssl.algorithms.dcco import DCCO
+from fedssl.algorithms.fedavg import FedAvg
+from fedssl.config import Config
+from fedssl.errors import UserError
+from fedssl.trees import Tree, leaves, scaled
+
+ROUNDINGS = 8  # after clipping, a number is rounded a few times, each time by at most eps
+
+
+def from_the_system() -> np.random.Generator:
+    """Numbers that nobody can repeat: never from ``config.seed``."""
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16))))
+
+
+class Noisy(Average):
+    """Each client's contribution has a bounded L2 norm; the sum gets noise in proportion to it.
+
+    A contribution is weight · reply as one vector. With weights of its own (``most_samples`` above
+    1) the sum of the weights is data too: it is released as one more coordinate, clip · weight.
+    """
+
+    exact = False
+    logs = False
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        clients: int,
+        cohort: int,
+        generator: Callable[[], np.random.Generator] = from_the_system,
+    ) -> None:
+        self.privacy = config.privacy
+        self.algorithm = algorithm
+        self.generator = generator
+        check_accountant(config, clients)
+        sampled = cohort if keeps_nothing(algorithm) else clients
+        self.ledger = Ledger(self.multiplier, clients, sampled, config.privacy.delta)
+
+    def clip(self, task: str) -> float:
+        """The L2 norm that weight · reply is clipped to."""
+        bound = self.algorithm.bound(task)
+        return self.privacy.clip if bound is None else bound
+
+    def sensitivity(self, task: str) -> float:
+        """The L2 norm of all that a client puts in, the coordinate of its weight among it."""
+        return self.clip(task) * (math.sqrt(2) if self.privacy.most_samples > 1 else 1)
+
+    def multiplier(self, task: str) -> float:
+        """The noise's standard deviation over the sensitivity."""
+        noise, own = self.privacy.noise, self.privacy.moments_noise
+        assert noise is not None
+        return noise if own is None or self.algorithm.bound(task) is None else own
+
+    def contribute(
+        self, task: str, samples: int, reply: Tree, weight: Weight
+    ) -> tuple[float, Tree]:
+        """The capped weight, and the reply scaled so that their product is within the clip.
+
+        The loss stays here: it would be one more release.
+        """
+        most = self.privacy.most_samples
+        share = min(samples, most) / most if weight == "samples" else 1.0
+        if isinstance(reply, Mapping):
+            reply = {name: leaf for name, leaf in reply.items() if name != "loss"}
+        return share, scaled(reply, shrink(reply, share, self.clip(task)))
+
+    def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
+        """The noisy mean; counted before anything can go wrong with it."""
+        self.ledger.note(task)
+        spread, generator = self.multiplier(task) * self.sensitivity(task), self.generator()
+        noisy, divisor = add_noise(total, spread, generator), float(replies)
+        if self.privacy.most_samples > 1:
+            divisor = weight + spread / self.clip(task) * float(generator.standard_normal())
+            if divisor <= 0:
+                raise TooFewReplies(
+                    f"the noise on the sum of the weights of {task} left nothing to divide by; "
+                    "take more clients a round, or a lower privacy.most_samples"
+                )
+        return scaled(noisy, 1 / divisor)
+
+    def spent(self) -> dict[str, float]:
+        """The (ε, δ) of all releases so far."""
+        return self.ledger.spent()
+
+    def state(self) -> dict[str, Tensor]:
+        """How many rounds released what."""
+        return {"+".join(tasks): torch.tensor(n) for tasks, n in self.ledger.counts().items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of :meth:`state`."""
+        self.ledger.rounds = Counter({tuple(k.split("+")): int(n) for k, n in state.items()})
+        self.ledger.current = ()
+
+
+def shrink(reply: Tree, weight: float, clip: float) -> float:
+    """The factor that brings the L2 norm of ``weight`` · ``reply`` to at most ``clip``."""
+    each = list(leaves(reply))
+    norms = [float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) for leaf in each]
+    limit = clip * (1 - ROUNDINGS * max(torch.finfo(leaf.dtype).eps for leaf in each))
+    length = weight * math.hypot(*norms)
+    return 1.0 if length <= limit else limit / length
+
+
+def add_noise(tree: Tree, spread: float, generator: np.random.Generator) -> Tree:
+    """Every number plus a Gaussian one with standard deviation ``spread``."""
+    if isinstance(tree, Tensor):
+        noise = torch.from_numpy(np.asarray(generator.standard_normal(tuple(tree.shape))))
+        return (tree.double() + spread * noise.to(tree.device)).to(tree.dtype)
+    return {name: add_noise(child, spread, generator) for name, child in tree.items()}
+
+
+def keeps_nothing(algorithm: Algorithm) -> bool:
+    """Whether a reply depends on nothing that the client kept from earlier rounds.
+
+    Only then are rounds fresh draws, and the draw of a cohort can count. A client's state tells
+    whether it was drawn before, which ties a round's output to earlier draws.
+    """
+    objective = algorithm.objective
+    remembers = objective.momentum is not None or bool(objective.memory(torch.zeros(1)))
+    return type(algorithm) in (DCCO, FedAvg) and not remembers
+
+
+class Ledger:
+    """Which sums were released, round by round, and the privacy that they cost.
+
+    A client is replaced by another (replace-one), which moves a sum by at most twice the
+    sensitivity: the noise counts half. The exchanges of a round are asked of the same cohort, so
+    they are composed first and only their composition is amplified by the draw (a fixed number of
+    clients without replacement).
+    """
+
+    def __init__(
+        self, multiplier: Callable[[str], float], clients: int, cohort: int, delta: float
+    ) -> None:
+        self.multiplier = multiplier
+        self.clients = clients
+        self.cohort = cohort
+        self.delta = delta
+        self.rounds: Counter[tuple[str, ...]] = Counter()  # by the exchanges that they released
+        self.current: tuple[str, ...] = ()
+        self._curves: dict[tuple[str, ...], NDArray[np.float64]] = {}
+
+    def note(self, task: str) -> None:
+        """Count a release; the task that comes a second time belongs to the next round."""
+        if task in self.current:
+            self.rounds[self.current] += 1
+            self.current = ()
+        self.current += (task,)
+
+    def counts(self) -> Counter[tuple[str, ...]]:
+        """Rounds by what they released, the one that is going on among them."""
+        return self.rounds + Counter([self.current] if self.current else [])
+
+    def spent(self) -> dict[str, float]:
+        """ε at the configured δ."""
+        rdp = accounting("rdp")
+        orders = rdp.RdpAccountant().orders
+        total = np.zeros(len(orders))
+        for tasks, count in self.counts().items():
+            total += count * self._curve(tasks)
+        epsilon, _ = rdp.compute_epsilon(orders, total, self.delta)
+        return {"epsilon": float(epsilon), "delta": self.delta}
+
+    def _curve(self, tasks: tuple[str, ...]) -> NDArray[np.float64]:
+        """The Rényi divergences of one round, kept: they take the library a third of a second."""
+        if tasks not in self._curves:
+            together = sum(self.multiplier(task) ** -2 for task in tasks) ** -0.5
+            event = accounting().GaussianDpEvent(together / 2)
+            curve = divergences(event)
+            if self.cohort < self.clients:
+                sampled = accounting().SampledWithoutReplacementDpEvent
+                # A draw never costs privacy (the divergence is quasi-convex), but the library's
+                # bound for it is the larger one where there is little noise.
+                amplified = divergences(sampled(self.clients, self.cohort, event))
+                curve = np.minimum(curve, amplified)
+            self._curves[tasks] = curve
+        return self._curves[tasks]
+
+
+def divergences(event: Any) -> NDArray[np.float64]:
+    """The Rényi divergences of an event between data sets that differ in one client."""
+    relation = accounting().NeighboringRelation.REPLACE_ONE
+    accountant = accounting("rdp").RdpAccountant(neighboring_relation=relation)
+    return accountant.compose(event).rdp
+
+
+def accounting(part: str | None = None) -> Any:
+    """The accountant library, imported when something is to be counted."""
+    return importlib.import_module("dp_accounting" + (f".{part}" if part else ""))
+
+
+def check_accountant(config: Config, clients: int) -> None:
+    """A δ that means something, and a library to count with."""
+    privacy = config.privacy
+    if privacy.delta * clients >= 1:
+        raise UserError(
+            f"privacy.delta={privacy.delta:g}: must be below 1/clients = {1 / clients:g}, or "
+            "publishing one client's data would pass for private; lower it"
+        )
+    if importlib.util.find_spec("dp_accounting") is None:
+        raise UserError(
+            f"privacy.noise={privacy.noise}: the privacy spent is counted by the package "
+            "dp-accounting, which is not installed; pip install 'fedssl[privacy]'"
+        )

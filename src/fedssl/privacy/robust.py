@@ -1,0 +1,113 @@
+"""Means that withstand some hostile clients: coordinate-wise median, trimmed mean, and Krum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fedssl.algorithms.base import Average, TooFewReplies, Weight
+from fedssl.config import Cohort
+from fedssl.errors import UserError
+from fedssl.trees import NothingToAverage, Tree, flatten, unflatten
+
+SLICE = 1 << 18  # coordinates that are brought together at once: all clients' in float64
+
+
+class Robust(Average):
+    """All clients count the same, whatever weight they claim; every reply is seen by the server."""
+
+    exact = False
+
+    def __init__(self, settings: Cohort, cohort: int) -> None:
+        self.rule = settings.average
+        self.hostile = f = settings.hostile
+        self.fewest = {"median": 1, "trimmed": 2 * f + 1, "krum": 2 * f + 3}[self.rule]
+        if cohort < self.fewest:
+            raise UserError(
+                f"cohort.average={self.rule} with cohort.hostile={f}: needs at least "
+                f"{self.fewest} clients a round, and there are {cohort}; lower cohort.hostile, "
+                "or take more clients a round"
+            )
+
+    def contribute(
+        self, task: str, samples: int, reply: Tree, weight: Weight
+    ) -> tuple[float, Tree]:
+        """The reply, with the same weight for all."""
+        return 1, reply
+
+    def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
+        """The robust mean; the round is skipped if too few replied for it."""
+        replies = [reply for _, reply in contributions]
+        if not replies:
+            raise NothingToAverage
+        if len(replies) < self.fewest:
+            raise TooFewReplies(
+                f"{len(replies)} replies to {task}, and cohort.average={self.rule} with "
+                f"cohort.hostile={self.hostile} needs {self.fewest}"
+            )
+        if self.rule == "krum":
+            return replies[krum(replies, self.hostile)]
+        cut = (len(replies) - 1) // 2 if self.rule == "median" else self.hostile
+        return by_coordinate(replies, lambda values: trimmed(values, cut))
+
+    def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
+        """A sum does not tell: :func:`fedssl.privacy.check` refuses secure sums."""
+        raise NotImplementedError(f"cohort.average={self.rule} needs each client's reply")
+
+
+def trimmed(values: Tensor, cut: int) -> Tensor:
+    """The mean of each column without its ``cut`` smallest and largest; half: the median.
+
+    Whatever is rounded, it stays between the values that were kept.
+    """
+    kept = values.sort(0).values[cut : len(values) - cut]
+    lowest, highest = kept[0], kept[-1]
+    return (lowest + (kept - lowest).mean(0)).clamp(lowest, highest)
+
+
+def by_coordinate(replies: list[Tree], rule: Callable[[Tensor], Tensor]) -> Tree:
+    """``rule`` of the clients' values ``[clients, coordinates]``, leaf by leaf."""
+    if isinstance(replies[0], Tensor):
+        return _leaf([leaf for leaf in replies if isinstance(leaf, Tensor)], rule)
+    each = [flatten(reply) for reply in replies]
+    return unflatten({name: _leaf([flat[name] for flat in each], rule) for name in each[0]})
+
+
+def _leaf(leaves: list[Tensor], rule: Callable[[Tensor], Tensor]) -> Tensor:
+    like = leaves[0]
+    parts = [rule(values) for values in slices(leaves)]
+    return torch.cat(parts).reshape(like.shape).to(like.dtype)
+
+
+def slices(leaves: list[Tensor]) -> Iterator[Tensor]:
+    """The clients' values of one leaf in float64, some coordinates at a time."""
+    flat = [leaf.detach().reshape(-1) for leaf in leaves]
+    for start in range(0, len(flat[0]), SLICE):
+        yield torch.stack([leaf[start : start + SLICE].double() for leaf in flat])
+
+
+def krum(replies: list[Tree], hostile: int) -> int:
+    """Whose reply is nearest to its n − f − 2 nearest others (Blanchard et al. 2017, section 4).
+
+    The first of equals. A reply that is not finite is far from all.
+    """
+    near = len(replies) - hostile - 2
+    scores = distances(replies).sort(1).values[:, :near].sum(1)
+    return int(scores.argmin())
+
+
+def distances(replies: list[Tree]) -> Tensor:
+    """Squared L2 distances ``[n, n]`` over all leaves but the loss; infinite to oneself."""
+    n = len(replies)
+    squares = torch.zeros(n, n, dtype=torch.float64)
+    each = [flatten(reply) for reply in replies]
+    for name in each[0]:
+        if name.split("/")[-1] == "loss":
+            continue
+        for values in slices([flat[name] for flat in each]):
+            for i in range(n):
+                squares[i] += (values - values[i]).square().sum(1).cpu()
+    return squares.fill_diagonal_(math.inf).nan_to_num(nan=math.inf, posinf=math.inf)

@@ -1,0 +1,214 @@
+"""Means among hostile clients: what the papers claim of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, settings, train
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedssl import config, run
+from fedssl.algorithms.base import Average, TooFewReplies
+from fedssl.config import Cohort
+from fedssl.errors import UserError
+from fedssl.privacy import robust
+from fedssl.privacy.robust import Robust
+from fedssl.session import prepare
+from fedssl.trees import NothingToAverage, Tree, flatten
+
+RULES = ("median", "trimmed", "krum")
+SMALL = (
+    "rounds=8", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=6",
+    "cohort.size=null", "objective.projector=32,16", "evaluate.protocols=knn",
+    "evaluate.baselines=[]", "engine.threads=1", "schedule=constant",
+)  # fmt: skip
+
+
+def rule(name: str, hostile: int = 1, cohort: int = 100) -> Robust:
+    return Robust(Cohort(average=name, hostile=hostile), cohort)  # type: ignore[arg-type]
+
+
+def combined(average: Average, replies: list[Tree]) -> dict[str, Tensor]:
+    """By the way that an engine takes, clients having very different numbers of samples."""
+    each = (average.contribute("train", 10**i, reply, "samples") for i, reply in enumerate(replies))
+    return flatten(average.combine("train", each))
+
+
+def drawn(count: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list:
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape: int) -> Tensor:
+        return scale * torch.randn(shape, generator=generator, dtype=dtype)
+
+    return [
+        {"change": leaf(7), "more": {"a": leaf(2, 3)}, "loss": leaf()} for _ in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+@budget(deadline=None, max_examples=60)
+@given(hostile=st.integers(0, 3), extra=st.integers(0, 3), seed=st.integers(0, 2**31))
+def test_hostile_clients_cannot_leave_the_honest_range(
+    name: str, hostile: int, extra: int, seed: int
+) -> None:
+    honest = drawn(hostile + 3 + extra, seed)
+    attack = drawn(hostile, seed + 1, scale=1e6)
+    replies = [*attack[:1], *honest, *attack[1:]]
+    result = combined(rule(name, hostile), replies)
+    for leaf, value in result.items():
+        values = torch.stack([flatten(reply)[leaf] for reply in honest])
+        assert bool((values.amin(0) <= value).all() and (value <= values.amax(0)).all())
+    if hostile:
+        mean = combined(Average(), replies)["change"]
+        assert float(mean.abs().max()) > 1e3
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [5, 6, 13])
+def test_equal_replies_give_exactly_that_reply(name: str, dtype: torch.dtype, count: int) -> None:
+    one = drawn(1, seed=3, scale=0.1, dtype=dtype)
+    result = combined(rule(name), one * count)
+    for leaf, value in flatten(one[0]).items():
+        assert torch.equal(result[leaf], value) and result[leaf].dtype == dtype
+
+
+def columns(*values: float) -> list[Tree]:
+    return [{"x": torch.tensor([v, -v], dtype=torch.float64)} for v in values]
+
+
+def test_values_by_hand() -> None:
+    odd, even = columns(4, 1, 100, 2, 3), columns(4, 1, 100, 2)
+    assert combined(rule("median"), odd)["x"].tolist() == [3, -3]
+    assert combined(rule("median"), even)["x"].tolist() == [3, -3]  # between 2 and 4
+    assert combined(rule("trimmed", 1), odd)["x"].tolist() == [3, -3]
+    assert combined(rule("trimmed", 1), columns(0, 1, 2, 6, 100))["x"].tolist() == [3, -3]
+    assert combined(rule("trimmed", 0), even)["x"][0] == pytest.approx(107 / 4)
+    # The 5 − 1 − 2 = 2 nearest of 2.4 are 3 and 1.5 (0.36 + 0.81), of 3 they are 2.4 and 4.
+    assert combined(rule("krum", 1), columns(4, 1.5, 100, 3, 2.4))["x"].tolist() == [2.4, -2.4]
+
+
+def test_krum_counts_exactly_its_nearest() -> None:
+    """With n − f − 2 = 3 neighbours the pair at 0 loses to the four at 10; with 1 it would win."""
+    replies = columns(0, 0, 10, 10.5, 11, 11.5)
+    assert combined(rule("krum", 1), replies)["x"][0] in (10.5, 11)
+
+
+def test_krum_does_not_look_at_the_loss_and_gives_one_clients_whole_reply() -> None:
+    replies = [
+        {"x": torch.tensor([float(x)]), "loss": torch.tensor(1e9 * (x == 3))}
+        for x in (0, 2, 3, 4, 6)
+    ]
+    result = combined(rule("krum", 1), replies)
+    assert result == {"x": torch.tensor([3.0]), "loss": torch.tensor(1e9)}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_reply_that_is_not_finite_is_one_more_hostile_one(name: str, poison: float) -> None:
+    honest = drawn(4, seed=5)
+    bad = {"change": torch.full((7,), poison), "more": {"a": torch.full((2, 3), poison)}}
+    result = combined(rule(name), [bad | {"loss": torch.tensor(poison)}, *honest])
+    assert all(bool(torch.isfinite(value).all()) for value in result.values())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_leaves_are_cut_into_slices_without_a_trace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = drawn(6, seed=8)
+    whole = combined(rule(name), replies)
+    monkeypatch.setattr(robust, "SLICE", 2)
+    cut = combined(rule(name), replies)
+    assert all(torch.equal(whole[leaf], cut[leaf]) for leaf in whole)
+
+
+def test_a_bare_tensor_is_a_reply_too() -> None:
+    replies: list[Tree] = [torch.tensor([float(i)]) for i in (1, 2, 9)]
+    assert rule("median").combine("t", ((1, r) for r in replies)) == torch.tensor([2.0])
+
+
+@pytest.mark.parametrize(("name", "need"), [("trimmed", 5), ("krum", 7)])
+def test_too_few_replies_skip_the_round(name: str, need: int) -> None:
+    combined(rule(name, 2), drawn(need, seed=0))
+    with pytest.raises(TooFewReplies, match=rf"{need - 1} replies to train.*needs {need}"):
+        combined(rule(name, 2), drawn(need - 1, seed=0))
+    with pytest.raises(NothingToAverage):
+        rule(name, 2).combine("train", iter(()))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("cohort.average=trimmed cohort.hostile=3", "at least 7 clients a round, and there are 6"),
+        ("cohort.average=krum cohort.hostile=2", "cohort.hostile=2: needs at least 7 clients a"),
+        ("cohort.average=krum cohort.hostile=1 cohort.size=4", "at least 5 clients a round, and"),
+        ("cohort.average=median cohort.hostile=-1", "cohort.hostile=-1: must not be negative"),
+        (
+            "cohort.average=median algorithm.name=centralized",
+            "cohort.average=median with algorithm.name=centralized: it averages no clients' models",
+        ),
+        (
+            "cohort.average=krum algorithm.name=standalone",
+            "cohort.average=krum with algorithm.name=standalone: it averages no clients' models",
+        ),
+        (
+            "cohort.average=median privacy.noise=1 objective.bound=1",
+            "cohort.average=median with privacy.noise=1.0: the noise is made for a sum",
+        ),
+        (
+            "cohort.average=krum privacy.secure=true",
+            "cohort.average=krum with privacy.secure=true: a robust mean compares",
+        ),
+    ],
+)
+def test_refused_in_one_line(words: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)) as error:
+        prepare(config.resolve(config.read_recipe(None), [*SMALL, *words.split()]))
+    assert "\n" not in str(error.value)
+
+
+def test_the_smallest_cohorts_that_are_enough() -> None:
+    for words in (["cohort.average=trimmed", "cohort.hostile=2", "cohort.size=5"],
+                  ["cohort.average=krum", "cohort.hostile=1", "cohort.size=5"]):  # fmt: skip
+        session = prepare(config.resolve(config.read_recipe(None), [*SMALL, *words]))
+        assert isinstance(session.engine.average, Robust) and not session.engine.merges
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_learns(name: str, tmp_path: Path) -> None:
+    words = (f"cohort.average={name}", "server.lr=0.003")
+    run.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), tmp_path / "run")
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows]
+    assert len(losses) == 8 and sum(losses[-2:]) < 0.9 * sum(losses[:2])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_poisoned_run_stays_near_the_honest_one(name: str) -> None:
+    """One of eight clients sends a million times its change: only the plain mean runs away."""
+    honest = moved(Average(), factor=1.0)
+    assert 0.1 * honest < moved(rule(name), factor=-1e6) < 3 * honest
+    assert moved(Average(), factor=-1e6) > 1000 * honest
+
+
+def moved(average: Average, factor: float) -> float:
+    """How far a round goes in which client 3 sends ``factor`` times its change."""
+    config = settings("algorithm.name=fedavg", "engine.merge=off")
+    engine, server = engine_of(config, made_split(), groups_of(*[5] * 8))
+    engine.average = average
+    honest = engine.algorithm.train  # type: ignore[attr-defined]
+
+    def attacked(client, received):  # type: ignore[no-untyped-def]
+        reply = honest(client, received)
+        return reply | {"change": reply["change"] * (factor if client.id == 3 else 1)}
+
+    engine.algorithm.train = attacked  # type: ignore[attr-defined]
+    return float((train(engine, server, 1) - engine.work.initial).norm())

@@ -1,0 +1,566 @@
+"""Secure sums: right whoever drops out, and nothing but the sum to be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from Crypto.Protocol.SecretSharing import Shamir
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedssl import trees
+from fedssl.privacy import secure
+from fedssl.privacy.secure import Masker, NotEnough, Spoiled, Unmasker, Vector
+
+CONTEXT = "run/7/train"
+CLIENTS = [3, 5, 8, 20, 21, 40, 41]  # numbers of a cohort have gaps
+THRESHOLD = 4
+Replace = Callable[[Any], Any]
+
+
+class Sum:
+    """One sum in one process: each step of each client begins from bytes, as on a real site."""
+
+    def __init__(
+        self, vectors: Mapping[int, Vector], threshold: int = THRESHOLD, context: str = CONTEXT
+    ) -> None:
+        self.vectors = vectors
+        self.server = Unmasker(vectors, context, threshold, len(next(iter(vectors.values()))))
+        self.states = {i: Masker(i, context, threshold).to_bytes() for i in vectors}
+        self.refused: dict[int, str] = {}
+        self.masked: dict[int, Vector] = {}
+        self.messages: dict[str, dict[int, Any]] = {}
+
+    def client(self, number: int, step: str, message: Any) -> Any:
+        masker = Masker.from_bytes(self.states[number])
+        if step == "keys":
+            reply: Any = masker.keys()
+        elif step == "masked":
+            reply = self.masked[number] = masker.masked(message, self.vectors[number])
+        else:
+            reply = getattr(masker, step)(message)
+        self.states[number] = masker.to_bytes()
+        return reply
+
+    def run(
+        self,
+        lost: Mapping[str, Collection[int]] | None = None,
+        change: Mapping[tuple[str, int], Replace] | None = None,
+        until: str | None = None,
+    ) -> Sum:
+        """All steps, or those before ``until``, whose messages are made; ``lost`` do not answer."""
+        for step in secure.STEPS:
+            self.messages[step] = self.server.ask()
+            if step == until:
+                break
+            for number, message in self.messages[step].items():
+                if number in (lost or {}).get(step, ()):
+                    continue
+                reply = self.client(number, step, message)
+                try:
+                    self.server.take(number, (change or {}).get((step, number), same)(reply))
+                except ValueError as error:
+                    self.refused[number] = str(error)
+        return self
+
+
+def same(reply: Any) -> Any:
+    return reply
+
+
+def some_vectors(clients: Collection[int] = CLIENTS, size: int = 5) -> dict[int, Vector]:
+    random = np.random.default_rng(0)
+    return {i: random.integers(-(2**40), 2**40, size) for i in clients}
+
+
+def plain(vectors: Mapping[int, Vector], without: Collection[int] = ()) -> list[int]:
+    return np.sum([v for i, v in vectors.items() if i not in without], axis=0).tolist()
+
+
+# The sum
+
+
+@pytest.mark.parametrize("count", [0, 1, len(CLIENTS) - THRESHOLD])
+@pytest.mark.parametrize("step", secure.STEPS)
+def test_the_sum_is_that_of_the_vectors_that_came(step: str, count: int) -> None:
+    vectors = some_vectors()
+    for lost in (CLIENTS[:count], CLIENTS[len(CLIENTS) - count :]):
+        total = Sum(vectors).run({step: lost}).server.total()
+        # Who is lost after its vector came is in the sum.
+        assert total.tolist() == plain(vectors, () if step == "unmask" else lost)
+
+
+def test_the_sum_is_right_when_one_is_lost_at_every_step() -> None:
+    vectors = some_vectors()
+    lost = {"keys": [40], "shares": [3], "masked": [21], "unmask": []}
+    assert Sum(vectors).run(lost).server.total().tolist() == plain(vectors, (40, 3, 21))
+    vectors = some_vectors(range(9))
+    lost = {"keys": [8], "shares": [2], "masked": [5], "unmask": [0]}
+    run = Sum(vectors, threshold=5).run(lost)
+    assert run.server.total().tolist() == plain(vectors, (8, 2, 5))
+
+
+@pytest.mark.parametrize("step", secure.STEPS)
+def test_with_fewer_than_the_threshold_there_is_no_sum(step: str) -> None:
+    run = Sum(some_vectors())
+    with pytest.raises(NotEnough) as error:
+        run.run({step: CLIENTS[THRESHOLD - 1 :]}).server.total()
+    assert (error.value.have, error.value.need) == (THRESHOLD - 1, THRESHOLD)
+
+
+@st.composite
+def cohorts(
+    draw: st.DrawFn,
+) -> tuple[dict[int, tuple[float, trees.Tree]], int, dict[str, set[int]]]:
+    ids = draw(st.lists(st.integers(0, 10**6), min_size=2, max_size=6, unique=True))
+    shape = draw(st.sampled_from([(), (1,), (3,), (2, 2), (0,)]))
+    numbers = st.floats(-1e4, 1e4, width=32)
+    replies = {}
+    for i in ids:
+        leaf = torch.tensor(draw(st.lists(numbers, min_size=4, max_size=4)))
+        inner = (
+            leaf[: max(1, int(np.prod(shape)))].clone().reshape(shape)
+            if shape != (0,)
+            else leaf[:0]
+        )
+        tree = {"z": {"b": leaf, "a": inner}, "loss": leaf[0].double()}
+        replies[i] = (draw(st.integers(1, 500) | st.floats(0.5, 500)), tree)
+    threshold = draw(st.integers(max(2, len(ids) // 2 + 1), len(ids)))
+    gone = draw(st.lists(st.sampled_from(ids), max_size=len(ids) - threshold, unique=True))
+    lost: dict[str, set[int]] = {step: set() for step in secure.STEPS}
+    for i in gone:
+        lost[draw(st.sampled_from(secure.STEPS))].add(i)
+    return replies, threshold, lost
+
+
+@settings(max_examples=40, deadline=None)
+@given(cohorts())
+def test_the_mean_is_the_plain_one_within_the_stated_bound(
+    cohort: tuple[dict[int, tuple[float, trees.Tree]], int, dict[str, set[int]]],
+) -> None:
+    replies, threshold, lost = cohort
+    vectors = {i: secure.encode(tree, w, len(replies)) for i, (w, tree) in replies.items()}
+    total = Sum(vectors, threshold).run(lost).server.total()
+    came = [
+        (w, {k: v.double() for k, v in trees.flatten(tree).items()})
+        for i, (w, tree) in replies.items()
+        if not any(i in lost[step] for step in ("keys", "shares", "masked"))
+    ]
+    mean, weight = trees.mean(came)
+    like = next(iter(replies.values()))[1]
+    tree, total_weight = secure.decode(total, like)
+    rounding = len(came) * 2.0**-33
+    assert abs(total_weight - weight) <= rounding + 1e-12 * weight
+    ours = trees.flatten(tree)
+    assert ours.keys() == mean.keys()
+    largest = max(float(tree["z/b"].abs().max()) for _, tree in came)  # "z/b" has all the numbers
+    for name, leaf in mean.items():
+        assert ours[name].shape == leaf.shape and ours[name].dtype == torch.float64
+        bound = rounding * (1 + leaf.abs()) / total_weight + 16 * 2.0**-53 * largest
+        assert bool(((ours[name] / total_weight - leaf).abs() <= bound).all())
+
+
+# Fixed point
+
+
+def test_a_client_rounds_by_half_a_unit_at_most() -> None:
+    values = torch.rand(10_000, dtype=torch.float64) * 200 - 100
+    tree, weight = secure.decode(secure.encode({"x": values}, 1, 2), {"x": values})
+    error = (tree["x"] - values).abs().max()
+    assert 2.0**-34 < error <= 2.0**-33 and weight == 1
+
+
+def test_leaves_meet_by_name_and_a_leaf_may_be_the_tree() -> None:
+    one = {"b": torch.tensor([1.0, 2.0]), "a": {"c": torch.tensor(3.0)}}
+    other = {"a": {"c": torch.tensor(3.0)}, "b": torch.tensor([1.0, 2.0])}
+    vector = secure.encode(one, 2, 2)
+    assert (vector == secure.encode(other, 2, 2)).all() and secure.size(one) == len(vector) == 4
+    tree, weight = secure.decode(vector, one)
+    assert tree["b"].tolist() == [2, 4] and tree["a"]["c"].item() == 6 and weight == 2
+    leaf, weight = secure.decode(secure.encode(one["b"], 3, 2), one["b"])
+    assert leaf.tolist() == [3, 6] and weight == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        secure.encode({"x": torch.tensor([0, value])}, 1, 4)
+    with pytest.raises(ValueError, match="not finite"):
+        secure.encode({"x": torch.zeros(2)}, value, 4)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_could_overflow_is_refused_and_the_most_that_is_allowed_does_not(sign: int) -> None:
+    limit = 2.0**31 / 4
+    with pytest.raises(ValueError, match="4 clients holds less than 5"):
+        secure.encode({"x": torch.tensor([sign * limit], dtype=torch.float64)}, 1, 4)
+    most = torch.tensor([sign * np.nextafter(limit, 0)], dtype=torch.float64)
+    total = 4 * secure.encode({"x": most}, 1, 4)
+    assert secure.decode(total, {"x": most})[0]["x"].tolist() == (4 * most).tolist()
+    with pytest.raises(ValueError, match="holds less"):  # the weight counts
+        secure.encode({"x": most}, 1.001, 4)
+
+
+# What the server sees
+
+
+def seems_random(vector: Vector, other: Vector) -> bool:
+    """Bytes as often as each other (p < 1e-9), and no correlation (6 standard deviations)."""
+    counts = np.bincount(np.frombuffer(vector.tobytes(), np.uint8), minlength=256)
+    expected = 8 * len(vector) / 256
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    r = np.corrcoef(vector.astype(float), other.astype(float))[0, 1] if other.std() else 0.0
+    return 130 < chi < 410 and abs(r) < 6 / len(vector) ** 0.5
+
+
+def inputs(kind: str, size: int = 20_000) -> Vector:
+    if kind == "zeros":
+        return np.zeros(size, np.int64)
+    large = secure.encode({"x": torch.full((size - 1,), 5e7)}, 1, 7)
+    return large if kind == "large" else np.arange(size) * 2**44
+
+
+def test_the_measure_of_randomness_tells_inputs_from_noise() -> None:
+    noise = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 20_000)
+    assert seems_random(noise, inputs("ramp"))
+    for kind in ("zeros", "large", "ramp"):
+        assert not seems_random(inputs(kind), inputs(kind))
+    assert not seems_random(noise // 16 + inputs("ramp"), inputs("ramp"))
+
+
+@pytest.mark.parametrize("kind", ["zeros", "large", "ramp"])
+def test_a_masked_vector_is_unrelated_to_its_input(kind: str) -> None:
+    vector = inputs(kind)
+    runs = [Sum(dict.fromkeys(CLIENTS, vector)).run(until="unmask") for _ in range(2)]
+    for i in CLIENTS:
+        first, second = (run.masked[i][1:] for run in runs)
+        assert seems_random(first, vector)
+        assert (first != second).all(), "the same input is masked anew"
+        assert seems_random(first - second, vector)
+    one, two = (runs[0].masked[i][1:] for i in CLIENTS[:2])
+    assert seems_random(one - two, vector), "two clients with one input have nothing in common"
+    assert seems_random(np.append(one[1:], one[0]) - one, vector), "nor do a vector's parts"
+
+
+def test_without_its_self_mask_a_vector_still_has_those_of_its_peers() -> None:
+    vector = inputs("large")
+    run = Sum(dict.fromkeys(CLIENTS, vector)).run()
+    for i in CLIENTS:  # the server rebuilds every self mask: this is what it can see at the end
+        stripped = run.masked[i].copy()
+        secure._add_self_mask(stripped, CONTEXT, i, run.server._rebuild(i), -1)
+        assert seems_random(stripped[1:], vector)
+    assert run.server.total().tolist() == (len(CLIENTS) * vector).tolist()
+
+
+def test_without_its_pair_masks_a_vector_still_has_its_self_mask() -> None:
+    """So a vector that comes late, after its client's mask key was rebuilt, stays hidden."""
+    vector = inputs("large")
+    run = Sum(dict.fromkeys(CLIENTS, vector)).run({"masked": [8]})
+    late = run.client(8, "masked", run.messages["masked"][8])
+    private = secure._mask_private(CONTEXT, 8, run.server._rebuild(8))
+    for peer in CLIENTS:
+        if peer != 8:
+            public = run.server._keys[peer][1]
+            secure._add_pair_mask(late, CONTEXT, private, public, 8, peer, -1)
+    assert seems_random(late[1:], vector)
+    with pytest.raises(ValueError, match="not asked"):
+        run.server.take(8, late)
+
+
+def test_before_the_unmasking_the_sum_is_hidden_too() -> None:
+    vector = inputs("large")
+    run = Sum(dict.fromkeys(CLIENTS, vector)).run({"unmask": CLIENTS[THRESHOLD - 1 :]})
+    assert seems_random(sum(run.masked.values())[1:], vector)
+    with pytest.raises(NotEnough):
+        run.server.total()
+    # One share too few says nothing: the scheme gives some other seed.
+    shares = [(1 + CLIENTS.index(i), told[0]) for i, told in run.server._shares.items()]
+    wrong = Shamir.combine(shares, False)
+    held = Masker.from_bytes(run.states[CLIENTS[-1]]).held[CLIENTS[0]]
+    right = Shamir.combine([*shares, (len(CLIENTS), held[:16])], False)
+    stripped = [run.masked[CLIENTS[0]].copy() for _ in range(2)]
+    for out, seed in zip(stripped, (wrong, right), strict=True):
+        secure._add_self_mask(out, CONTEXT, CLIENTS[0], seed, -1)
+    assert (stripped[0] != stripped[1]).all()
+
+
+def test_what_goes_through_the_server_shows_no_secret() -> None:
+    run = Sum(some_vectors())
+    secrets = {i: Masker.from_bytes(state) for i, state in run.states.items()}
+    run.run()
+    lists = [
+        m for step in run.messages.values() for message in step.values() for m in message.values()
+    ]
+    lists += [r for replies in run.server._replies for r in replies.values()]
+    seen = b"|".join(item for each in lists for item in each if isinstance(item, bytes))
+    assert run.server._keys[3][0] in seen
+    for masker in secrets.values():
+        for secret in (masker.box, masker.seed, masker.secret):
+            assert secret not in seen
+        assert "secret" not in repr(masker) and "seed" not in repr(masker)
+
+
+# What a client tells, and what it refuses
+
+
+def test_a_client_tells_one_share_of_each_peer_and_the_right_one() -> None:
+    run = Sum(some_vectors()).run({"masked": [8, 40]}, until="unmask")
+    held = Masker.from_bytes(run.states[5]).held
+    told = run.client(5, "unmask", run.messages["unmask"][5])["shares"]
+    assert len(told) == len(CLIENTS)
+    for i, share in zip(CLIENTS, told, strict=True):
+        assert share == (held[i][16:] if i in (8, 40) else held[i][:16])
+    assert Masker.from_bytes(run.states[5]).held == {}
+
+
+@pytest.mark.parametrize(
+    ("survivors", "dropped", "reason"),
+    [
+        (CLIENTS, [8], "both"),
+        ([3, 5, 8], [20, 21, 40, 41], "fewer than the threshold"),
+        ([3, 5, 8, 20, 21, 40], [], "not the participants"),
+        (CLIENTS, [99], "not the participants"),
+        ([3, 8, 20, 21, 40, 41], [5], "not the participants"),  # I am here
+        ([3, 3, 5, 8, 20, 21, 40, 41], [], "twice"),
+        ([3, 5, 8, 20, 21, 40, "41"], [], "not a list"),
+        (None, [], "not a list"),
+    ],
+)
+def test_a_client_refuses_to_unmask_more_than_a_sum(
+    survivors: Any, dropped: Any, reason: str
+) -> None:
+    run = Sum(some_vectors()).run(until="unmask")
+    before = run.states[5]
+    with pytest.raises(ValueError, match=reason):
+        run.client(5, "unmask", {"survivors": survivors, "dropped": dropped})
+    assert run.states[5] == before
+    assert run.client(5, "unmask", run.messages["unmask"][5])["shares"]
+
+
+@pytest.mark.parametrize("dropped", [[], [8]])
+def test_a_client_unmasks_once(dropped: list[int]) -> None:
+    run = Sum(some_vectors()).run()
+    survivors = [i for i in CLIENTS if i not in dropped]
+    with pytest.raises(ValueError, match="second time"):
+        run.client(5, "unmask", {"survivors": survivors, "dropped": dropped})
+
+
+@pytest.mark.parametrize("now", [0, 1, 2, 3])
+@pytest.mark.parametrize("asked", [0, 1, 2, 3])
+def test_a_client_answers_each_step_once_and_in_order(now: int, asked: int) -> None:
+    run, step = Sum(some_vectors()).run(until=secure.STEPS[now]), secure.STEPS[asked]
+    if now == asked:
+        run.client(5, step, run.messages[step][5])
+    with pytest.raises(ValueError, match="out of turn"):
+        run.client(5, step, run.messages.get(step, {}).get(5))
+
+
+def other_keys(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "keys": message["keys"][::-1]}
+
+
+def first(count: int) -> Replace:
+    def cut(message: dict[str, Any]) -> dict[str, Any]:
+        return {"clients": message["clients"][:count], "keys": message["keys"][: 2 * count]}
+
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (other_keys, "other keys of this client"),
+        (first(3), "threshold 4 with 3"),
+        (
+            lambda m: {"clients": [*m["clients"], 99], "keys": [*m["keys"], *m["keys"][:2]]},
+            "with 8",
+        ),
+        (lambda m: {**m, "keys": m["keys"][:-1]}, "13 items, not 14"),
+        (lambda m: {**m, "keys": [k[:-1] for k in m["keys"]]}, "wrong length"),
+        (lambda m: {**m, "clients": [3, *m["clients"][:-1]]}, "twice"),
+    ],
+)
+def test_a_client_refuses_keys_that_are_not_those_of_a_cohort(change: Replace, reason: str) -> None:
+    run = Sum(some_vectors()).run(until="shares")
+    with pytest.raises(ValueError, match=reason):
+        run.client(5, "shares", change(run.messages["shares"][5]))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: {k: v[:2] for k, v in m.items()}, "3 participants, fewer"),
+        (lambda m: {**m, "senders": [5, *m["senders"][1:]]}, "not peers"),
+        (lambda m: {**m, "senders": [99, *m["senders"][1:]]}, "not peers"),
+        (lambda m: {**m, "bundles": m["bundles"][1:]}, "5 items, not 6"),
+    ],
+)
+def test_a_client_refuses_to_mask_against_too_few_or_unknown(change: Replace, reason: str) -> None:
+    run = Sum(some_vectors()).run(until="masked")
+    with pytest.raises(ValueError, match=reason):
+        run.client(5, "masked", change(run.messages["masked"][5]))
+
+
+def test_a_client_masks_only_what_was_encoded() -> None:
+    run = Sum(some_vectors()).run(until="masked")
+    for vector in (np.zeros(5), np.zeros((5, 1), np.int64)):
+        run.vectors = {5: vector}  # type: ignore[dict-item]
+        with pytest.raises(ValueError, match="encoded"):
+            run.client(5, "masked", run.messages["masked"][5])
+
+
+@pytest.mark.parametrize(
+    ("clients", "threshold"), [(1, 1), (2, 1), (4, 2), (7, 3), (7, 8), (3, 1), (0, 0)]
+)
+def test_a_threshold_of_half_or_of_one_is_refused(clients: int, threshold: int) -> None:
+    with pytest.raises(ValueError, match="more than half"):
+        Unmasker(range(clients), CONTEXT, threshold, 5)
+
+
+# Faults
+
+
+LOW_ORDER = bytes(32)  # nobody can agree on a key with this one
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "reason"),
+    [
+        ("keys", lambda r: None, "not a list"),
+        ("keys", lambda r: {}, "not a list"),
+        ("keys", lambda r: {"keys": ["a", "b"]}, "not a list"),
+        ("keys", lambda r: {"keys": r["keys"] * 2}, "4 items, not 2"),
+        ("keys", lambda r: {"keys": [r["keys"][0], r["keys"][1][:-1]]}, "wrong length"),
+        ("keys", lambda r: {"keys": [LOW_ORDER, r["keys"][1]]}, ""),
+        ("keys", lambda r: {"keys": [r["keys"][0], LOW_ORDER]}, ""),
+        ("shares", lambda r: {"bundles": r["bundles"][1:]}, "5 items, not 6"),
+        ("shares", lambda r: {"bundles": [b[1:] for b in r["bundles"]]}, "wrong length"),
+        ("shares", lambda r: r["bundles"], "not a list"),
+        ("masked", lambda r: r[1:], "shape"),
+        ("masked", lambda r: np.append(r, r), "shape"),
+        ("masked", lambda r: r[None], "shape"),
+        ("masked", lambda r: r.astype(float), "integers"),
+        ("masked", lambda r: r.tolist(), "integers"),
+        ("unmask", lambda r: {"shares": r["shares"][1:]}, "6 items, not 7"),
+        ("unmask", lambda r: {"shares": [s + b"x" for s in r["shares"]]}, "wrong length"),
+        ("unmask", lambda r: {"shares": 3}, "not a list"),
+    ],
+)
+def test_a_malformed_reply_costs_its_sender_only(step: str, change: Replace, reason: str) -> None:
+    vectors = some_vectors()
+    run = Sum(vectors).run(change={(step, 8): change})
+    assert run.refused.keys() == {8} and reason in run.refused[8]
+    assert run.server.total().tolist() == plain(vectors, () if step == "unmask" else (8,))
+
+
+def test_who_was_not_asked_or_answers_twice_is_refused() -> None:
+    run = Sum(some_vectors()).run({"masked": [8]}, until="unmask")
+    reply = run.client(5, "unmask", run.messages["unmask"][5])
+    run.server.take(5, reply)
+    for number in (5, 8, 99):
+        with pytest.raises(ValueError, match="not asked, or answers twice"):
+            run.server.take(number, reply)
+
+
+def flip(bundle: bytes, place: int = 20) -> bytes:
+    return bundle[:place] + bytes([bundle[place] ^ 1]) + bundle[place + 1 :]
+
+
+def spoil(count: int) -> Replace:
+    """Bundles of which the first ``count`` do not open."""
+    return lambda reply: {
+        "bundles": [flip(b) if i < count else b for i, b in enumerate(reply["bundles"])]
+    }
+
+
+@pytest.mark.parametrize("lost", [[], [8]])
+def test_a_tampered_bundle_is_a_share_less(lost: list[int]) -> None:
+    vectors = some_vectors()
+    run = Sum(vectors).run({"masked": lost}, {("shares", 8): spoil(2)})
+    assert run.server._shares[3][2] == run.server._shares[5][2] == b""
+    assert run.server._shares[20][2] != b""
+    assert run.server.total().tolist() == plain(vectors, lost)
+
+
+@pytest.mark.parametrize("lost", [[], [8]])
+def test_a_client_whose_bundles_do_not_open_leaves_no_sum(lost: list[int]) -> None:
+    run = Sum(some_vectors()).run({"masked": lost}, {("shares", 8): spoil(6)})
+    with pytest.raises(NotEnough):
+        run.server.total()
+
+
+@pytest.mark.parametrize("place", [0, 12, 59])
+def test_a_bundle_opens_for_its_receiver_in_its_sum_only(place: int) -> None:
+    run = Sum(some_vectors()).run(until="masked")
+    message: Any = run.messages["masked"][5]
+    bundle, masker = message["bundles"][1], Masker.from_bytes(run.states[5])
+    assert message["senders"][1] == 8 and masker._open(8, bundle)
+    assert masker._open(8, flip(bundle, place)) is None
+    assert masker._open(8, bundle[:-1]) is None
+    assert masker._open(20, bundle) is None
+    assert Masker.from_bytes(run.states[3])._open(8, bundle) is None
+    assert dataclasses.replace(masker, context="run/8/train")._open(8, bundle) is None
+
+
+def test_masks_belong_to_one_sum() -> None:
+    run = Sum(some_vectors()).run(until="masked")
+    masker, message = Masker.from_bytes(run.states[5]), run.messages["masked"][5]
+    other = dataclasses.replace(masker, context="run/8/train", held={})
+    vector = run.vectors[5]
+    assert (masker.masked(message, vector) != other.masked(message, vector)).all()
+    keys = [secure._derive(b"x" * 16, secure._label(*label)) for label in LABELS]
+    assert len(set(keys)) == len(keys)
+
+
+LABELS: list[tuple[Any, ...]] = [
+    ("run/1/train", "self mask", 1),
+    ("run/1/train", "self mask", 11),
+    ("run/1/train", "pair mask", 1, 1),
+    ("run/1/train", "pair mask", 11),
+    ("run/11/train", "self mask", 1),
+    ("run/1/moments", "self mask", 1),
+]
+
+
+def test_a_false_share_or_vector_is_noticed() -> None:
+    def lie(reply: dict[str, Any]) -> dict[str, Any]:
+        return {"shares": [bytes(16) for _ in reply["shares"]]}
+
+    for change in ({("unmask", 3): lie}, {("masked", 3): lambda v: v * 0}):
+        run = Sum(some_vectors()).run(change=change)
+        assert not run.refused
+        with pytest.raises(Spoiled):
+            run.server.total()
+
+
+# State
+
+
+def test_the_state_comes_back_from_bytes_at_every_step() -> None:
+    for step in secure.STEPS:
+        run = Sum(some_vectors()).run(until=step)
+        for number, state in run.states.items():
+            masker = Masker.from_bytes(state)
+            assert masker.to_bytes() == state and masker.me == number
+            assert masker.step == secure.STEPS.index(step)
+
+
+def test_what_is_no_longer_needed_is_forgotten() -> None:
+    run = Sum(some_vectors()).run(until="unmask")
+    masker = Masker.from_bytes(run.states[5])
+    assert masker.box == masker.secret == masker.seed == b""
+
+
+def test_a_mask_goes_on_over_pieces_of_the_keystream() -> None:
+    count = secure.CHUNK // 8
+    long, short = np.zeros(2 * count + 3, np.int64), np.zeros(count + 1, np.int64)
+    secure._add_mask(long, b"k" * 32, 1)
+    secure._add_mask(short, b"k" * 32, 1)
+    assert (long[: count + 1] == short).all() and len(np.unique(long)) == len(long)
+    secure._add_mask(long, b"k" * 32, -1)
+    assert not long.any()
