@@ -35,6 +35,14 @@ The same command goes on after Ctrl-C; what is finished is not run again.
 """
 
 
+DEPLOY = """examples:
+  fedssl deploy init app default engine.sites=3 cohort.size=null
+  fedssl deploy init app mine.yaml engine.sites=5 privacy.secure=true
+
+Then read app/SERVER.md, and send app/SITES.md to the sites.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 (training failed), 2 (a mistake to mend)."""
     options = _parse(arguments)
@@ -106,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     partition = commands.add_parser("partition", help="who holds what, as a table")
     _add_words(partition)
     partition.set_defaults(command=_partition)
+    _add_deploy(commands)
     return parser
 
 
@@ -125,6 +134,21 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(command=_reproduce)
 
 
+def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    deploy = commands.add_parser("deploy", help="run a recipe on real machines, through Flower")
+    actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
+    init = actions.add_parser(
+        "init",
+        help="write a Flower app, with instructions for the server and the sites",
+        epilog=DEPLOY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    init.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
+    init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
+    init.add_argument("words", nargs="*", metavar="key=value", help="keys to change")
+    init.set_defaults(command=_deploy_init)
+
+
 def _add_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words",
@@ -139,6 +163,14 @@ def _resolve(words: Sequence[str]) -> tuple[str, configuration.Config]:
     recipe = words[0] if words and "=" not in words[0] else None
     overrides = words[1:] if recipe else words
     return recipe or "default", configuration.resolve(configuration.read_recipe(recipe), overrides)
+
+
+def _deploy_init(options: argparse.Namespace) -> int:
+    from fedssl import deploy
+
+    deploy.init(options.folder, options.recipe, options.words)
+    print(f"{options.folder}: written; read {options.folder / 'SERVER.md'} next")
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:

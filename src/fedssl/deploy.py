@@ -113,13 +113,14 @@ name = "fedssl-app"
 version = "1.0.0"
 description = "Federated self-supervised learning, written by fedssl {__version__}"
 license = {{ file = "LICENSE" }}
-dependencies = ["fedssl[flower]=={__version__}"]
+dependencies = ["fedssl[flower]=={__version__}", "flwr>={FLOWER},<2"]
 
 [tool.flwr.app]
 publisher = "fedssl"
 fab-format-version = 1
 flwr-version-target = "{FLOWER}"
-fab-exclude = ["run/**"]  # results stay at the server
+# What is sent to the sites; results stay at the server.
+fab-include = ["LICENSE", "{PACKAGE}/*.py", "{PACKAGE}/recipe.yaml"]
 
 [tool.flwr.app.components]
 serverapp = "{PACKAGE}.server_app:app"
@@ -159,7 +160,7 @@ def exchanges(config: Config) -> str:
     if kind.logs and not privacy.secure and privacy.noise is None:
         for task in kind.logs:
             lines.append(f"- `{task}`, for the log: {_about(kind, task)} (single numbers)")
-    lines.append("- when something fails: one line that says what, with names of files")
+    lines.append("- when something fails: one line that says what (it may name a folder or a file)")
     return "\n".join(lines)
 
 
@@ -206,7 +207,7 @@ Recipe `{recipe}`, algorithm `{config.algorithm.name}`, {config.engine.sites} si
 
 ## What you need
 
-- Linux, Python 3.11 to 3.13, and a connection **out** to the server's one port. Nothing connects in.
+- Linux, Python 3.11 to 3.13, and a connection out to the server's one port. Nothing connects in.
 - One folder with images, {square}; any format that Pillow reads, at any depth. It is only read.
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither ever leaves the site.
@@ -234,9 +235,10 @@ flower-supernode --superlink SERVER:8000 --root-certificates ~/fedssl/ca.crt \\
 
 `SERVER` is the name or address that is in the server's certificate; `/srv/images` is your folder.
 That is all there is to configure. The command stays in the foreground and waits for work; it tries
-again by itself while the server cannot be reached. It ends if the server no longer knows it: let
-whatever starts it start it again (`Restart=always` in a systemd unit). Ctrl-C ends it; a site that
-goes away costs its own replies only, and is used again when it is back.
+again by itself while the server cannot be reached. If it ends, let whatever starts it start it
+again (in a systemd unit `Restart=always` and `RestartSec=15`): after a power cut the server takes
+this site for still connected, and refuses it, for up to a minute. Ctrl-C ends it properly. A site
+that goes away costs its own replies only, and is used again when it is back.
 
 Several SuperNodes on one machine each need a `--port` of their own (9094 unless said).
 For a first try in one room, without encryption: `--insecure` in place of the two options for
@@ -246,8 +248,8 @@ certificate and key, here and at the server.
 
 {exchanges(config)}
 
-Images, their files' names and labels do not leave the site; nothing else is sent, and nothing is
-fetched from elsewhere (the variables above turn off Flower's telemetry, update check and installs).
+Nothing else does, and no image. Nothing is fetched from elsewhere either: the variables above turn
+off Flower's telemetry, update check and installs.
 
 {_protection(config)}
 
@@ -261,8 +263,9 @@ nothing else.
 | The log says | It means |
 |---|---|
 | `Connection attempt failed, retrying` | no server at this address, or a firewall |
-| `CERTIFICATE_VERIFY_FAILED` | `ca.crt` is not the server's, or `SERVER` is not in its certificate |
-| `401`, `not registered`, and it ends | the key is not registered, or was removed |
+| `CERTIFICATE_VERIFY_FAILED` | not the server's `ca.crt`, or `SERVER` is not in its certificate |
+| `[code: 2004] Failed to activate SuperNode` | the key is not registered; or it is in use: by a \
+second SuperNode, or by one that was killed less than a minute ago |
 | `data.root=…: no such folder` | the folder in `--node-config` is wrong or not readable |
 """
 

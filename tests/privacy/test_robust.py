@@ -66,7 +66,7 @@ def test_hostile_clients_cannot_leave_the_honest_range(
         values = torch.stack([flatten(reply)[leaf] for reply in honest])
         assert bool((values.amin(0) <= value).all() and (value <= values.amax(0)).all())
     if hostile:
-        mean = combined(Average(), replies)["change"]
+        mean = flatten(Average().combine("train", ((1, reply) for reply in replies)))["change"]
         assert float(mean.abs().max()) > 1e3
 
 

@@ -102,7 +102,8 @@ def test_the_sum_is_right_when_one_is_lost_at_every_step() -> None:
     vectors = some_vectors(range(9))
     lost = {"keys": [8], "shares": [2], "masked": [5], "unmask": [0]}
     run = Sum(vectors, threshold=5).run(lost)
-    assert run.server.total().tolist() == plain(vectors, (8, 2, 5))
+    for _ in range(2):  # asking again changes nothing
+        assert run.server.total().tolist() == plain(vectors, (8, 2, 5))
 
 
 @pytest.mark.parametrize("step", secure.STEPS)
@@ -305,6 +306,16 @@ def test_what_goes_through_the_server_shows_no_secret() -> None:
         assert "secret" not in repr(masker) and "seed" not in repr(masker)
 
 
+def test_every_secret_and_nonce_is_drawn_anew() -> None:
+    one, two = (Masker(5, CONTEXT, THRESHOLD) for _ in range(2))
+    for name in ("box", "secret", "seed"):
+        assert getattr(one, name) != getattr(two, name)
+    run = Sum(some_vectors()).run(until="masked")
+    masker = Masker.from_bytes(run.states[5])
+    nonces = {masker._seal(8, b"x" * 32)[: secure.NONCE] for _ in range(9)}
+    assert len(nonces) == 9
+
+
 # What a client tells, and what it refuses
 
 
@@ -442,6 +453,7 @@ LOW_ORDER = bytes(32)  # nobody can agree on a key with this one
         ("shares", lambda r: {"bundles": [b[1:] for b in r["bundles"]]}, "wrong length"),
         ("shares", lambda r: r["bundles"], "not a list"),
         ("masked", lambda r: r[1:], "shape"),
+        ("masked", lambda r: r[:1], "shape"),
         ("masked", lambda r: np.append(r, r), "shape"),
         ("masked", lambda r: r[None], "shape"),
         ("masked", lambda r: r.astype(float), "integers"),
@@ -502,6 +514,7 @@ def test_a_bundle_opens_for_its_receiver_in_its_sum_only(place: int) -> None:
     assert message["senders"][1] == 8 and masker._open(8, bundle)
     assert masker._open(8, flip(bundle, place)) is None
     assert masker._open(8, bundle[:-1]) is None
+    assert masker._open(8, Masker.from_bytes(run.states[8])._seal(5, b"no two shares")) is None
     assert masker._open(20, bundle) is None
     assert Masker.from_bytes(run.states[3])._open(8, bundle) is None
     assert dataclasses.replace(masker, context="run/8/train")._open(8, bundle) is None

@@ -90,5 +90,5 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
     if moments is not None and all(algorithm.bound(task) is None for task in algorithm.means):
         raise UserError(
             f"privacy.moments_noise={moments}: algorithm.name={name} shares no moments; leave it "
-            "out, or use algorithm.name=dcco"
+            "out, or use algorithm.name=dcco (with evaluate.baselines=[])"
         )

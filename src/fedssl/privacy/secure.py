@@ -385,8 +385,7 @@ class Unmasker:
         self._replies[self._step][client] = read[self._step](reply)
 
     def total(self) -> Vector:
-        """The sum of the vectors that came."""
-        self._check(len(self._shares))
+        """The sum of the vectors that came; :class:`SumLost` if it cannot be had."""
         total = self._sum.copy()
         for client in self._masked:
             _add_self_mask(total, self.context, client, self._rebuild(client), -1)

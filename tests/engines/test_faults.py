@@ -1,0 +1,205 @@
+"""A client that misbehaves costs its own reply, with its name and the reason in the metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import relative
+
+pytest.importorskip("flwr")
+from far import BYOL, far_session, go, one_round, small
+from flwr.app import Array, ConfigRecord, Error, Message
+
+from fedssl.algorithms.base import TooFewReplies
+from fedssl.engines.codec import Malformed, Packed, pack, unpack, unpack_like
+from fedssl.engines.site import Request, Site
+from fedssl.engines.store import History
+from fedssl.session import Session, prepare
+
+BAD = 3  # the client that misbehaves; one client a node
+
+
+def change_of(reply: Message, task: str = "") -> tuple[Any, str]:
+    record = reply.content.array_records["replies"]
+    return record, next(name for name in record if name.endswith("/change"))
+
+
+def replaced(**parts: Any) -> Callable[[Message], Message]:
+    """The reply with another dtype, shape or data of its change."""
+
+    def spoil(reply: Message) -> Message:
+        record, name = change_of(reply)
+        old = record[name]
+        new = {"dtype": old.dtype, "shape": tuple(old.shape), "data": old.data, **parts}
+        if callable(new["data"]):
+            new["data"] = new["data"](old.data)
+        record[name] = Array(new["dtype"], new["shape"], old.stype, new["data"])
+        return reply
+
+    return spoil
+
+
+def numbers(make: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message], Message]:
+    return replaced(data=lambda data: make(np.frombuffer(data, np.float64).copy()).tobytes())
+
+
+def one_nan(values: np.ndarray) -> np.ndarray:
+    values[7] = math.nan
+    return values
+
+
+def without_record(reply: Message) -> Message:
+    del reply.content.array_records["replies"]
+    return reply
+
+
+def weightless(reply: Message) -> Message:
+    reply.content["shares"] = ConfigRecord({str(BAD): math.nan})
+    return reply
+
+
+def other_names(reply: Message) -> Message:
+    record, name = change_of(reply)
+    record[f"{BAD}/more"] = record[name]
+    return reply
+
+
+def failed(reply: Message) -> Message:
+    error = Message(Error(2, "boom"), reply_to=reply)
+    error.metadata.__dict__["_src_node_id"] = reply.metadata.src_node_id
+    return error
+
+
+SPOILS: dict[str, tuple[Callable[[Message], Message | None], str]] = {
+    "NaN": (numbers(one_nan), "not finite"),
+    "infinite": (numbers(lambda v: v + np.inf), "not finite"),
+    "shape": (numbers(lambda v: v[:-1]), "truncated"),
+    "other shape": (replaced(shape=(1, 5)), "shape"),
+    "dtype": (replaced(dtype="float32"), "type float32"),
+    "unknown dtype": (replaced(dtype="object"), "type object"),
+    "oversized": (replaced(data=lambda data: data + bytes(8)), "oversized"),
+    "truncated": (replaced(data=lambda data: data[:100]), "truncated"),
+    "too large a change": (numbers(lambda v: v * 1e6), "engine.max_norm"),
+    "more than was asked": (other_names, "more"),
+    "no weight": (weightless, "weight"),
+    "not ours": (without_record, "none of ours"),
+    "error": (lambda r: failed(r), "error 2: boom"),
+    "silence": (lambda r: None, "no answer in time"),
+}
+
+
+def spoiling(how: Callable[[Message], Message | None], task: str = "descend", node: int = 11 + BAD):
+    def tamper(asked: Message, reply: Message) -> Message | None:
+        mine = asked.metadata.dst_node_id == node
+        return how(reply) if mine and asked.metadata.message_type.endswith(task) else reply
+
+    return tamper
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
+    how, reason = SPOILS[spoil]
+    config = small("engine.max_norm=1e3")
+    far, _ = far_session(config, tmp_path, nodes=5, tamper=spoiling(how))
+    line = one_round(far, tmp_path)
+    assert line["missing"] == 1 and not line["skipped"]
+    assert reason in line["faults"][str(BAD)] and "descend" in line["faults"][str(BAD)]
+    assert any("no reply of 3" in said for said in line["said"])
+    # The round is that of the others, with the moments of all.
+    near = prepare(small("engine.merge=off"))
+    cohort = near.engine.cohort(np.arange(5), 0)
+    near.algorithm.round(near.server, Without(cohort, BAD, "descend"))
+    assert relative(far.server.weights, near.server.weights) < 1e-10
+
+
+class Without:
+    """A cohort in which one client does not answer one task."""
+
+    def __init__(self, cohort: Any, client: int, task: str) -> None:
+        self.cohort, self.client, self.task = cohort, client, task
+
+    def mean(self, task: str, *payload: Any) -> Any:
+        if task == self.task:
+            self.cohort.ids = np.setdiff1d(self.cohort.ids, [self.client])
+        return self.cohort.mean(task, *payload)
+
+
+def test_who_failed_an_exchange_is_not_asked_in_the_next(tmp_path: Path) -> None:
+    far, grid = far_session(small(), tmp_path, nodes=5, tamper=spoiling(lambda r: None, "encode"))
+    (cohort,) = go(far, 1)
+    assert grid.types.count("train.encode") == 5 and grid.types.count("train.descend") == 4
+    assert cohort.traffic.missing == 1 and BAD not in cohort.ids
+
+
+def test_too_few_are_a_skipped_round(tmp_path: Path) -> None:
+    far, _ = far_session(
+        small("cohort.minimum=5"), tmp_path, nodes=5, tamper=spoiling(lambda r: None)
+    )
+    before = far.server.weights.clone()
+    line = one_round(far, tmp_path)
+    assert line["skipped"] and line["loss"] is None
+    assert torch.equal(far.server.weights, before)
+
+
+def test_a_task_that_fails_tells_the_kind_of_error_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, _ = far_session(small(), tmp_path, nodes=5)
+    kind = type(far.algorithm)
+    real = kind.encode
+
+    def fails(self: Any, client: Any, *payload: Any) -> Any:
+        if client.id == BAD:
+            raise ValueError("patient Smith, image 7")
+        return real(self, client, *payload)
+
+    monkeypatch.setattr(kind, "encode", fails)
+    line = one_round(far, tmp_path)
+    assert line["faults"] == {"3": "encode: failed: ValueError"}
+
+
+def site_of(session: Session, folder: Path) -> Site:
+    return Site(session, folder)
+
+
+@pytest.mark.parametrize("task", ["start", "round", "mu", "__init__", "nonsense"])
+def test_a_site_answers_only_what_the_algorithm_declares(task: str, tmp_path: Path) -> None:
+    """Methods of the algorithm that are no exchanges would tell the client's own network."""
+    session = prepare(small(*BYOL, "algorithm.name=fedema"))
+    network = pack(session.work.initial)["."]
+    for weight in ("samples", None):
+        request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
+        (reply,) = site_of(session, tmp_path).answer(request).values()
+        assert reply.fault is not None and "not among" in reply.fault and not reply.tensors
+
+
+def test_a_mean_is_not_given_as_a_single_reply_nor_the_other_way(tmp_path: Path) -> None:
+    session = prepare(small(*BYOL, "algorithm.name=fedema"))
+    network = pack(session.work.initial)["."]
+    for task, weight in (("train", None), ("report", "samples")):
+        request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
+        (reply,) = site_of(session, tmp_path).answer(request).values()
+        assert reply.fault is not None and not reply.tensors
+
+
+def test_no_nodes_at_all_is_a_skipped_round(tmp_path: Path) -> None:
+    far, grid = far_session(small(), tmp_path)
+    grid.contexts.clear()
+    with pytest.raises(TooFewReplies):
+        go(far, 1)
+
+
+def test_codec_refuses_what_is_no_tensor() -> None:
+    with pytest.raises(Malformed, match="unknown type"):
+        unpack({"a": Packed("complex64", (1,), bytes(8))})
+    with pytest.raises(Malformed, match="shape"):
+        unpack({"a": Packed("float32", (-1,), bytes(4))})
+    like = {"a": torch.zeros(2)}
+    with pytest.raises(Malformed, match="holds b where there should be a"):
+        unpack_like(pack({"b": torch.zeros(2)}), like)

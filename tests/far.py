@@ -1,0 +1,142 @@
+"""Flower's apps and messages in this process: what tests of the Flower engine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedssl import config as configuration
+from fedssl import run
+from fedssl.algorithms.base import Cohort
+from fedssl.config import Config
+from fedssl.engines.flower import Mail, client_app
+from fedssl.engines.remote import RemoteEngine
+from fedssl.session import Session, prepare
+
+Tamper = Callable[[Message, Message], Message | None]
+
+SMALL = (
+    *("partition.name=iid", "partition.clients=5", "data.labels=30", "cohort.size=null"),
+    *("encoder.groups=4", "objective.projector=[32,16]", "evaluate.baselines=[]"),
+    *("evaluate.protocols=knn", "rounds=3", "precision=fp64", "schedule=cosine"),
+    *("server.optimizer=sgd", "server.lr=1", "client.lr=0.05", "engine.threads=1"),
+)
+BYOL = (
+    *("objective.name=byol", "objective.predictor=[24,16]", "encoder.norm=batch"),
+    *("algorithm.local_epochs=1", "algorithm.batch=3", "objective.momentum=0.9"),
+)
+
+
+def small(*words: str) -> Config:
+    return configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
+
+
+class Here(Grid):
+    """Nodes that are functions; every message goes through Flower's bytes both ways."""
+
+    def __init__(self, app: Any, nodes: int, tamper: Tamper | None = None) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id = 1, SUPERLINK_NODE_ID
+        TaskIdentity.task_id = 1
+        self.app, self.tamper = app, tamper
+        self.types: list[str] = []
+        self.contexts = {
+            11 + k: Context(1, 11 + k, {"partition-id": k}, RecordDict(), {}) for k in range(nodes)
+        }
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        replies = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.types.append(message.metadata.message_type)
+            message.content = through_bytes(message.content)
+            reply: Message | None = self.app(message, self.contexts[node])
+            if self.tamper is not None and reply is not None:
+                reply = self.tamper(message, reply)
+            if reply is not None and reply.has_content():
+                reply.content = through_bytes(reply.content)
+            if reply is not None:
+                replies.append(reply)
+        return reversed(replies)  # in no order that anything may rely on
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *arguments: Any, **named: Any) -> Message:
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+def through_bytes(content: RecordDict) -> RecordDict:
+    proto = recorddict_to_proto(content)
+    return recorddict_from_proto(type(proto).FromString(proto.SerializeToString()))
+
+
+def far_session(
+    config: Config, folder: Path, nodes: int = 2, tamper: Tamper | None = None
+) -> tuple[Session, Here]:
+    """A session whose clients are behind messages."""
+    tree = configuration.to_tree(config)
+    tree["engine"]["name"] = "flower"
+    far = configuration.build(tree)
+    session = prepare(far)
+    engine = session.engine
+    assert isinstance(engine, RemoteEngine)
+    engine.open(folder)
+    grid = Here(client_app(configuration.dump(far), folder / "clients"), nodes, tamper)
+    engine.transport = Mail(grid)
+    return session, grid
+
+
+def go(session: Session, rounds: int) -> list[Cohort]:
+    """Some rounds, and their cohorts."""
+    cohorts = []
+    for _ in range(rounds):
+        server = session.server
+        server.clients.clear()
+        cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
+        session.algorithm.round(server, cohort)
+        server.round += 1
+        cohorts.append(cohort)
+    return cohorts
+
+
+def one_round(session: Session, folder: Path) -> dict[str, Any]:
+    """One round as a run has it, with its line for the metrics."""
+
+    class Silent:
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.said.append(text)
+
+    silent = Silent()
+    line = run.one_round(session, folder, silent)  # type: ignore[arg-type]
+    return line | {"said": silent.said}
+
+
+def states_of(session: Session) -> dict[int, dict[str, np.ndarray]]:
+    states = session.engine.states
+    return {k: {n: t.numpy() for n, t in states.on_host(k).items()} for k in states}

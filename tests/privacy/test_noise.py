@@ -1,0 +1,591 @@
+"""Differential privacy: bounded contributions, the noise that was asked for, and its accountant."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from dp_accounting import rdp
+from helpers import HEADS, engine_of, groups_of, made_split, relative, settings, step, train
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from fedssl import config as configuration
+from fedssl import run
+from fedssl.algorithms.base import Average, TooFewReplies
+from fedssl.config import Config
+from fedssl.errors import TrainingError, UserError
+from fedssl.objectives.base import MomentObjective
+from fedssl.objectives.cco import CCO
+from fedssl.objectives.vicreg import VICReg
+from fedssl.privacy import noise
+from fedssl.privacy.noise import Noisy
+from fedssl.progress import Progress
+from fedssl.session import prepare
+from fedssl.trees import Tree, flatten
+
+SMALL = (
+    "rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=6",
+    "cohort.size=3", "objective.projector=32,16", "evaluate.protocols=knn",
+    "evaluate.baselines=[]", "engine.threads=1", "schedule=constant", "checkpoint.seconds=0",
+)  # fmt: skip
+BOUND = math.sqrt(2 * 0.7**2 + 3 * 0.7**4)
+
+
+def small(*words: str) -> Config:
+    return configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
+
+
+def noisy(*words: str, clients: int = 100, cohort: int = 10, **others: Any) -> Noisy:
+    """DCCO's, with encodings up to 0.7, unless told otherwise."""
+    config = settings("objective.bound=0.7", "privacy.noise=3", *words)
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    algorithm = configuration.variant("algorithm", config.algorithm.name)
+    return Noisy(config, algorithm(config.algorithm, objective), clients, cohort, **others)
+
+
+def norm(tree: Tree) -> float:
+    leaves = [leaf.double().reshape(-1) for leaf in flatten(tree).values()]
+    return float(torch.cat(leaves).norm())
+
+
+def contributed(average: Noisy, task: str, samples: int, reply: Tree) -> Tree:
+    """What a client adds to the sum."""
+    total, _, _ = average.add_up([average.contribute(task, samples, reply, "samples")])
+    return total
+
+
+# --- what a client puts in
+
+
+replies = st.builds(
+    lambda a, b, exponent: {
+        "x": torch.from_numpy(a) * 10.0**exponent,
+        "y": {"z": torch.from_numpy(b) * 10.0**exponent},
+    },
+    arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)),
+    arrays(np.float32, (2, 2), elements=st.floats(-1, 1, width=32)),
+    st.integers(-30, 37),
+)
+
+
+@pytest.mark.parametrize("task", ["encode", "descend"])
+@pytest.mark.parametrize("most", [1, 7])
+@budget(deadline=None, max_examples=100)
+@given(reply=replies, other=replies, samples=st.integers(1, 20), theirs=st.integers(1, 20))
+def test_no_client_moves_the_sum_by_more_than_twice_its_bound(
+    task: str, most: int, reply: Tree, other: Tree, samples: int, theirs: int
+) -> None:
+    average = noisy(f"privacy.most_samples={most}", "privacy.clip=0.3")
+    limit = BOUND if task == "encode" else 0.3
+    assert average.clip(task) == pytest.approx(limit)
+    own = contributed(average, task, samples, reply)
+    assert norm(own) <= limit
+    rest = [average.contribute(task, 3, reply, "samples") for _ in range(3)]
+    sums = [
+        average.add_up([*rest, average.contribute(task, n, r, "samples")])
+        for n, r in ((samples, reply), (theirs, other))
+    ]
+    moved = [a - b for a, b in zip(*(flatten(s[0]).values() for s in sums), strict=True)]
+    weight = limit * (sums[0][1] - sums[1][1])
+    whole = math.hypot(*(float(m.double().norm()) for m in moved), weight)
+    assert whole <= 2 * average.sensitivity(task) * (1 + 1e-5)  # the test's own sums are rounded
+    assert most > 1 or weight == 0
+
+
+def test_short_contributions_are_left_alone_and_long_ones_keep_their_direction() -> None:
+    average = noisy("privacy.clip=2")
+    short, long = torch.tensor([0.6, -0.8]), torch.tensor([60.0, -80.0])
+    assert torch.equal(average.contribute("descend", 4, {"x": short}, "samples")[1]["x"], short)
+    clipped = average.contribute("descend", 4, {"x": long}, "samples")[1]["x"]
+    torch.testing.assert_close(clipped, 2 * short, rtol=1e-5, atol=0)
+
+
+def test_all_leaves_are_clipped_as_one_vector() -> None:
+    average = noisy("privacy.clip=1")
+    own = contributed(average, "descend", 1, {"a": torch.full((4,), 3.0), "b": torch.tensor(4.0)})
+    assert norm(own) == pytest.approx(1, rel=1e-5)
+
+
+def test_a_clients_weight_is_capped_and_clipping_comes_after_it() -> None:
+    average = noisy("privacy.most_samples=8", "privacy.clip=1")
+    reply = {"x": torch.tensor([3.0, 0.0])}
+    weights = [average.contribute("descend", n, reply, "samples")[0] for n in (1, 4, 8, 9, 1000)]
+    assert weights == [1 / 8, 1 / 2, 1, 1, 1]
+    assert average.contribute("descend", 1, reply, "uniform")[0] == 1
+    # 3/8 is within the clip, 12/8 is not.
+    assert norm(contributed(average, "descend", 1, reply)) == pytest.approx(3 / 8)
+    assert norm(contributed(average, "descend", 4, reply)) == pytest.approx(1, rel=1e-5)
+    assert noisy().contribute("descend", 1000, reply, "samples")[0] == 1
+
+
+def test_the_loss_does_not_leave_the_client() -> None:
+    reply = {"change": torch.tensor([0.1]), "loss": torch.tensor(5.0)}
+    _, kept = noisy().contribute("descend", 4, reply, "samples")
+    assert kept == {"change": torch.tensor([0.1])}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_reply_that_is_not_finite_is_not_hidden(bad: float) -> None:
+    reply = {"change": torch.tensor([bad, 1.0])}
+    assert not bool(torch.isfinite(contributed(noisy(), "descend", 1, reply)["change"]).all())
+
+
+def test_a_run_that_is_no_longer_finite_ends(tmp_path: Path) -> None:
+    words = ("privacy.noise=1", "objective.bound=1", "server.optimizer=sgd", "server.lr=1e38")
+    with pytest.raises(TrainingError, match=r"no longer finite; lower server\.lr"):
+        run.run(small(*words), tmp_path / "run")
+
+
+# --- the noise
+
+
+def deviations(average: Noisy, task: str, total: Tree, weight: float, replies: int) -> Tensor:
+    """The noise on the sum, over its intended standard deviation, for many sums."""
+    leaves = flatten(total)
+    drawn = []
+    for _ in range(400):
+        mean = flatten(average.release(task, total, weight, replies))
+        drawn += [(mean[name].double() * replies - leaves[name]).reshape(-1) for name in leaves]
+    return torch.cat(drawn)
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "expected"),
+    [
+        ("privacy.noise=3 privacy.clip=0.5", "descend", 3 * 0.5),
+        ("privacy.noise=3 privacy.clip=0.5", "encode", 3 * BOUND),
+        ("privacy.noise=3 privacy.moments_noise=5", "encode", 5 * BOUND),
+        ("privacy.noise=3 privacy.moments_noise=5 privacy.clip=2", "descend", 3 * 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_noise_has_the_standard_deviation_that_was_asked(
+    words: str, task: str, expected: float, dtype: torch.dtype
+) -> None:
+    total = {"a": torch.full((200,), 7.0, dtype=dtype), "b": {"c": torch.zeros(50, dtype=dtype)}}
+    drawn = deviations(noisy(*words.split()), task, total, 10.0, 10)
+    n = len(drawn)
+    assert float(drawn.square().mean()) == pytest.approx(
+        expected**2, rel=6 * math.sqrt(2 / n)
+    )  # six standard deviations of a chi-square
+    assert abs(float(drawn.mean())) < 6 * expected / math.sqrt(n)
+    # Neither from one sum to the next nor within one sum do they repeat.
+    rows = drawn.reshape(400, 250) / expected
+    for other in (rows.roll(1, 0), rows.roll(1, 1), rows.roll(200, 1)):
+        assert abs(float((rows * other).mean())) < 6 / math.sqrt(n)
+
+
+@pytest.mark.parametrize(("task", "clip"), [("descend", 0.5), ("encode", BOUND)])
+def test_with_weights_their_sum_is_noisy_too(task: str, clip: float) -> None:
+    """Noise z√2·clip on the sum, z√2 on the weights: clip · weight is one coordinate of it."""
+    average = noisy("privacy.noise=0.5", "privacy.clip=0.5", "privacy.most_samples=4")
+    one = torch.ones(2, dtype=torch.float64)
+    weights, ratios = [], []
+    for _ in range(4000):
+        # The first number is so large that its noise is nothing: it tells the divisor.
+        mean = average.release(task, {"x": one * torch.tensor([1e9, 0.0])}, 64.0, 80)["x"]
+        weights.append(1e9 / float(mean[0]))
+        ratios.append(float(mean[1]) * weights[-1])
+    for values, centre, spread in ((weights, 64, 1.0), (ratios, 0, clip)):
+        expected = 0.5 * math.sqrt(2) * spread
+        array = np.array(values) - centre
+        assert np.mean(array**2) == pytest.approx(expected**2, rel=6 * math.sqrt(2 / 4000))
+        assert abs(np.mean(array)) < 6 * expected / math.sqrt(4000)
+    assert abs(np.corrcoef(weights, ratios)[0, 1]) < 6 / math.sqrt(4000)
+
+
+class Still(np.random.Generator):
+    """A generator of the same number always."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.value = value
+
+    def standard_normal(self, size: Any = None, **_: Any) -> Any:
+        return self.value if size is None else np.full(size, self.value)
+
+
+def test_a_weight_without_sense_skips_the_round_and_is_counted() -> None:
+    average = noisy("privacy.most_samples=2", generator=lambda: Still(-1.0))
+    with pytest.raises(TooFewReplies, match=r"sum of the weights.*privacy\.most_samples"):
+        average.release("encode", {"x": torch.zeros(2)}, 3.0, 5)
+    assert average.ledger.counts() == {("encode",): 1}
+
+
+def test_noise_and_cohorts_do_not_come_from_the_seed() -> None:
+    results = []
+    for _ in range(2):
+        session = prepare(small("privacy.noise=1", "objective.bound=1"))
+        drawn = [tuple(session.cohort_ids(r).tolist()) for r in range(20)]
+        session.algorithm.round(session.server, session.engine.cohort(np.arange(3), 0))
+        results.append((session.server.weights, drawn))
+    assert not torch.equal(results[0][0], results[1][0])
+    assert results[0][1] != results[1][1]
+
+
+@pytest.mark.parametrize("algorithm", ["dcco", "fedavg"])
+def test_without_noise_and_clipping_it_is_the_uniform_mean(algorithm: str) -> None:
+    words = (f"algorithm.name={algorithm}", "objective.bound=0.7", "engine.merge=off")
+    groups = groups_of(4, 7, 2, 9)
+
+    class Uniform(Average):
+        def contribute(self, task, samples, reply, weight):  # type: ignore[no-untyped-def]
+            return super().contribute(task, samples, reply, "uniform")
+
+    ends = []
+    quiet = noisy(*words, "privacy.noise=1e-16", "privacy.clip=1e6")
+    for average in (quiet, Uniform(), Average()):
+        engine, server = engine_of(settings(*words), made_split(), groups)
+        engine.average = average
+        ends.append(train(engine, server, 3) - engine.work.initial)
+    assert relative(ends[0], ends[1]) < 1e-6
+    assert relative(ends[2], ends[1]) > 1e-2  # by samples is something else
+
+
+def test_capped_weights_are_weights() -> None:
+    words = ("privacy.noise=1e-13", "privacy.clip=1e4", "privacy.most_samples=6")
+    average = noisy(*words)
+    given = [(4, 1.0), (9, 2.0), (6, 5.0)]
+    mean: Any = average.combine(
+        "descend",
+        (
+            average.contribute("descend", n, {"x": torch.tensor([v]).double()}, "samples")
+            for n, v in given
+        ),
+    )
+    assert float(mean["x"]) == pytest.approx((4 * 1 + 6 * 2 + 6 * 5) / 16, rel=1e-6)
+
+
+# --- the accountant
+
+
+def library(z: float, clients: int, cohort: int, rounds: int, delta: float) -> float:
+    """ε by dp_accounting alone, for sums with noise z times the norm of a contribution."""
+    event: Any = dp_accounting.GaussianDpEvent(z / 2)
+    if cohort < clients:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(clients, cohort, event)
+    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+    accountant = rdp.RdpAccountant(neighboring_relation=relation)
+    return float(accountant.compose(event, rounds).get_epsilon(delta))
+
+
+@pytest.mark.parametrize(("clients", "cohort"), [(100, 100), (100, 10), (5000, 50)])
+@pytest.mark.parametrize(
+    ("words", "tasks", "together"),
+    [
+        ("privacy.noise=6", ("descend",), 6.0),
+        ("privacy.noise=6", ("encode", "descend"), 6 / math.sqrt(2)),
+        ("privacy.noise=6 privacy.moments_noise=8", ("encode", "descend"), 4.8),
+        ("privacy.noise=6 privacy.moments_noise=8 privacy.most_samples=9", ("encode",), 8.0),
+    ],
+)
+def test_epsilon_is_the_librarys(
+    clients: int, cohort: int, words: str, tasks: tuple[str, ...], together: float
+) -> None:
+    average = noisy(*words.split(), "privacy.delta=1e-6", clients=clients, cohort=cohort)
+    assert average.spent()["epsilon"] == 0
+    for _ in range(30):
+        for task in tasks:
+            average.release(task, {"x": torch.zeros(1)}, 1e6, 10)
+    spent = average.spent()
+    expected = library(together, clients, cohort, 30, 1e-6)
+    assert spent == {"epsilon": pytest.approx(expected, rel=1e-9), "delta": 1e-6}
+    assert 0.05 < expected < 60
+
+
+def test_a_draw_never_costs_privacy() -> None:
+    """With little noise the library's bound for the draw is worse than for everyone."""
+    average = noisy("privacy.noise=0.5", clients=359, cohort=32)
+    for _ in range(20):
+        average.ledger.note("descend")
+    whole, drawn = (library(0.5, 359, cohort, 20, 1e-5) for cohort in (359, 32))
+    assert drawn > whole and average.spent()["epsilon"] <= whole
+
+
+def test_a_round_that_released_only_its_first_exchange_counts_as_that() -> None:
+    average = noisy(clients=50, cohort=50)
+    for task in ("encode", "descend", "encode", "encode", "descend", "encode"):
+        average.ledger.note(task)
+    assert average.ledger.counts() == {("encode", "descend"): 2, ("encode",): 2}
+    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+    accountant = rdp.RdpAccountant(neighboring_relation=relation)
+    accountant.compose(dp_accounting.GaussianDpEvent(3 / math.sqrt(2) / 2), 2)
+    accountant.compose(dp_accounting.GaussianDpEvent(3 / 2), 2)
+    assert average.spent()["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5))
+
+
+@pytest.mark.parametrize(
+    ("words", "amplified"),
+    [
+        ("algorithm.name=dcco objective.name=vicreg objective.bound=1", True),
+        ("algorithm.name=fedavg objective.name=cco", True),
+        ("algorithm.name=fedavg objective.name=simsiam", True),
+        ("algorithm.name=fedavg objective.name=byol", False),
+        ("algorithm.name=fedavg objective.name=moco", False),
+        ("algorithm.name=fedema objective.name=simsiam", False),
+        ("algorithm.name=fedu objective.name=simsiam", False),
+        ("algorithm.name=ditto objective.name=cco", False),
+    ],
+)
+def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bool) -> None:
+    name = words.partition("objective.name=")[2].split()[0]
+    config = settings("privacy.noise=6", *words.split(), *HEADS.get(name, ()))
+    objective = configuration.variant("objective", name)(config.objective)
+    algorithm = configuration.variant("algorithm", config.algorithm.name)(
+        config.algorithm, objective
+    )
+    average = Noisy(config, algorithm, 100, 10)
+    average.ledger.note("train")
+    expected = library(6, 100, 10 if amplified else 100, 1, 1e-5)
+    assert average.spent()["epsilon"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "fedu", "fedema", "ditto"])
+def test_rounds_are_told_apart(algorithm: str) -> None:
+    """No algorithm asks for one mean twice in a round, which the ledger would take for two."""
+    objective = "cco" if algorithm == "dcco" else "simsiam"
+    words = (f"algorithm.name={algorithm}", f"objective.name={objective}")
+    config = settings(*words, *HEADS.get(objective, ()), "privacy.noise=1",
+                      *(["objective.bound=1"] if objective == "cco" else []))  # fmt: skip
+    engine, server = engine_of(config, made_split(), groups_of(4, 6, 5))
+    engine.average = Noisy(config, engine.algorithm, 3, 3)
+    engine.merges = False
+    for round in range(3):
+        cohort = step(engine, server, round)
+        asked = tuple(task for task in cohort.traffic.down if task in engine.algorithm.means)
+        assert set(cohort.traffic.up) == set(asked)  # nothing of single clients, for the log
+        assert engine.average.ledger.counts() == {asked: round + 1}
+
+
+def test_it_costs_next_to_nothing_a_round() -> None:
+    average = noisy()
+    average.ledger.note("encode")
+    average.spent()
+    started = time.perf_counter()
+    for _ in range(50):
+        average.ledger.note("encode")
+        average.spent()
+    assert (time.perf_counter() - started) / 50 < 0.005
+
+
+def test_a_ledger_goes_through_its_state() -> None:
+    first, second = noisy(), noisy()
+    for task in ("encode", "descend", "encode", "encode", "descend"):
+        first.ledger.note(task)
+    second.restore(first.state())
+    for average in (first, second):
+        average.ledger.note("encode")
+        average.ledger.note("descend")
+    assert first.spent() == second.spent() and first.ledger.counts() == second.ledger.counts()
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_has_spent_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small("privacy.noise=4", "objective.bound=1")
+    summary = run.run(config, tmp_path / "whole")
+    whole = [row["epsilon"] for row in rows(tmp_path / "whole")]
+    assert whole == sorted(whole) and len(set(whole)) == 4
+    assert (summary["epsilon"], summary["delta"]) == (whole[-1], 1e-5)
+    assert whole[-1] == pytest.approx(library(4 / math.sqrt(2), 6, 3, 4, 1e-5))
+    assert all(row["loss"] is None and not row["skipped"] for row in rows(tmp_path / "whole"))
+    assert rows(tmp_path / "whole")[0]["exchanges"].keys() == {"encode", "descend"}
+
+    real = run.one_round
+
+    def killed(session: Any, *rest: Any) -> Any:
+        if session.server.round == 2:
+            raise KeyboardInterrupt
+        return real(session, *rest)
+
+    monkeypatch.setattr(run, "one_round", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(config, tmp_path / "cut")
+    monkeypatch.setattr(run, "one_round", real)
+    run.run(config, tmp_path / "cut", resume=True)
+    assert [row["epsilon"] for row in rows(tmp_path / "cut")] == whole
+
+
+# --- bounded encodings
+
+
+def moment_objectives(bound: float | None) -> list[MomentObjective]:
+    return [
+        CCO(CCO.Params("cco", bound=bound)),
+        VICReg(VICReg.Params("vicreg", bound=bound)),
+    ]
+
+
+encodings = arrays(
+    np.float64, st.tuples(st.integers(1, 6), st.just(3)), elements=st.floats(-1e6, 1e6)
+)
+
+
+@budget(deadline=None, max_examples=100)
+@given(f=encodings, seed=st.integers(0, 1000), bound=st.sampled_from([0.01, 1.0, 30.0]))
+def test_moments_of_bounded_encodings_are_bounded(f: np.ndarray, seed: int, bound: float) -> None:
+    g = np.random.default_rng(seed).normal(size=f.shape) * 10.0 ** (seed % 7 - 3)
+    for objective in moment_objectives(bound):
+        both = (torch.from_numpy(f), torch.from_numpy(g))
+        moments = objective.moments(both, objective.centre(both))
+        limit = math.sqrt(2 * bound**2 + 3 * bound**4)
+        assert objective.moments_bound == pytest.approx(limit)
+        assert norm(moments) <= limit * (1 + 1e-12)
+
+
+def test_the_bound_is_reached() -> None:
+    """So that it is not larger than it need be."""
+    one = torch.tensor([[5.0, 0, 0]], dtype=torch.float64)
+    for objective in moment_objectives(0.7):
+        moments = objective.moments((one, one), objective.centre((one, one)))
+        assert norm(moments) == pytest.approx(BOUND)
+
+
+def test_encodings_within_the_bound_are_left_alone() -> None:
+    f, g = torch.randn(2, 9, 3, dtype=torch.float64)
+    for wide, plain in zip(moment_objectives(100.0), moment_objectives(None), strict=True):
+        loss = wide.loss((f, g), None)
+        torch.testing.assert_close(loss, plain.loss((f, g), None))
+    for tight in moment_objectives(0.5):
+        scaled = [x * 0.5 / x.norm(dim=1, keepdim=True) for x in (3 + f, 3 + g)]
+        torch.testing.assert_close(
+            tight.loss((3 + f, 3 + g), None), tight.loss((scaled[0], scaled[1]), None)
+        )
+        torch.testing.assert_close(tight.bounded(3 + f), scaled[0])
+
+
+def test_the_gradient_goes_through_the_bound_and_is_defined_at_zero() -> None:
+    objective = CCO(CCO.Params("cco", bound=1.0))
+    mixed = torch.tensor([[3.0, -1], [0.2, 0.1], [0.9, 2]], dtype=torch.float64)
+    assert torch.autograd.gradcheck(objective.bounded, (mixed.requires_grad_(),))
+    zero = torch.zeros(2, 3, requires_grad=True)
+    objective.bounded(zero).sum().backward()
+    assert zero.grad is not None and torch.equal(zero.grad, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("objective", ["cco", "vicreg"])
+@pytest.mark.parametrize("merge", ["off", "auto"])
+def test_a_round_of_dcco_is_still_a_centralized_step_on_the_union(
+    objective: str, merge: str
+) -> None:
+    """Appendix A, with about half of the encodings scaled down."""
+    sizes, changes = (1, 5, 2, 7, 1, 4), {}
+    for bound in (0.8, None):
+        name = (f"objective.name={objective}", f"objective.bound={bound or 'null'}")
+        engine, server = engine_of(
+            settings(*name, f"engine.merge={merge}"), made_split(), groups_of(*sizes)
+        )
+        federated = train(engine, server, 1) - engine.work.initial
+        config = settings(*name, "algorithm.name=fedavg")
+        engine, server = engine_of(config, made_split(), groups_of(*sizes))
+        union = engine.client(np.arange(len(sizes)), 0, remember=False)
+        union.sizes = np.array([union.samples])
+        server.apply(engine.algorithm.train(union, server.weights))  # type: ignore[attr-defined]
+        changes[bound] = centralized = server.weights - engine.work.initial
+        assert relative(federated, centralized) < 1e-9
+    assert relative(changes[0.8], changes[None]) > 1e-3
+
+
+def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> None:
+    config = settings("objective.bound=1")
+    engine, server = engine_of(config, made_split(), groups_of(4, 6, 5))
+    for round in range(2):
+        cohort = step(engine, server, round)
+        assert set(cohort.traffic.down) == {"encode", "descend"}
+        centre: Any = server.state["centre"]
+        assert all(torch.equal(leaf, torch.zeros(16).double()) for leaf in centre.values())
+    assert engine.algorithm.bound("encode") == pytest.approx(math.sqrt(5))
+    assert engine.algorithm.bound("descend") is None
+    engine, _ = engine_of(settings(), made_split(), groups_of(4, 6, 5))
+    assert engine.algorithm.bound("encode") is None
+
+
+# --- what is refused, and what is shown
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("privacy.noise=0", "privacy.noise=0.0: must be above 0"),
+        ("privacy.noise=1 privacy.clip=0", "privacy.clip=0.0: must be above 0"),
+        ("privacy.noise=1 privacy.moments_noise=-1", "privacy.moments_noise=-1.0: must be above"),
+        ("privacy.moments_noise=1", "privacy.moments_noise=1.0: without privacy.noise"),
+        ("privacy.noise=1 privacy.most_samples=0", "privacy.most_samples=0: must be above 0"),
+        ("privacy.delta=0", "privacy.delta=0.0: must be above 0 and below 1"),
+        ("privacy.delta=1", "privacy.delta=1.0: must be above 0 and below 1"),
+        ("privacy.threshold=0.5", "privacy.threshold=0.5: must be above 0.5 and at most 1"),
+        ("privacy.threshold=1.1", "privacy.threshold=1.1: must be above 0.5 and at most 1"),
+        ("objective.bound=0", "objective.bound=0: leaves nothing"),
+        ("objective.bound=-1", "objective.bound=-1.0: must be finite and not negative"),
+        ("objective.bound=inf", "objective.bound=inf: must be finite and not negative"),
+        ("privacy.noise=1", "set objective.bound, as in objective.bound=1"),
+        (
+            "privacy.noise=1 objective.bound=1 privacy.delta=0.2",
+            "privacy.delta=0.2: must be below 1/clients = 0.166667",
+        ),
+        (
+            "privacy.noise=1 algorithm.name=fedavg privacy.moments_noise=1",
+            "privacy.moments_noise=1.0: algorithm.name=fedavg shares no moments",
+        ),
+        (
+            "privacy.noise=1 algorithm.name=standalone",
+            "algorithm.name=standalone with privacy.noise=1.0: nothing is shared",
+        ),
+        (
+            "privacy.noise=1 algorithm.name=centralized",
+            "algorithm.name=centralized with privacy.noise=1.0: it has all data in one place",
+        ),
+        (
+            "privacy.noise=1 algorithm.name=fedavg algorithm.norm_policy=local",
+            "algorithm.norm_policy=local with privacy.noise=1.0: the exported encoder",
+        ),
+    ],
+)
+def test_refused_in_one_line(words: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)) as error:
+        prepare(small(*words.split()))
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_accountant_one_line_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find: Callable[..., Any] = importlib.util.find_spec
+    monkeypatch.setattr(
+        noise.importlib.util, "find_spec", lambda name: None if "dp" in name else find(name)
+    )
+    with pytest.raises(UserError, match=r"pip install 'fedssl\[privacy\]'"):
+        noisy()
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    def show(*round: Any) -> str:
+        progress = Progress("dcco", 1)
+        progress.update(*round)
+        progress.close()
+        return capsys.readouterr().err
+
+    yield show
+
+
+def test_a_round_whose_loss_is_not_known_was_not_skipped(shown: Callable[..., str]) -> None:
+    assert "loss not shared" in shown(1, None, 10, False)
+    assert "skipped" in shown(1, None, 10, True)
+    assert "loss 2.5 " in shown(1, 2.5, 10)
