@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedssl.config import Cohort, Config, Evaluate
+from fedssl.config import Config, Evaluate
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.errors import UserError
@@ -52,12 +52,12 @@ def site_session(config: Config, data: str) -> Session:
             "--node-config 'data=\"/folder/with/images\"'"
         )
     own = replace(config.data, name="folder", root=data, holdout=0.0)
-    config = replace(config, data=own, cohort=Cohort(average=config.cohort.average, hostile=0))
-    config = replace(config, evaluate=Evaluate())
+    config = replace(config, data=own, evaluate=Evaluate())
     dataset = datasets.load(own, config.seed)
     dataset = replace(dataset, test=None, clients=())
     total = len(dataset.train)
-    return assemble(config, dataset, Groups(np.arange(total), np.array([0, total])))
+    one = Groups(np.arange(total), np.array([0, total]))
+    return assemble(config, dataset, one, config.engine.sites)
 
 
 def introduce(session: Session, data: str) -> Introduction:

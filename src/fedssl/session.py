@@ -295,23 +295,30 @@ def prepare(config: Config) -> Session:
     return session
 
 
-def assemble(config: Config, dataset: Dataset, groups: Groups) -> Session:
-    """A session of data that is here, or of a deployment's server, whose data is elsewhere."""
+def assemble(
+    config: Config, dataset: Dataset, groups: Groups, federation: int | None = None
+) -> Session:
+    """A session of data that is here, or of a deployment's server, whose data is elsewhere.
+
+    On a site, ``groups`` is its own data alone, one client of the ``federation``'s.
+    """
     device = pick_device(config.device)
     torch.set_num_threads(config.engine.threads)
     train = dataset.train
     objective: Objective = configuration.variant("objective", config.objective.name)(
         config.objective
     )
-    size = cohort_size(config, len(groups))
+    clients = federation or len(groups)
+    size = cohort_size(config, clients)
     algorithm_class: type[Algorithm] = configuration.variant("algorithm", config.algorithm.name)
     if algorithm_class.pools_data:
         config, groups = pooled(config, groups, size)
-        size = 1
+        clients = size = 1
     algorithm = algorithm_class(config.algorithm, objective)
     check_objective(objective, train, config)
     algorithm.check_clients(groups.sizes)
-    check_cohort(config, objective, groups, size)
+    if federation is None:
+        check_cohort(config, objective, groups, size)
     height, width = train.images[0].shape[2:]
     channels = tuple(images.shape[1] for images in train.images)
     augmentation = Augmentation.from_config(config.augment, channels[0], (height, width))
@@ -321,14 +328,21 @@ def assemble(config: Config, dataset: Dataset, groups: Groups) -> Session:
     if len(train):
         check_evaluation(config, dataset, objective, groups)
     work.compiles = compiles(config, algorithm, work, groups, size)
-    average = privacy.average(config, algorithm, len(groups), size)
+    average = privacy.average(config, algorithm, clients, size)
     engine = make_engine(work, algorithm, groups, average)
     return Session(config, dataset, engine, Server(work), size)
 
 
 def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
     """Where client work happens (``engine.name``)."""
-    if work.config.engine.name == "local":
+    settings = work.config.engine
+    if settings.name == "local":
+        for name, value in (("max_norm", settings.max_norm), ("updates", settings.updates)):
+            if value not in (None, "full"):
+                raise UserError(
+                    f"engine.{name}={value} with engine.name=local: nothing travels there; use "
+                    "engine.name=flower"
+                )
         return LocalEngine(work, algorithm, groups, average)
     from fedssl.engines.remote import RemoteEngine
 

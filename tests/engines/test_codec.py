@@ -62,7 +62,7 @@ def test_only_the_named_leaf_travels_as_float16() -> None:
             pack({"change": torch.full((5,), 1e6), "loss": tree["loss"]}, ("change",)),
             tree,
             ("change",),
-        )  # noqa: E501
+        )
 
 
 def test_the_largest_messages_of_the_papers() -> None:

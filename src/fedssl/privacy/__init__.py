@@ -11,6 +11,11 @@ from fedssl.errors import UserError
 def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> Average:
     """How replies are averaged, with ``cohort`` of ``clients`` clients in a round."""
     check(config, algorithm)
+    if config.privacy.secure and cohort < 3:
+        raise UserError(
+            f"privacy.secure=true with {cohort} clients a round: of a sum of two, each knows the "
+            "other's part; take at least 3 clients a round"
+        )
     if config.privacy.noise is not None:
         from fedssl.privacy.noise import Noisy
 
@@ -52,10 +57,26 @@ def check(config: Config, algorithm: Algorithm) -> None:
         )
     if privacy.noise is not None:
         _check_noise(config, algorithm)
-    if privacy.secure and config.engine.name == "local":
+    if privacy.secure:
+        _check_secure(config)
+    if config.engine.updates == "fp16":
+        raise UserError(
+            f"engine.updates=fp16 with {asked}: what is clipped or summed in secret travels in the "
+            "numbers that this was proven for; use engine.updates=full"
+        )
+
+
+def _check_secure(config: Config) -> None:
+    """What needs to look at single replies, or has nothing to hide them from."""
+    if config.engine.name == "local":
         raise UserError(
             "privacy.secure=true with engine.name=local: one process holds every client, so "
             "nothing would be secret; use engine.name=flower"
+        )
+    if config.engine.max_norm is not None:
+        raise UserError(
+            f"engine.max_norm={config.engine.max_norm:g} with privacy.secure=true: the server sees "
+            "no client's change, so it can refuse none; leave one of the two out"
         )
 
 

@@ -1,0 +1,162 @@
+"""Rounds under secure sums: the plain mean within the quantization bound, whoever drops out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import relative
+
+pytest.importorskip("flwr")
+from far import BYOL, Tamper, far_session, go, one_round, small
+from flwr.app import Message
+
+from fedssl.engines.codec import pack
+from fedssl.engines.remote import survivors_needed
+from fedssl.engines.site import Request, Site
+from fedssl.engines.store import History
+from fedssl.errors import UserError
+from fedssl.session import prepare
+
+SECURE = "privacy.secure=true"
+
+
+def silent(step: str, *clients: int, task: str = "descend") -> Tamper:
+    """Clients (one a node) that do not answer one step of one sum."""
+
+    def tamper(asked: Message, reply: Message) -> Message | None:
+        facts = asked.content.config_records["request"]
+        hit = facts["task"] == task and facts["step"] == step
+        return None if hit and asked.metadata.dst_node_id - 11 in clients else reply
+
+    return tamper
+
+
+@pytest.mark.parametrize("words", [("algorithm.name=dcco",), (*BYOL, "algorithm.name=fedema")])
+def test_secure_rounds_equal_plain_ones(words: tuple[str, ...], tmp_path: Path) -> None:
+    plain, _ = far_session(small(*words), tmp_path / "plain")
+    secure, _ = far_session(small(*words, SECURE), tmp_path / "secure")
+    go(plain, 2)
+    go(secure, 2)
+    # 2⁻³³ a number and client, on changes of about 1e-3: far below any float32.
+    torch.testing.assert_close(secure.server.weights, plain.server.weights, rtol=0, atol=1e-8)
+    assert float(secure.server.log["loss"]) == pytest.approx(float(plain.server.log["loss"]))
+    assert not secure.server.clients  # nothing about single clients, not even for the log
+
+
+def test_the_server_sees_no_reply_and_counts_what_travels(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def watch(asked: Message, reply: Message) -> Message:
+        seen.append((asked.content.config_records["request"]["step"], reply.content))
+        return reply
+
+    far, _ = far_session(small(SECURE), tmp_path, nodes=5, tamper=watch)
+    (cohort,) = go(far, 1)
+    assert {step for step, _ in seen} == {"keys", "shares", "masked", "unmask"}
+    vectors = []
+    for step, content in seen:
+        arrays = content.array_records["replies"]
+        assert all(share == 1.0 for share in content.config_records["shares"].values())
+        assert bool(arrays) == (step == "masked")
+        vectors += [np.frombuffer(a.data, np.int64) for a in arrays.values()]
+    for vector in vectors:  # uniform over 64 bits: half of them negative, none small
+        assert abs(np.mean(vector < 0) - 0.5) < 5 / np.sqrt(len(vector))
+        assert np.abs(vector[2:].astype(float)).min() > 2**30
+    parameters = len(far.server.weights)
+    assert cohort.traffic.up["descend"] > 8 * parameters * 5
+    assert cohort.traffic.down["descend"] > 0
+
+
+@pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
+@pytest.mark.parametrize("lost", [(1,), (0, 4)])
+def test_dropouts_cost_only_themselves(step: str, lost: tuple[int, ...], tmp_path: Path) -> None:
+    words = "privacy.threshold=0.6"
+    far, _ = far_session(small(SECURE, words), tmp_path, nodes=5, tamper=silent(step, *lost))
+    line = one_round(far, tmp_path)
+    assert set(line["faults"]) == {str(k) for k in lost}
+    # Who is lost after the masked vector came is in the sum all the same.
+    assert line["missing"] == (0 if step == "unmask" else len(lost))
+    near = prepare(small("engine.merge=off"))
+    cohort = near.engine.cohort(np.arange(5), 0)
+    moments = _moments(near, cohort)
+    if step != "unmask":
+        cohort.ids = np.setdiff1d(cohort.ids, lost)
+    near.server.apply(cohort.mean("descend", near.server.sent, *moments))
+    assert relative(far.server.weights, near.server.weights) < 1e-8
+
+
+def _moments(near: Any, cohort: Any) -> tuple[Any, Any]:
+    centre = cohort.mean("locate", near.server.sent)
+    return centre, cohort.mean("encode", near.server.sent, centre)
+
+
+@pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
+def test_below_the_threshold_the_round_is_skipped(step: str, tmp_path: Path) -> None:
+    far, _ = far_session(small(SECURE), tmp_path, nodes=5, tamper=silent(step, 1, 2, task="encode"))
+    before = far.server.weights.clone()
+    line = one_round(far, tmp_path)
+    assert line["skipped"] and torch.equal(far.server.weights, before)
+    # The next round is a new sum with new keys.
+    assert any("skipped" in said for said in line["said"])
+
+
+def test_a_spoiled_vector_skips_the_round(tmp_path: Path) -> None:
+    def spoil(asked: Message, reply: Message) -> Message:
+        facts = asked.content.config_records["request"]
+        if facts["step"] == "unmask" and facts["task"] == "encode":
+            record = reply.content.config_records["secure"]
+            if asked.metadata.dst_node_id == 11:
+                name = next(iter(record))
+                record[name] = [bytes(len(value)) for value in record[name]]
+        return reply
+
+    far, _ = far_session(small(SECURE), tmp_path, nodes=5, tamper=spoil)
+    before = far.server.weights.clone()
+    line = one_round(far, tmp_path)
+    assert line["skipped"] and torch.equal(far.server.weights, before)
+
+
+def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> None:
+    config = small("engine.name=flower", SECURE)
+    session = prepare(config)
+    network = pack(session.work.initial)["."]
+    request = Request(
+        "locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", 1, {"0/.": network}
+    )
+    (reply,) = Site(session, tmp_path).answer(request).values()
+    assert reply.fault is not None and "secure" in reply.fault and not reply.tensors
+
+
+def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> None:
+    far, _ = far_session(small(SECURE), tmp_path)
+    go(far, 2)
+    files = list((tmp_path / "clients" / "secrets").iterdir())
+    assert len(files) == 5  # the last sum's, one a client
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("privacy.secure=true",), "engine.name=flower"),
+        (("engine.name=flower", SECURE, "cohort.average=median"), "robust mean"),
+        (("engine.name=flower", SECURE, "cohort.size=2"), "at least 3"),
+        (("engine.name=flower", SECURE, "engine.updates=fp16"), "engine.updates=fp16"),
+        (("engine.name=flower", SECURE, "engine.max_norm=2"), "engine.max_norm"),
+        (("engine.name=flower", "algorithm.name=centralized"), "engine.name=local"),
+        (("engine.max_norm=2",), "engine.name=flower"),
+        (("engine.updates=fp16",), "engine.name=flower"),
+    ],
+)
+def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        prepare(small(*words))
+
+
+@pytest.mark.parametrize(("share", "clients", "need"), [(0.67, 3, 3), (0.51, 4, 3), (1, 5, 5)])
+def test_survivors_needed(share: float, clients: int, need: int) -> None:
+    assert survivors_needed(share, clients) == need
