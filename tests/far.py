@@ -47,6 +47,7 @@ class Here(Grid):
         TaskIdentity.task_id = 1
         self.app, self.tamper = app, tamper
         self.types: list[str] = []
+        self.waiting: list[Message] = []
         self.contexts = {
             11 + k: Context(1, 11 + k, {"partition-id": k}, RecordDict(), {}) for k in range(nodes)
         }
@@ -54,22 +55,31 @@ class Here(Grid):
     def get_node_ids(self) -> Iterable[int]:
         return list(self.contexts)
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        replies = []
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         for message in messages:
-            node = message.metadata.dst_node_id
+            number = f"message-{len(self.types)}"
+            message.metadata.__dict__["_message_id"] = number
             self.types.append(message.metadata.message_type)
             message.content = through_bytes(message.content)
-            reply: Message | None = self.app(message, self.contexts[node])
+            context = self.contexts[message.metadata.dst_node_id]
+            reply: Message | None = self.app(message, context)
             if self.tamper is not None and reply is not None:
                 reply = self.tamper(message, reply)
             if reply is not None and reply.has_content():
                 reply.content = through_bytes(reply.content)
             if reply is not None:
-                replies.append(reply)
-        return reversed(replies)  # in no order that anything may rely on
+                self.waiting.append(reply)
+            yield number
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        found = [m for m in self.waiting if m.metadata.reply_to_message_id in message_ids]
+        self.waiting.clear()
+        return reversed(found)  # in no order that anything may rely on
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        raise NotImplementedError
 
     def set_run(self, run: Any) -> None:
         raise NotImplementedError
@@ -79,12 +89,6 @@ class Here(Grid):
         raise NotImplementedError
 
     def create_message(self, *arguments: Any, **named: Any) -> Message:
-        raise NotImplementedError
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         raise NotImplementedError
 
 

@@ -71,8 +71,10 @@ def other_names(reply: Message) -> Message:
 
 
 def failed(reply: Message) -> Message:
+    """As Flower reports a node that has gone: from the SuperLink."""
     error = Message(Error(2, "boom"), reply_to=reply)
-    error.metadata.__dict__["_src_node_id"] = reply.metadata.src_node_id
+    error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+    assert error.metadata.src_node_id == 1
     return error
 
 
@@ -105,7 +107,7 @@ def spoiling(how: Callable[[Message], Message | None], task: str = "descend", no
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     how, reason = SPOILS[spoil]
-    config = small("engine.max_norm=1e3")
+    config = small("engine.max_norm=1e3", "engine.timeout=1")
     far, _ = far_session(config, tmp_path, nodes=5, tamper=spoiling(how))
     line = one_round(far, tmp_path)
     assert line["missing"] == 1 and not line["skipped"]
@@ -131,7 +133,8 @@ class Without:
 
 
 def test_who_failed_an_exchange_is_not_asked_in_the_next(tmp_path: Path) -> None:
-    far, grid = far_session(small(), tmp_path, nodes=5, tamper=spoiling(lambda r: None, "encode"))
+    late = spoiling(lambda r: None, "encode")
+    far, grid = far_session(small("engine.timeout=1"), tmp_path, nodes=5, tamper=late)
     (cohort,) = go(far, 1)
     assert grid.types.count("train.encode") == 5 and grid.types.count("train.descend") == 4
     assert cohort.traffic.missing == 1 and BAD not in cohort.ids
@@ -139,7 +142,10 @@ def test_who_failed_an_exchange_is_not_asked_in_the_next(tmp_path: Path) -> None
 
 def test_too_few_are_a_skipped_round(tmp_path: Path) -> None:
     far, _ = far_session(
-        small("cohort.minimum=5"), tmp_path, nodes=5, tamper=spoiling(lambda r: None)
+        small("cohort.minimum=5", "engine.timeout=1"),
+        tmp_path,
+        nodes=5,
+        tamper=spoiling(lambda r: None),
     )
     before = far.server.weights.clone()
     line = one_round(far, tmp_path)

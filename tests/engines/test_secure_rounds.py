@@ -22,6 +22,7 @@ from fedssl.errors import UserError
 from fedssl.session import prepare
 
 SECURE = "privacy.secure=true"
+SOON = "engine.timeout=0.5"  # a client that does not answer is waited for
 
 
 def silent(step: str, *clients: int, task: str = "descend") -> Tamper:
@@ -75,7 +76,7 @@ def test_the_server_sees_no_reply_and_counts_what_travels(tmp_path: Path) -> Non
 @pytest.mark.parametrize("lost", [(1,), (0, 4)])
 def test_dropouts_cost_only_themselves(step: str, lost: tuple[int, ...], tmp_path: Path) -> None:
     words = "privacy.threshold=0.6"
-    far, _ = far_session(small(SECURE, words), tmp_path, nodes=5, tamper=silent(step, *lost))
+    far, _ = far_session(small(SECURE, SOON, words), tmp_path, nodes=5, tamper=silent(step, *lost))
     line = one_round(far, tmp_path)
     assert set(line["faults"]) == {str(k) for k in lost}
     # Who is lost after the masked vector came is in the sum all the same.
@@ -96,7 +97,9 @@ def _moments(near: Any, cohort: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])
 def test_below_the_threshold_the_round_is_skipped(step: str, tmp_path: Path) -> None:
-    far, _ = far_session(small(SECURE), tmp_path, nodes=5, tamper=silent(step, 1, 2, task="encode"))
+    far, _ = far_session(
+        small(SECURE, SOON), tmp_path, nodes=5, tamper=silent(step, 1, 2, task="encode")
+    )
     before = far.server.weights.clone()
     line = one_round(far, tmp_path)
     assert line["skipped"] and torch.equal(far.server.weights, before)

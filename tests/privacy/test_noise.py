@@ -114,6 +114,12 @@ def test_short_contributions_are_left_alone_and_long_ones_keep_their_direction()
     torch.testing.assert_close(clipped, 2 * short, rtol=1e-5, atol=0)
 
 
+def test_each_client_is_clipped_by_itself() -> None:
+    """A merged cohort would be clipped as if it were one client."""
+    assert not prepare(small("privacy.noise=1", "objective.bound=1")).engine.merges
+    assert prepare(small("objective.bound=1")).engine.merges
+
+
 def test_all_leaves_are_clipped_as_one_vector() -> None:
     average = noisy("privacy.clip=1")
     own = contributed(average, "descend", 1, {"a": torch.full((4,), 3.0), "b": torch.tensor(4.0)})
@@ -352,6 +358,13 @@ def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bo
     average.ledger.note("train")
     expected = library(6, 100, 10 if amplified else 100, 1, 1e-5)
     assert average.spent()["epsilon"] == pytest.approx(expected)
+
+
+def test_a_memory_alone_is_something_kept() -> None:
+    algorithm = noisy("algorithm.name=fedavg").algorithm
+    assert noise.keeps_nothing(algorithm)
+    algorithm.objective.memory = lambda like: {"queue": like}  # type: ignore[method-assign]
+    assert not noise.keeps_nothing(algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "fedu", "fedema", "ditto"])

@@ -48,6 +48,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+LONGEST_PAUSE = 0.5  # seconds between two looks for replies
+SPARE = 60.0  # seconds that a message outlives its time-out, so that Flower does not drop it early
 _RAW = "fedssl"  # how arrays are written: plain bytes
 
 
@@ -217,21 +219,37 @@ class Mail:
         kind: str,
         timeout: float,
     ) -> dict[int, RecordDict | str]:
-        """Content for some nodes, and theirs back, or why there is none."""
+        """Content for some nodes, and theirs back, or why there is none.
+
+        Flower's own ``send_and_receive`` looks for replies every three seconds, and the error of a
+        node that has gone does not say which: replies are matched by the message that they answer.
+        """
         from flwr.app import Message
 
-        messages = [
-            Message(content, node, f"{kind}.{named[node]}") for node, content in contents.items()
-        ]
         got: dict[int, RecordDict | str] = {}
-        for message in self.grid.send_and_receive(messages, timeout=timeout):
-            node = message.metadata.src_node_id
-            if message.has_error():
-                reason = (message.error.reason or "").strip().splitlines() or [""]
-                got[node] = f"Flower's error {message.error.code}: {reason[-1][:200]}"
+        waiting: dict[str, int] = {}
+        for node, content in contents.items():
+            message = Message(content, node, f"{kind}.{named[node]}", ttl=timeout + SPARE)
+            sent = [number for number in self.grid.push_messages([message]) if number]
+            if sent:
+                waiting[sent[0]] = node
             else:
-                got[node] = message.content
+                got[node] = "could not be sent"
+        end, pause = time.monotonic() + timeout, 0.01
+        while waiting and time.monotonic() < end:
+            replies = list(self.grid.pull_messages(list(waiting)))
+            for reply in replies:
+                node = waiting.pop(reply.metadata.reply_to_message_id)
+                got[node] = reply.content if reply.has_content() else _reason(reply)
+            if waiting:
+                pause = 0.01 if replies else min(1.3 * pause, LONGEST_PAUSE)
+                time.sleep(pause)
         return got
+
+
+def _reason(reply: Message) -> str:
+    lines = (reply.error.reason or "").strip().splitlines() or [""]
+    return f"Flower's error {reply.error.code}: {lines[-1][:200]}"
 
 
 def _read(content: RecordDict) -> dict[int, Reply] | str:

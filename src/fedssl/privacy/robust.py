@@ -64,8 +64,7 @@ def trimmed(values: Tensor, cut: int) -> Tensor:
     Whatever is rounded, it stays between the values that were kept.
     """
     kept = values.sort(0).values[cut : len(values) - cut]
-    lowest, highest = kept[0], kept[-1]
-    return (lowest + (kept - lowest).mean(0)).clamp(lowest, highest)
+    return kept.mean(0).clamp(kept[0], kept[-1])
 
 
 def by_coordinate(replies: list[Tree], rule: Callable[[Tensor], Tensor]) -> Tree:
