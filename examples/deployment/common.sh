@@ -1,4 +1,4 @@
-# What run_plain.sh and run_tls.sh share. Everything is in $WORK; everything started is ended.
+# What the run_*.sh scripts share. Everything is in $WORK; everything started is ended.
 SITES=(site-a site-b site-c)
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$(mktemp -d -t fedssl-deployment.XXXXXX)}
@@ -7,7 +7,8 @@ WORK=$(cd "$WORK" && pwd)
 export FLWR_HOME=$WORK/flower FEDSSL_STATE=$WORK/state FEDSSL_CACHE=$WORK/cache
 export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1
-STARTED=()
+STARTED=()         # the ids of what runs in the background
+declare -A PID=()  # by name
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -38,8 +39,9 @@ free_port() {
 start() { # NAME COMMAND…: in the background, its log in $WORK/NAME.log
     local name=$1
     shift
-    "$@" >"$WORK/$name.log" 2>&1 </dev/null &
-    STARTED+=($!)
+    "$@" >>"$WORK/$name.log" 2>&1 </dev/null &
+    PID[$name]=$!
+    STARTED+=("${PID[$name]}")
 }
 
 wait_for() { # SECONDS TEXT FILE: until the file has the text
@@ -62,22 +64,59 @@ make_sites() {
     python3 "$HERE/make_sites.py" "$WORK/data" --sites ${#SITES[@]}
 }
 
-run_app() { # the app of a recipe, run to its end
-    say "the app"
-    fedssl deploy init "$WORK/app" default engine.sites=${#SITES[@]} cohort.size=null \
-        rounds="${ROUNDS:-5}" engine.timeout=120 engine.threads=1 "$@"
-    find "$WORK/app" -type f | sort
-    say "the run"
-    flwr run "$WORK/app" here --stream
-    # flwr run exits with 0 even if the run failed.
-    flwr list here --format json >"$WORK/runs.json"
-    python3 - "$WORK/runs.json" <<'END' || fail "the run did not complete"
+plain_link() { # the SuperLink, without encryption
+    PORT=$(free_port)
+    connect "address = \"127.0.0.1:$PORT\"" "insecure = true"
+    say "the SuperLink, port $PORT"
+    start superlink flower-superlink --insecure --host 127.0.0.1 --port "$PORT" \
+        --database "$WORK/superlink.db" --disable-runtime-dependency-installation
+    wait_for 60 "Uvicorn running" "$WORK/superlink.log"
+}
+
+plain_node() { # NAME [NODE-CONFIG]: a SuperNode, without encryption
+    start "$1" flower-supernode --insecure --superlink "127.0.0.1:$PORT" \
+        --port "$(free_port)" --node-config "${2-data=\"$WORK/data/$1\"}"
+}
+
+plain_nodes() {
+    say "a SuperNode at each site"
+    local site
+    for site in "${SITES[@]}"; do plain_node "$site"; done
+    for site in "${SITES[@]}"; do wait_for 60 "SuperNode ID" "$WORK/$site.log"; done
+}
+
+make_app() { # NAME WORDS…: the Flower app of a recipe, in $WORK/NAME
+    local app=$WORK/$1
+    shift
+    fedssl deploy init "$app" default engine.sites=${#SITES[@]} cohort.size=null rounds=5 \
+        engine.timeout=120 engine.threads=1 device=cpu "$@"
+}
+
+status_of() { # RUN-ID: of a run; flwr run exits with 0 even if the run failed
+    flwr list here --run-id "$1" --format json | python3 -c '
 import json, sys
-run = json.load(open(sys.argv[1]))["runs"][0]
-print(run["status"], run["status-details"], f"{run['elapsed']:.0f} s")
-sys.exit(run["status"] != "finished:completed")
-END
-    say "the result"
-    ls -l "$WORK/app/run"
-    echo "everything is in $WORK"
+run = json.load(sys.stdin)["runs"][0]
+print(run["status"], run["status-details"], "after %.0f s" % run["elapsed"])'
+}
+
+run_app() { # NAME FLWR-OPTIONS…: to its end, with its log
+    local app=$1
+    shift
+    say "the run"
+    flwr run "$WORK/$app" here --stream "$@" | tee "$WORK/$app.log"
+    local status
+    status=$(status_of "$(sed -n 's/.*started run \([0-9]*\).*/\1/p' "$WORK/$app.log" | tail -n 1)")
+    echo "$status"
+    [[ $status == finished:completed* ]] || fail "the run did not complete"
+    ls "$WORK/$app/run"
+}
+
+same_as_local() { # NAME: the same run by the local engine, client by client; the weights must agree
+    say "the same run without Flower (engine.name=local), and how far the weights are apart"
+    fedssl run "$WORK/$1/fedssl_app/recipe.yaml" engine.name=local engine.merge=off \
+        engine.sites=null data.root="$WORK/data/all" data.levels=client privacy.secure=false \
+        evaluate.protocols=unlabeled --out "$WORK/$1-local" >"$WORK/$1-local.log" 2>&1 ||
+        fail "the run without Flower: $(tail -n 1 "$WORK/$1-local.log")"
+    python3 "$HERE/compare.py" "$WORK/$1/run" "$WORK/$1-local" --most "${MOST:-1e-5}" ||
+        fail "the weights are not those of the local engine"
 }

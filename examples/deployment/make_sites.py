@@ -6,6 +6,8 @@ OUT/site-a, OUT/site-b, …   what each site has: scikit-learn's digits as PNG, 
 OUT/all                     the same images as one folder, for the same run without Flower:
                             fedssl run data.name=folder data.root=OUT/all data.levels=client \
                                 partition.name=folder …
+OUT/labelled                the digits' test set in train/CLASS and test/CLASS: images that a server
+                            might have to judge encoders with (data.root=OUT/labelled)
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ from fedssl.data import datasets
 
 def make(out: Path, sites: int, size: int = 16) -> list[Path]:
     """Write the folders; the digits 0 to 9 are dealt to the sites in runs."""
-    train = datasets.load(Data("digits", size=size)).train
-    assert train.labels is not None
+    digits = datasets.load(Data("digits", size=size))
+    train, test = digits.train, digits.test
+    assert train.labels is not None and test is not None and test.labels is not None
     pixels, labels = train.images[0][:, 0].numpy(), train.labels.numpy()
     names = [f"site-{letter}" for letter in string.ascii_lowercase[:sites]]
     (out / "all" / "train").mkdir(parents=True)
-    for name, digits in zip(names, np.array_split(np.arange(10), sites), strict=True):
+    for name, own in zip(names, np.array_split(np.arange(10), sites), strict=True):
         (out / name).mkdir()
-        for index in np.flatnonzero(np.isin(labels, digits)):
+        for index in np.flatnonzero(np.isin(labels, own)):
             Image.fromarray(pixels[index]).save(out / name / f"{index:04d}.png")
         (out / "all" / "train" / name).symlink_to(Path("..", "..", name))
+    for index, label in enumerate(test.labels.tolist()):
+        folder = out / "labelled" / ("test" if index % 3 == 0 else "train") / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(test.images[0][index, 0].numpy()).save(folder / f"{index:04d}.png")
     return [out / name for name in names]
 
 

@@ -41,18 +41,25 @@ class NothingToAverage(Exception):
     """No reply came."""
 
 
-def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
-    """The weighted mean of trees, and the total weight; one tree at a time is held."""
+def add_up(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float, int]:
+    """Σ weight · tree, Σ weight, and how many there were; one tree at a time is held."""
     total: Tree | None = None
-    weights = 0.0
+    weights, count = 0.0, 0
     for weight, tree in weighted:
         if total is None:
             total = scaled(tree, weight)
         else:
             add_scaled(total, tree, weight)
         weights += weight
+        count += 1
     if total is None:
         raise NothingToAverage
+    return total, weights, count
+
+
+def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
+    """The weighted mean of trees, and the total weight."""
+    total, weights, _ = add_up(weighted)
     return scaled(total, 1 / weights), weights
 
 

@@ -35,7 +35,7 @@ from fedssl.privacy import noise
 from fedssl.privacy.noise import Noisy
 from fedssl.progress import Progress
 from fedssl.session import prepare
-from fedssl.trees import Tree, flatten
+from fedssl.trees import Tree, add_up, flatten
 
 SMALL = (
     "rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=6",
@@ -64,7 +64,7 @@ def norm(tree: Tree) -> float:
 
 def contributed(average: Noisy, task: str, samples: int, reply: Tree) -> Tree:
     """What a client adds to the sum."""
-    total, _, _ = average.add_up([average.contribute(task, samples, reply, "samples")])
+    total, _, _ = add_up([average.contribute(task, samples, reply, "samples")])
     return total
 
 
@@ -96,7 +96,7 @@ def test_no_client_moves_the_sum_by_more_than_twice_its_bound(
     assert norm(own) <= limit
     rest = [average.contribute(task, 3, reply, "samples") for _ in range(3)]
     sums = [
-        average.add_up([*rest, average.contribute(task, n, r, "samples")])
+        add_up([*rest, average.contribute(task, n, r, "samples")])
         for n, r in ((samples, reply), (theirs, other))
     ]
     moved = [a - b for a, b in zip(*(flatten(s[0]).values() for s in sums), strict=True)]

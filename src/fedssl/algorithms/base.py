@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -20,7 +19,7 @@ from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
-from fedssl.trees import NothingToAverage, Tree, add_scaled, count_bytes, leaves, scaled
+from fedssl.trees import NothingToAverage, Tree, add_up, count_bytes, leaves, scaled
 from fedssl.workspace import Workspace
 
 T = TypeVar("T")
@@ -142,23 +141,7 @@ class Average:
 
     def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
         """The mean; :class:`NothingToAverage` if there are no contributions."""
-        return self.release(task, *self.add_up(contributions))
-
-    @staticmethod
-    def add_up(contributions: Iterable[tuple[float, Tree]]) -> tuple[Tree, float, int]:
-        """Σ weight · reply, Σ weight, and how many there were; one reply at a time is held."""
-        total: Tree | None = None
-        weights, replies = 0.0, 0
-        for weight, reply in contributions:
-            if total is None:
-                total = scaled(reply, weight)
-            else:
-                add_scaled(total, reply, weight)
-            weights += weight
-            replies += 1
-        if total is None:
-            raise NothingToAverage
-        return total, weights, replies
+        return self.release(task, *add_up(contributions))
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
         """The mean from Σ weight · reply and Σ weight of so many replies."""
@@ -223,9 +206,16 @@ class Cohort(ABC):
                 yield share, reply
 
         result: Tree | None = None
-        with contextlib.suppress(NothingToAverage):
+        lost: TooFewReplies | None = None
+        try:
             result = self.average.combine(task, weighted())
+        except NothingToAverage:
+            pass
+        except TooFewReplies as error:
+            lost = error
         self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0])
+        if lost is not None:
+            raise lost
         return result
 
     def gather(self, task: str, *payload: Any, log: bool = False) -> dict[int, Any]:
