@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import common  # noqa: F401  (first: it says how waiting threads behave)
 from plain_flower import plain_flower
 
 from fedssl import config as configuration

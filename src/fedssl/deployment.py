@@ -53,7 +53,11 @@ def site_session(config: Config, data: str) -> Session:
         )
     own = replace(config.data, name="folder", root=data, holdout=0.0)
     config = replace(config, data=own, evaluate=Evaluate())
-    dataset = datasets.load(own, config.seed)
+    try:
+        dataset = datasets.load(own, config.seed)
+    except UserError as error:  # the site's administrator knows it by another name
+        text = str(error).replace("data.root", "data")
+        raise UserError(f"node-config {text}" if text.startswith("data") else text) from None
     dataset = replace(dataset, test=None, clients=())
     total = len(dataset.train)
     one = Groups(np.arange(total), np.array([0, total]))

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,9 @@ QUIET = {
 }
 LONGEST_PAUSE = 0.5  # seconds between two looks for replies
 SPARE = 60.0  # seconds that a message outlives its time-out, so that Flower does not drop it early
+LONGEST_GREETING = 120.0  # seconds that a node has to say who it is
+ASKED_AGAIN = 30.0  # seconds until a node that could not take part is asked again
+LOCK = "lock"  # a file in the run's folder, held by the server that is at work
 _RAW = "fedssl"  # how arrays are written: plain bytes
 
 
@@ -391,6 +394,7 @@ class SiteMail(Mail):
         super().__init__(grid)
         self.sites = sites or []
         self.met: dict[int, Introduction] = {}  # node → who is there
+        self.failed: dict[int, tuple[float, str]] = {}  # node → when it was asked in vain, and why
 
     def place(self, clients: list[int]) -> dict[int, int]:
         """The nodes of the sites that are connected; a site that restarted has a new one."""
@@ -399,21 +403,25 @@ class SiteMail(Mail):
         ids = {k: self.sites[k].site for k in clients}
         return {k: nodes[site] for k, site in ids.items() if site in nodes}
 
-    def meet(self, timeout: float = 120.0) -> None:
-        """Ask nodes that are new who they are, and forget those that are gone."""
-        nodes = set(self.grid.get_node_ids())
+    def meet(self, timeout: float = LONGEST_GREETING) -> None:
+        """Ask nodes that are new who they are, and forget those that are gone.
+
+        One that did not answer, or cannot take part, is asked again after a while: others are not
+        to wait for it in every exchange.
+        """
+        nodes, now = set(self.grid.get_node_ids()), time.monotonic()
         self.met = {node: site for node, site in self.met.items() if node in nodes}
-        new = nodes - self.met.keys()
-        for node, content in self._greet(new, timeout).items():
-            facts = content if isinstance(content, str) else content.config_records[HELLO]
-            if isinstance(facts, str) or "fault" in facts:
-                reason = facts if isinstance(facts, str) else str(facts["fault"])
-                print(f"fedssl: node {node} cannot take part: {reason}", file=sys.stderr)
+        recent = {n for n, (when, _) in self.failed.items() if now - when < ASKED_AGAIN}
+        new = nodes - self.met.keys() - recent
+        got = self._greet(new, timeout)
+        for node in sorted(new):
+            found = _introduction(got.get(node, "no answer"))
+            if isinstance(found, Introduction):
+                self.met[node] = found
                 continue
-            known = json.loads(str(facts["facts"]))
-            for name in ("channels", "classes"):
-                known[name] = tuple(known[name])
-            self.met[node] = Introduction(**known)
+            if self.failed.get(node, (0.0, ""))[1] != found:  # said once
+                print(f"fedssl: node {node} cannot take part: {found}", file=sys.stderr, flush=True)
+            self.failed[node] = (time.monotonic(), found)
 
     def _greet(self, nodes: set[int], timeout: float) -> dict[int, RecordDict | str]:
         from flwr.app import ConfigRecord, RecordDict
@@ -427,16 +435,36 @@ class SiteMail(Mail):
         """The first ``count`` sites, in the order of their names."""
         end = time.monotonic() + timeout
         while True:
-            self.meet()
+            self.meet(max(1.0, min(LONGEST_GREETING, end - time.monotonic())))
             found = {site.site: site for site in self.met.values()}
             if len(found) >= count:
                 return sorted(found.values(), key=lambda site: (site.name, site.site))[:count]
             if time.monotonic() > end:
+                names = ", ".join(sorted(site.name for site in found.values())) or "none"
+                twice = len(self.met) - len(found)
                 raise UserError(
-                    f"engine.sites={count}: only {len(found)} came within "
-                    f"engine.timeout={timeout:g} seconds; start the others, or lower it"
+                    f"{len(found)} of {count} sites came within engine.timeout={timeout:g} seconds "
+                    f"({names}"
+                    + (f"; {twice} more with the same folder on the same machine" if twice else "")
+                    + "); start the others, then run again"
                 )
             time.sleep(1.0)
+
+
+def _introduction(content: RecordDict | str) -> Introduction | str:
+    """What a node said of itself, or why it cannot take part."""
+    if isinstance(content, str):
+        return content
+    try:
+        facts = content.config_records[HELLO]
+        if "fault" in facts:
+            return str(facts["fault"])[:300]
+        known = json.loads(str(facts["facts"]))
+        return Introduction(
+            **{**known, "channels": tuple(known["channels"]), "classes": tuple(known["classes"])}
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        return f"a message that is none of ours ({type(error).__name__})"
 
 
 def server_app(recipe: Path) -> ServerApp:
@@ -461,6 +489,39 @@ def server_app(recipe: Path) -> ServerApp:
 
 def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
     """A whole run with real sites."""
+    with _alone(out, resume):
+        return _serve(grid, settings, out, resume)
+
+
+@contextlib.contextmanager
+def _alone(out: Path, resume: bool) -> Iterator[None]:
+    """The run's folder for one server at a time, however the one before ended."""
+    import fcntl
+
+    started = (out / "config.yaml").exists()
+    if started and not resume:
+        raise UserError(
+            f"out={out}: holds a run; continue it with --run-config 'resume=true', or name another "
+            "folder with --run-config 'out=\"/another/folder\"'"
+        )
+    if resume and not started:
+        raise UserError(f"resume=true: {out} holds no run; leave it out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / LOCK).open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"out={out}: a run is at work there; wait for its end, or end it with flwr stop"
+            ) from None
+        yield
+
+
+def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
     from fedssl.run import carry_out, check_folder
 
     check_folder(settings, out, resume)

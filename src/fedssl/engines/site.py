@@ -233,7 +233,8 @@ def _arguments(request: Request, payload: dict[str, Tensor], client: int) -> lis
 def describe(error: Exception) -> str:
     """Why, for the server: our own lines; of anything else only its kind, since its text may tell
     of the site's data. The site's log has it all."""
-    traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, (UserError, Malformed)):
+        print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
         return f"refused: {error}"
+    traceback.print_exception(error, file=sys.stderr)
     return f"failed: {type(error).__name__}"
