@@ -42,14 +42,18 @@ def small(*words: str) -> Config:
 class Here(Grid):
     """Nodes that are functions; every message goes through Flower's bytes both ways."""
 
-    def __init__(self, app: Any, nodes: int, tamper: Tamper | None = None) -> None:
+    def __init__(
+        self, app: Any, nodes: int | list[dict[str, Any]], tamper: Tamper | None = None
+    ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id = 1, SUPERLINK_NODE_ID
         TaskIdentity.task_id = 1
         self.app, self.tamper = app, tamper
         self.types: list[str] = []
         self.waiting: list[Message] = []
+        each = [{"partition-id": k} for k in range(nodes)] if isinstance(nodes, int) else nodes
         self.contexts = {
-            11 + k: Context(1, 11 + k, {"partition-id": k}, RecordDict(), {}) for k in range(nodes)
+            11 + k: Context(1, 11 + k, settings, RecordDict(), {})
+            for k, settings in enumerate(each)
         }
 
     def get_node_ids(self) -> Iterable[int]:

@@ -9,7 +9,7 @@ set -euo pipefail
 WORDS=(algorithm.name=fedema objective.name=byol 'objective.projector=[64,32]'
     'objective.predictor=[64,32]' encoder.norm=batch algorithm.local_steps=null
     algorithm.local_epochs=1 algorithm.batch=32 client.lr=0.03 server.optimizer=sgd server.lr=1
-    rounds=6 engine.timeout=60 cohort.minimum=2)
+    rounds=6 engine.timeout=180 cohort.minimum=2)
 
 descendants() { # PID: of a process and all below it, parents first
     ps -eo pid=,ppid= | awk -v root="$1" '

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What goes wrong at sites and at the server, and the one line that says so where a person looks: in
-# the SuperNode's log and in that of `flwr run --stream`. Plain mode; about four minutes.
+# the SuperNode's log and in that of `flwr run --stream`. Plain mode; about six minutes.
 # Needs: pip install 'fedssl[flower]'.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -34,13 +34,13 @@ PY
 plain_link
 
 say "one site as it should be, one without data, one with a wrong folder, one with an empty folder"
-make_app missing engine.timeout=30
+make_app missing engine.timeout=90
 plain_node site-a
 plain_node no-data 'name="us"'
 plain_node no-folder "data=\"$WORK/data/nowhere\""
 plain_node empty
 for name in site-a no-data no-folder empty; do wait_for 60 "SuperNode ID" "$WORK/$name.log"; done
-try missing "1 of 3 sites came within engine.timeout=30 seconds (site-a)"
+try missing "1 of 3 sites came within engine.timeout=90 seconds (site-a)"
 for text in "node-config data: not given" "no such folder" "no images"; do
     says "$WORK/missing.log" "$text"
 done

@@ -1,0 +1,206 @@
+"""A run on real sites, with Flower's apps and messages in this process.
+
+Real processes on loopback are in examples/deployment: they take minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import relative
+from PIL import Image
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr")
+from far import BYOL, Here
+
+from fedssl import config as configuration
+from fedssl import deploy, run
+from fedssl.config import Config
+from fedssl.engines import flower
+from fedssl.engines.flower import client_app, serve
+from fedssl.errors import UserError
+
+WORDS = (
+    *("engine.sites=3", "cohort.size=null", "encoder.groups=4", "objective.projector=[32,16]"),
+    *("rounds=3", "precision=fp64", "engine.threads=1", "engine.timeout=5", "checkpoint.seconds=0"),
+    *("server.optimizer=sgd", "server.lr=1", "client.lr=0.05"),
+)
+
+
+@pytest.fixture
+def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three folders of images, and the same as one data set with a folder a client."""
+    monkeypatch.setenv("FEDSSL_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
+    flower._session.cache_clear()
+    generator = np.random.default_rng(0)
+    for name, count in (("ward", 7), ("clinic", 5), ("lab", 6)):
+        folder = tmp_path / "data" / "train" / name
+        folder.mkdir(parents=True)
+        for k in range(count):
+            pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{k}.png")
+    return tmp_path / "data" / "train"
+
+
+def settled(*words: str) -> Config:
+    return deploy.settle("default", [*WORDS, *words])
+
+
+def grid_of(config: Config, sites: Path, *names: str) -> Here:
+    folders = [{"data": str(sites / name)} for name in names or ("ward", "clinic", "lab")]
+    return Here(client_app(configuration.dump(config)), folders)
+
+
+def weights(out: Path) -> torch.Tensor:
+    return load_file(out / "checkpoint" / "state.safetensors")["weights"]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def local(config: Config, sites: Path, out: Path) -> torch.Tensor:
+    """The same on the local engine: one folder a client."""
+    tree = configuration.to_tree(config)
+    tree["engine"] |= {"name": "local", "merge": "off", "sites": None}
+    tree["data"] |= {"root": str(sites.parent), "levels": ["client"]}
+    tree["evaluate"]["protocols"] = ["unlabeled"]
+    run.run(configuration.build(tree), out)
+    return weights(out)
+
+
+@pytest.mark.parametrize(
+    "words", [(), (*BYOL, "algorithm.name=fedema"), ("algorithm.name=fedavg", "seed=3")]
+)
+def test_sites_give_the_weights_of_the_local_engine(
+    words: tuple[str, ...], sites: Path, tmp_path: Path
+) -> None:
+    config = settled(*words)
+    summary = serve(grid_of(config, sites), config, tmp_path / "far", False)
+    assert relative(weights(tmp_path / "far"), local(config, sites, tmp_path / "near")) < 1e-10
+    assert summary["rounds"] == 3 and "knn_top1" not in summary  # the server has no images
+    clients = json.loads((tmp_path / "far" / "clients.json").read_text())
+    assert [(c["name"], c["samples"]) for c in clients] == [("clinic", 5), ("lab", 6), ("ward", 7)]
+    assert (tmp_path / "far" / "encoder.safetensors").exists()
+
+
+def test_a_server_that_was_killed_goes_on_and_sites_keep_their_states(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settled(*BYOL, "algorithm.name=fedema", "rounds=5")
+    grid, real, rounds = grid_of(config, sites), run.one_round, []
+
+    def dies(session: Any, *rest: Any) -> Any:
+        if session.server.round == 3 and not rounds:
+            rounds.append(3)
+            # Half of a round happens, then the process is gone.
+            cohort = session.engine.cohort(np.arange(3), 3)
+            cohort.mean("train", session.server.sent)
+            raise SystemExit
+        return real(session, *rest)
+
+    monkeypatch.setattr(run, "one_round", dies)
+    with pytest.raises(SystemExit):
+        serve(grid, config, tmp_path / "far", False)
+    # The nodes come back under other numbers, in another order.
+    again = Here(grid.app, [grid.contexts[k].node_config for k in (13, 11, 12)])
+    again.contexts = {node + 100: context for node, context in again.contexts.items()}
+    serve(again, config, tmp_path / "far", True)
+    assert [row["round"] for row in metrics(tmp_path / "far")] == [1, 2, 3, 4, 5]
+    assert relative(weights(tmp_path / "far"), local(config, sites, tmp_path / "near")) < 1e-10
+
+
+def test_a_site_that_is_gone_is_missed_and_known_again(sites: Path, tmp_path: Path) -> None:
+    config = settled(*BYOL, "algorithm.name=fedema", "rounds=4")
+    grid = grid_of(config, sites)
+    gone = grid.contexts[12]  # clinic, the first in the order of names
+
+    def nodes() -> list[int]:
+        done = len(metrics(tmp_path / "far")) if (tmp_path / "far/metrics.jsonl").exists() else 0
+        return [11, 13] if done == 2 else [11, 13, 112] if done > 2 else [11, 12, 13]
+
+    grid.contexts[112] = gone
+    grid.get_node_ids = nodes  # type: ignore[method-assign]
+    serve(grid, config, tmp_path / "far", False)
+    rows = metrics(tmp_path / "far")
+    assert [row["missing"] for row in rows] == [0, 0, 1, 0]
+    assert rows[2]["faults"] == {"0": "train: not connected"}
+    assert "0" in rows[3]["mu"] and rows[3]["mu"]["0"] == 0  # it sat out: from the global model
+
+
+def test_labelled_images_at_the_server_judge_the_encoder(sites: Path, tmp_path: Path) -> None:
+    for part, count in (("train", 4), ("test", 2)):
+        for label in ("a", "b"):
+            folder = tmp_path / "labelled" / part / label
+            folder.mkdir(parents=True)
+            for k in range(count):
+                shade = 40 if label == "a" else 200
+                Image.new("RGB", (16, 16), (shade + k,) * 3).save(folder / f"{k}.png")
+    words = (f"data.root={tmp_path / 'labelled'}", "evaluate.protocols=knn", "evaluate.k=2")
+    config = settled(*words)
+    summary = serve(grid_of(config, sites), config, tmp_path / "far", False)
+    assert 0 < summary["knn_top1"] <= 100 and "untrained" in summary
+
+
+def test_too_few_sites_end_with_one_line(sites: Path, tmp_path: Path) -> None:
+    config = settled("engine.timeout=0.1")
+    with pytest.raises(UserError, match="2 of 3 sites came"):
+        serve(grid_of(config, sites, "ward", "lab"), config, tmp_path / "far", False)
+    with pytest.raises(UserError, match="holds no run"):
+        serve(grid_of(config, sites), config, tmp_path / "far", True)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [("", "node-config data"), ("nowhere", "no such folder"), ("empty", "no images")],
+)
+def test_a_site_with_a_wrong_folder_says_so(
+    data: str, text: str, sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    config = settled("engine.timeout=0.1")
+    grid = grid_of(config, sites)
+    grid.contexts[12].node_config["data"] = data and str(tmp_path / data)
+    with pytest.raises(UserError, match="2 of 3 sites came"):
+        serve(grid, config, tmp_path / "far", False)
+    assert text in capsys.readouterr().err
+
+
+def test_sites_with_other_images_are_named(sites: Path, tmp_path: Path) -> None:
+    for path in (sites / "lab").iterdir():
+        Image.open(path).resize((20, 20)).save(path)
+    config = settled("data.size=null")
+    with pytest.raises(UserError, match=r"site lab: its images have height 20 where"):
+        serve(grid_of(config, sites), config, tmp_path / "far", False)
+
+
+def test_two_sites_of_one_name_are_two_clients(sites: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (sites / "lab").rename(tmp_path / "other" / "ward")
+    config = settled()
+    grid = grid_of(config, sites, "ward", "clinic")
+    grid = Here(
+        grid.app,
+        [
+            *(c.node_config for c in grid.contexts.values()),
+            {"data": str(tmp_path / "other" / "ward")},
+        ],
+    )
+    serve(grid, config, tmp_path / "far", False)
+    clients = json.loads((tmp_path / "far" / "clients.json").read_text())
+    assert [c["name"] for c in clients] == ["clinic", "ward", "ward"]
+    assert sorted(c["samples"] for c in clients) == [5, 6, 7]
+
+
+def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
+    config = settled("privacy.secure=true")
+    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    near = local(settled(), sites, tmp_path / "near")
+    torch.testing.assert_close(weights(tmp_path / "far"), near, rtol=0, atol=1e-7)
