@@ -7,8 +7,7 @@ WORK=$(cd "$WORK" && pwd)
 export FLWR_HOME=$WORK/flower FEDSSL_STATE=$WORK/state FEDSSL_CACHE=$WORK/cache
 export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1
-STARTED=()         # the ids of what runs in the background
-declare -A PID=()  # by name
+declare -A PID=() # of what was started, by name
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -17,17 +16,41 @@ fail() {
     exit 1
 }
 
+descendants() { # PID: a process and all below it, parents first
+    ps -eo pid=,ppid= | awk -v root="$1" '
+        { parent[$1] = $2; order[NR] = $1 }
+        END {
+            below[root] = 1
+            print root
+            do {
+                more = 0
+                for (i = 1; i <= NR; i++) {
+                    p = order[i]
+                    if (!(p in below) && (parent[p] in below)) { below[p] = more = 1; print p }
+                }
+            } while (more)
+        }'
+}
+
+any_left() { # PIDS…: whether one of them is still there, and not just waiting to be reaped
+    local pid
+    for pid in "$@"; do
+        [[ $(ps -o stat= -p "$pid" 2>/dev/null) == [!Z]* ]] && return
+    done
+    return 1
+}
+
 end_all() {
     trap - EXIT
-    local pid
-    for pid in "${STARTED[@]}"; do kill "$pid" 2>/dev/null || true; done
+    local own all
+    mapfile -t own < <(jobs -pr)
+    mapfile -t all < <(for pid in "${own[@]}"; do descendants "$pid"; done)
+    kill "${own[@]}" 2>/dev/null || true
     for _ in $(seq 50); do
-        local left=0
-        for pid in "${STARTED[@]}"; do kill -0 "$pid" 2>/dev/null && left=1; done
-        ((left)) || break
-        sleep 0.2
+        any_left "${all[@]}" || return 0
+        sleep 0.3
     done
-    for pid in "${STARTED[@]}"; do kill -9 "$pid" 2>/dev/null || true; done
+    kill -9 "${all[@]}" 2>/dev/null || true
 }
 trap end_all EXIT
 trap 'exit 130' INT TERM
@@ -41,7 +64,6 @@ start() { # NAME COMMAND…: in the background, its log in $WORK/NAME.log
     shift
     "$@" >>"$WORK/$name.log" 2>&1 </dev/null &
     PID[$name]=$!
-    STARTED+=("${PID[$name]}")
 }
 
 wait_for() { # SECONDS TEXT FILE: until the file has the text
@@ -103,7 +125,8 @@ run_app() { # NAME FLWR-OPTIONS…: to its end, with its log
     local app=$1
     shift
     say "the run"
-    flwr run "$WORK/$app" here --stream "$@" | tee "$WORK/$app.log"
+    flwr run "$WORK/$app" here --stream "$@" > >(tee "$WORK/$app.log") 2>&1 &
+    wait $!
     local status
     status=$(status_of "$(sed -n 's/.*started run \([0-9]*\).*/\1/p' "$WORK/$app.log" | tail -n 1)")
     echo "$status"

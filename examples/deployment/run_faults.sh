@@ -11,22 +11,6 @@ WORDS=(algorithm.name=fedema objective.name=byol 'objective.projector=[64,32]'
     algorithm.local_epochs=1 algorithm.batch=32 client.lr=0.03 server.optimizer=sgd server.lr=1
     rounds=6 engine.timeout=180 cohort.minimum=2)
 
-descendants() { # PID: of a process and all below it, parents first
-    ps -eo pid=,ppid= | awk -v root="$1" '
-        { parent[$1] = $2; order[NR] = $1 }
-        END {
-            below[root] = 1
-            print root
-            do {
-                more = 0
-                for (i = 1; i <= NR; i++) {
-                    p = order[i]
-                    if (!(p in below) && (parent[p] in below)) { below[p] = more = 1; print p }
-                }
-            } while (more)
-        }'
-}
-
 program() { # PID NAME: the processes of this name below a process
     local pid
     for pid in $(descendants "$1"); do

@@ -8,7 +8,8 @@ set -euo pipefail
 try() { # NAME TEXT FLWR-OPTIONS…: a run that must end by itself and say the text
     local app=$1 text=$2 since=$SECONDS
     shift 2
-    flwr run "$WORK/$app" here --stream "$@" >"$WORK/$app.log" 2>&1
+    flwr run "$WORK/$app" here --stream "$@" >"$WORK/$app.log" 2>&1 &
+    wait $!
     says "$WORK/$app.log" "$text"
     local run
     run=$(sed -n 's/.*started run \([0-9]*\).*/\1/p' "$WORK/$app.log" | tail -n 1)

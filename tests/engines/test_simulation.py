@@ -1,0 +1,72 @@
+"""Flower's simulation for real: Ray, worker processes, and a server that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import relative
+from safetensors.torch import load_file
+
+pytest.importorskip("ray")
+from far import BYOL, SMALL, small
+
+from fedssl import run
+
+FLOWER = ("engine.name=flower", "engine.workers=2", "checkpoint.seconds=0")
+
+
+def start(out: Path, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "fedssl", "run", *words, "--out", str(out)]
+    log = out.with_suffix(".log").open("ab")
+    return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+
+def weights(out: Path) -> torch.Tensor:
+    return load_file(out / "checkpoint" / "state.safetensors")["weights"]
+
+
+def rounds(out: Path) -> list[int]:
+    path = out / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line)["round"] for line in text.splitlines() if line.endswith("}")]
+
+
+def finish(process: subprocess.Popen[bytes], out: Path) -> None:
+    code = process.wait(timeout=240)
+    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+
+
+def test_dcco_on_ray_is_dcco(tmp_path: Path) -> None:
+    out = tmp_path / "far"
+    finish(start(out, *SMALL, *FLOWER), out)
+    run.run(small("engine.merge=off"), tmp_path / "near")
+    assert relative(weights(out), weights(tmp_path / "near")) < 1e-10
+    names = {path.name for path in (tmp_path / "near").iterdir()}
+    assert {path.name for path in out.iterdir()} == names
+    assert "Traceback" not in out.with_suffix(".log").read_text()
+
+
+def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
+    """No round lost or done twice, the clients' states included (SIGKILL, then --resume)."""
+    out, words = tmp_path / "far", (*BYOL, "algorithm.name=fedema", "rounds=8")
+    process = start(out, *SMALL, *words, *FLOWER, "checkpoint.seconds=1")
+    end = time.monotonic() + 200
+    while len(rounds(out)) < 3:
+        assert process.poll() is None, out.with_suffix(".log").read_text()[-3000:]
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(rounds(out)) < 8
+    finish(start(out, "--resume"), out)
+    assert rounds(out) == list(range(1, 9))
+    run.run(small(*words), tmp_path / "near")
+    assert relative(weights(out), weights(tmp_path / "near")) < 1e-10
