@@ -83,7 +83,7 @@ connect() { # ADDRESS-LINES…: how flwr finds the SuperLink
 
 make_sites() {
     say "three sites with different digits, in $WORK/data"
-    python3 "$HERE/make_sites.py" "$WORK/data" --sites ${#SITES[@]}
+    python3 "$HERE/make_sites.py" "$WORK/data" --sites ${#SITES[@]} ${IMAGES:+--most "$IMAGES"}
 }
 
 plain_link() { # the SuperLink, without encryption

@@ -23,8 +23,8 @@ from fedssl.config import Data
 from fedssl.data import datasets
 
 
-def make(out: Path, sites: int, size: int = 16) -> list[Path]:
-    """Write the folders; the digits 0 to 9 are dealt to the sites in runs."""
+def make(out: Path, sites: int, most: int | None = None, size: int = 16) -> list[Path]:
+    """Write the folders; the digits 0 to 9 are dealt to the sites in runs, ``most`` images each."""
     digits = datasets.load(Data("digits", size=size))
     train, test = digits.train, digits.test
     assert train.labels is not None and test is not None and test.labels is not None
@@ -33,7 +33,7 @@ def make(out: Path, sites: int, size: int = 16) -> list[Path]:
     (out / "all" / "train").mkdir(parents=True)
     for name, own in zip(names, np.array_split(np.arange(10), sites), strict=True):
         (out / name).mkdir()
-        for index in np.flatnonzero(np.isin(labels, own)):
+        for index in np.flatnonzero(np.isin(labels, own))[:most]:
             Image.fromarray(pixels[index]).save(out / name / f"{index:04d}.png")
         (out / "all" / "train" / name).symlink_to(Path("..", "..", name))
     for index, label in enumerate(test.labels.tolist()):
@@ -50,10 +50,11 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--sites", type=int, default=3, choices=range(1, 11), metavar="1..10")
+    parser.add_argument("--most", type=int, metavar="N", help="images a site; otherwise all")
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"{options.out} exists; name a new folder")
-    for folder in make(options.out, options.sites):
+    for folder in make(options.out, options.sites, options.most):
         print(f"{folder}: {len(list(folder.iterdir()))} images")
 
 

@@ -211,6 +211,7 @@ Recipe `{recipe}`, algorithm `{config.algorithm.name}`, {config.engine.sites} si
 - One folder with images, {square}; any format that Pillow reads, at any depth. It is only read.
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither ever leaves the site.
+  Of a run that is over, what is kept there may be deleted.
 - From the server's operator, by a way that you trust: the server's address and `ca.crt`.
 
 ## Install, once
@@ -266,7 +267,8 @@ nothing else.
 | `CERTIFICATE_VERIFY_FAILED` | not the server's `ca.crt`, or `SERVER` is not in its certificate |
 | `[code: 2004] Failed to activate SuperNode` | the key is not registered; or it is in use: by a \
 second SuperNode, or by one that was killed less than a minute ago |
-| `data.root=…: no such folder` | the folder in `--node-config` is wrong or not readable |
+| `fedssl: refused: node-config data…` | the folder in `--node-config` is not given, not there, \
+not readable or holds no images; end the SuperNode and start it again with the right one |
 """
 
 
@@ -350,8 +352,10 @@ flwr run {folder} {CONNECTION} --stream
 flwr list {CONNECTION}
 ```
 
-Ctrl-C ends the display, not the run (`flwr stop RUN-ID {CONNECTION}` does that). `flwr run` exits
-with 0 even if the run failed: `finished:completed` in `flwr list` is success. Results, metrics and
+The run first waits for its sites, for `engine.timeout` at most; its log names a node that cannot
+take part, and why. Ctrl-C ends the display, not the run (`flwr stop RUN-ID {CONNECTION}` does
+that). `flwr run` exits with 0 even if the run failed: `finished:completed` in `flwr list` is
+success. Results, metrics and
 checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
 
 ## Go on after a crash
@@ -361,5 +365,7 @@ flwr run {folder} {CONNECTION} --stream --run-config 'resume=true'
 ```
 
 It goes on from the last checkpoint; no round is lost or done twice. If the server's program was
-killed, `flwr list` shows the old run as running for another minute; that does no harm.
+killed, `flwr list` shows the old run as running for another minute; that does no harm. A run is
+not started into a folder that holds another (`--run-config 'out="/another/folder"'` names a new
+one), nor continued while it is still at work.
 """

@@ -17,7 +17,7 @@ from fedssl.config import Config, Evaluate
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.errors import UserError
-from fedssl.run import write_text
+from fedssl.files import write_text
 from fedssl.session import Session, assemble
 
 SITES = "sites.json"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -27,3 +29,15 @@ def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> No
             f"{path}: cannot be written ({error}); make room, then continue with --resume. "
             "The last good checkpoint is kept"
         ) from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Numbers and names, for people and programs."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)

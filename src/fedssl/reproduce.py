@@ -16,6 +16,7 @@ from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
+from fedssl.files import write_text
 from fedssl.run import Interrupted as Interrupted
 from fedssl.session import client_data
 
@@ -276,4 +277,4 @@ def _write(job: Job) -> None:
     rows = {row["recipe"]: row for row in map(json.loads, lines)}
     rows[job.name] = job.record()
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
-    run.write_text(path, text)
+    write_text(path, text)

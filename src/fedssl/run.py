@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import signal
 import sys
@@ -20,7 +19,7 @@ from fedssl import __version__, checkpoint, config
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
-from fedssl.files import save
+from fedssl.files import save, write_json, write_text
 from fedssl.metrics import FILE as METRICS
 from fedssl.metrics import Metrics
 from fedssl.progress import Progress
@@ -74,6 +73,10 @@ def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> di
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
     """A session for a folder that is free, or that holds the same run when resuming."""
     check_folder(settings, out, resume)
+    if settings.engine.name == "flower":
+        from fedssl.engines import flower
+
+        flower.require()
     return prepare(settings)
 
 
@@ -314,18 +317,6 @@ def _save_towers(
         path = out / f"{name}{suffix}.safetensors"
         save(path, tensors, {})
         path.chmod(0o644)  # unlike a checkpoint, it is for others to read
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Numbers and names, for people and programs."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def _device_name(device: torch.device) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from fedssl.algorithms.base import Algorithm, Average
 from fedssl.algorithms.dcco import DCCO
 from fedssl.config import Config
@@ -72,6 +74,11 @@ def _check_secure(config: Config) -> None:
         raise UserError(
             "privacy.secure=true with engine.name=local: one process holds every client, so "
             "nothing would be secret; use engine.name=flower"
+        )
+    if not all(map(importlib.util.find_spec, ("cryptography", "Crypto"))):
+        raise UserError(
+            "privacy.secure=true: the packages cryptography and pycryptodome are not installed; "
+            "pip install 'fedssl[flower]'"
         )
     if config.engine.max_norm is not None:
         raise UserError(
