@@ -18,7 +18,7 @@ from fedssl import run
 from fedssl.algorithms.base import Cohort
 from fedssl.config import Config
 from fedssl.engines.flower import Mail, client_app
-from fedssl.engines.remote import RemoteEngine
+from fedssl.engines.remote import STATES, RemoteEngine
 from fedssl.session import Session, prepare
 
 Tamper = Callable[[Message, Message], Message | None]
@@ -112,7 +112,7 @@ def far_session(
     engine = session.engine
     assert isinstance(engine, RemoteEngine)
     engine.open(folder)
-    grid = Here(client_app(configuration.dump(far), folder / "clients"), nodes, tamper)
+    grid = Here(client_app(configuration.dump(far), folder / STATES), nodes, tamper)
     engine.transport = Mail(grid)
     return session, grid
 

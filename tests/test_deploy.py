@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
+from flwr.app import ConfigRecord, RecordDict
 
 from fedssl import config as configuration
 from fedssl import deploy
+from fedssl.deployment import Introduction, site_session
+from fedssl.engines import flower
 from fedssl.errors import UserError
 
 WORDS = ["engine.sites=3", "cohort.size=null", "rounds=7"]
@@ -118,3 +125,94 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 def test_an_unknown_recipe(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"recipe defalt: no such recipe .*did you mean default"):
         deploy.init(tmp_path / "app", "defalt", WORDS)
+
+
+class Nodes(flower.SiteMail):
+    """Sites that answer as told, without Flower."""
+
+    def __init__(self, answers: Mapping[int, Introduction | str]) -> None:
+        super().__init__(cast("Any", self))
+        self.answers = answers
+        self.asked: list[int] = []
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.answers)
+
+    def _greet(self, nodes: set[int], timeout: float) -> dict[int, Any]:
+        self.asked += sorted(nodes)
+        return {
+            node: RecordDict(
+                {
+                    flower.HELLO: ConfigRecord(
+                        {"fault": said} if isinstance(said, str) else {"facts": told(said)}
+                    )
+                }
+            )
+            for node, said in self.answers.items()
+            if node in nodes and said != "silent"
+        }
+
+
+def told(site: Introduction) -> str:
+    return json.dumps(asdict(site))
+
+
+A = Introduction("a", "here", 8, (1,), 16, 16)
+B = Introduction("b", "there", 8, (1,), 16, 16)
+
+
+def test_a_site_that_cannot_take_part_is_named_once_and_left_alone_for_a_while(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mail = Nodes({1: A, 2: "refused: no such folder", 3: "silent"})
+    mail.sites = [A, B]
+    for _ in range(3):
+        assert mail.place([0, 1]) == {0: 1}
+    assert mail.asked == [1, 2, 3]
+    assert capsys.readouterr().err == (
+        "fedssl: node 2 cannot take part: refused: no such folder\n"
+        "fedssl: node 3 cannot take part: no answer\n"
+    )
+    # Mended, and started again as another node: it is the same site.
+    mail.answers = {1: A, 4: B}
+    assert mail.place([0, 1]) == {0: 1, 1: 4}
+    mail.answers = {1: A, 4: B, 2: "refused: no such folder"}
+    monkeypatch.setattr(flower, "ASKED_AGAIN", 0.0)
+    mail.place([0])
+    assert mail.asked == [1, 2, 3, 4, 2] and not capsys.readouterr().err
+
+
+def test_too_few_sites_end_the_wait() -> None:
+    assert Nodes({1: B, 2: A}).wait(2, 0.1) == [A, B]
+    with pytest.raises(UserError, match=r"1 of 2 sites came within .*0\.1 seconds \(here\); start"):
+        Nodes({1: A, 2: "refused"}).wait(2, 0.1)
+    with pytest.raises(UserError, match="1 more with the same folder on the same machine"):
+        Nodes({1: A, 2: A}).wait(2, 0.1)
+
+
+def test_one_server_at_a_time_in_a_runs_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(UserError, match="resume=true: .* holds no run; leave it out"):
+        flower.serve(cast("Any", None), deploy.settle("default", WORDS), out, True)
+    with flower.alone(out, False):
+        (out / "config.yaml").touch()
+        with (
+            pytest.raises(UserError, match="a run is at work there"),
+            flower.alone(out, True),
+        ):
+            pass
+        with pytest.raises(UserError, match="holds a run; continue"), flower.alone(out, False):
+            pass
+    with flower.alone(out, True):
+        pass
+
+
+def test_a_sites_mistakes_are_told_by_the_name_that_it_knows(tmp_path: Path) -> None:
+    config = deploy.settle("default", WORDS)
+    for data, text in (
+        ("", "node-config data: not given"),
+        (str(tmp_path / "no"), "node-config data=.*/no: no such folder"),
+        (str(tmp_path), "node-config data=.*: no images"),
+    ):
+        with pytest.raises(UserError, match=text):
+            site_session(config, data)

@@ -103,6 +103,20 @@ def _check(config: Config) -> None:
             f"algorithm.name={config.algorithm.name}: has all data in one place, so there is "
             "nothing to deploy; use another algorithm"
         )
+    if not kind.has_global:
+        raise UserError(
+            f"algorithm.name={config.algorithm.name}: has no global model, so the server would end "
+            "with nothing; use another algorithm"
+        )
+    if config.algorithm.norm_policy == "local":
+        raise UserError(
+            "algorithm.norm_policy=local: normalization layers never leave the sites, so the "
+            "server's encoder would have untrained ones; use average or reset"
+        )
+    if "per-client" in (*(config.evaluate.protocols or ()), *(config.evaluate.monitor or ())):
+        raise UserError(
+            "evaluate.protocols=per-client: the server has no client's test images; leave it out"
+        )
     privacy.check(config, kind(config.algorithm, objective))
 
 

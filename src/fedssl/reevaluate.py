@@ -37,7 +37,13 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
                 "leave the data.* keys out"
             )
         whole = config.build({"partition": {"name": "iid", "clients": 1}})
-        settings = replace(settings, partition=whole.partition, cohort=whole.cohort)
+        settings = replace(
+            settings,
+            partition=whole.partition,
+            cohort=whole.cohort,
+            engine=replace(settings.engine, name="local", max_norm=None, updates="full"),
+            privacy=whole.privacy,
+        )
     session = prepare(settings)
     session.engine.open(run)
     if not checkpoint.read(run, session):

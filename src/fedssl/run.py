@@ -256,7 +256,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         **session.engine.average.spent(),
         **reached,
         **({"per_client": session.client_scores} if session.client_scores else {}),
-        "judged": session.algorithm.judges,
+        "judged": session.judges,
         "result": result,
         **rows,
         **({"norm_layers": "mean of the clients'"} if shared_norms(session) else {}),

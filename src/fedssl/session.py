@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -58,6 +58,11 @@ class Session:
     def judged(self) -> bool:
         """Whether there are images here to judge an encoder with."""
         return len(self.dataset.train) > 0
+
+    @property
+    def judges(self) -> Literal["global", "personal"]:
+        """Which model is the result; personal ones never leave their sites."""
+        return self.algorithm.judges if self.site_names is None else "global"
 
     @property
     def work(self) -> Workspace:
@@ -183,7 +188,7 @@ class Session:
 
         Where there are both, the global model's stand beside, as ``global_…``.
         """
-        if self.algorithm.judges == "global":
+        if self.judges == "global":
             results = self.judge(self.global_weights(), named)
         else:
             personal = self.personal(JUDGED_CLIENTS).values()
@@ -262,7 +267,7 @@ class Session:
         chosen = choose(key(self.config.seed, "judged"), len(ids), most)
         own = {ids[i]: self.personal_weights(ids[i]) for i in chosen}
         trained = {k: weights for k, weights in own.items() if weights is not None}
-        return trained or ({0: self.work.initial} if self.algorithm.judges == "personal" else {})
+        return trained or ({0: self.work.initial} if self.judges == "personal" else {})
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from far import BYOL, Tamper, far_session, go, one_round, small
 from flwr.app import Message
 
 from fedssl.engines.codec import pack
-from fedssl.engines.remote import survivors_needed
+from fedssl.engines.remote import STATES, survivors_needed
 from fedssl.engines.site import Request, Site
 from fedssl.engines.store import History
 from fedssl.errors import UserError
@@ -137,7 +137,7 @@ def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> No
 def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> None:
     far, _ = far_session(small(SECURE), tmp_path)
     go(far, 2)
-    files = list((tmp_path / "clients" / "secrets").iterdir())
+    files = list((tmp_path / STATES / "secrets").iterdir())
     assert len(files) == 5  # the last sum's, one a client
     assert all(path.stat().st_mode & 0o077 == 0 for path in files)
 

@@ -489,12 +489,12 @@ def server_app(recipe: Path) -> ServerApp:
 
 def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
     """A whole run with real sites."""
-    with _alone(out, resume):
+    with alone(out, resume):
         return _serve(grid, settings, out, resume)
 
 
 @contextlib.contextmanager
-def _alone(out: Path, resume: bool) -> Iterator[None]:
+def alone(out: Path, resume: bool) -> Iterator[None]:
     """The run's folder for one server at a time, however the one before ended."""
     import fcntl
 

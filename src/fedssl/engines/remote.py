@@ -35,7 +35,7 @@ from fedssl.workspace import Workspace
 if TYPE_CHECKING:
     from fedssl.privacy.secure import Message, Unmasker
 
-CLIENTS = "clients"  # the folder of a simulation's client states
+STATES = Path("checkpoint") / "states"  # of a simulation's clients
 MOST_LOGGED = 32  # numbers of one client in one line of the log
 
 
@@ -84,7 +84,7 @@ class RemoteEngine(Engine):
 
     def open(self, out: Path) -> None:
         """A simulation's clients keep their states in the run's folder."""
-        self.states.folder = out / CLIENTS
+        self.states.folder = out / STATES
         self.states.history = self.history
 
     def drive(self, work: Callable[[], None]) -> None:
