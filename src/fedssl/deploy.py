@@ -88,8 +88,7 @@ def _check(config: Config) -> None:
     from fedssl.session import cohort_size
 
     count, cohort = config.engine.sites, config.cohort
-    if count is None or count < 1:
-        raise UserError(f"engine.sites={count}: must be at least 1, the number of sites")
+    assert count is not None
     if cohort.size is not None and cohort.size > count:
         raise UserError(
             f"cohort.size={cohort.size}: more than engine.sites={count}; add cohort.size={count}, "
