@@ -218,3 +218,14 @@ def test_a_sites_mistakes_are_told_by_the_name_that_it_knows(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=text):
             site_session(config, data)
+
+
+def test_a_superlink_that_fails_once_does_not_end_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def locked(what: list[Any]) -> list[Any]:
+        raise RuntimeError("500 Internal Server Error\nmore")
+
+    assert flower._tried(locked, [1]) == []
+    assert capsys.readouterr().err == "fedssl: the SuperLink failed: 500 Internal Server Error\n"
+    assert flower._tried(lambda what: iter(what), [1]) == [1]

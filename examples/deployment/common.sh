@@ -6,8 +6,9 @@ mkdir -p "$WORK"
 WORK=$(cd "$WORK" && pwd)
 export FLWR_HOME=$WORK/flower FEDSSL_STATE=$WORK/state FEDSSL_CACHE=$WORK/cache
 export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
-export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 declare -A PID=() # of what was started, by name
+PORT=             # the SuperLink's
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -35,7 +36,7 @@ descendants() { # PID: a process and all below it, parents first
 any_left() { # PIDS…: whether one of them is still there, and not just waiting to be reaped
     local pid
     for pid in "$@"; do
-        [[ $(ps -o stat= -p "$pid" 2>/dev/null) == [!Z]* ]] && return
+        [[ $(ps -o stat= -p "$pid" 2>/dev/null) == [!Z]* ]] && return 0
     done
     return 1
 }
@@ -86,17 +87,17 @@ make_sites() {
     python3 "$HERE/make_sites.py" "$WORK/data" --sites ${#SITES[@]} ${IMAGES:+--most "$IMAGES"}
 }
 
-plain_link() { # the SuperLink, without encryption
-    PORT=$(free_port)
+plain_link() { # [NAME]: the SuperLink, without encryption; again at the same port with another name
+    PORT=${PORT:-$(free_port)}
     connect "address = \"127.0.0.1:$PORT\"" "insecure = true"
     say "the SuperLink, port $PORT"
-    start superlink flower-superlink --insecure --host 127.0.0.1 --port "$PORT" \
+    start "${1:-superlink}" flower-superlink --insecure --host 127.0.0.1 --port "$PORT" \
         --database "$WORK/superlink.db" --disable-runtime-dependency-installation
-    wait_for 60 "Uvicorn running" "$WORK/superlink.log"
+    wait_for 60 "Uvicorn running" "$WORK/${1:-superlink}.log"
 }
 
 plain_node() { # NAME [NODE-CONFIG]: a SuperNode, without encryption
-    start "$1" flower-supernode --insecure --superlink "127.0.0.1:$PORT" \
+    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1 start "$1" flower-supernode --insecure --superlink "127.0.0.1:$PORT" \
         --port "$(free_port)" --node-config "${2-data=\"$WORK/data/$1\"}"
 }
 
@@ -127,8 +128,13 @@ run_app() { # NAME FLWR-OPTIONS…: to its end, with its log
     say "the run"
     flwr run "$WORK/$app" here --stream "$@" > >(tee "$WORK/$app.log") 2>&1 &
     wait $!
-    local status
-    status=$(status_of "$(sed -n 's/.*started run \([0-9]*\).*/\1/p' "$WORK/$app.log" | tail -n 1)")
+    local run status
+    run=$(sed -n 's/.*started run \([0-9]*\).*/\1/p' "$WORK/$app.log" | tail -n 1)
+    for _ in $(seq 240); do # the stream may end before the run does
+        status=$(status_of "$run")
+        [[ $status == finished:* ]] && break
+        sleep 5
+    done
     echo "$status"
     [[ $status == finished:completed* ]] || fail "the run did not complete"
     ls "$WORK/$app/run"

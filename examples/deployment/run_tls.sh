@@ -11,7 +11,7 @@ authority() { # NAME: a certificate authority
 }
 
 node() { # NAME DATA CA KEY: a SuperNode
-    start "$1" flower-supernode --superlink "127.0.0.1:$PORT" --port "$(free_port)" \
+    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1 start "$1" flower-supernode --superlink "127.0.0.1:$PORT" --port "$(free_port)" \
         --root-certificates "$3" --auth-supernode-private-key "$4" --node-config "data=\"$2\""
 }
 

@@ -247,6 +247,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "fedu": "fedssl.algorithms.fedu:FedU",
         "fedema": "fedssl.algorithms.fedema:FedEMA",
         "ditto": "fedssl.algorithms.ditto:Ditto",
+        "ccl": "fedssl.algorithms.ccl:CCL",
         "centralized": "fedssl.algorithms.centralized:Centralized",
         "standalone": "fedssl.algorithms.standalone:Standalone",
     },

@@ -17,8 +17,9 @@ PACKAGE = "fedssl_app"
 CONNECTION = "fedssl"  # the server's name in Flower's config.toml
 QUIET = (
     "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 \\\n"
-    "    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1"
+    "    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1"
 )
+SOON = "export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1  # a site looks for its own work more often"
 APP = '''"""{about}"""
 
 from pathlib import Path
@@ -243,6 +244,7 @@ Send `~/fedssl/site.key.pub` to the server's operator, who registers it. `site.k
 ```sh
 . ~/fedssl/bin/activate
 {QUIET}
+{SOON}
 flower-supernode --superlink SERVER:8000 --root-certificates ~/fedssl/ca.crt \\
     --auth-supernode-private-key ~/fedssl/site.key --node-config 'data="/srv/images"'
 ```
@@ -333,7 +335,8 @@ flower-superlink --host 0.0.0.0 --port 8000 --database ~/fedssl/superlink.db \\
     --disable-runtime-dependency-installation
 ```
 
-It stays in the foreground. With `--database` it knows its sites again after a restart.
+It stays in the foreground. With `--database` it knows its sites again after a restart. Messages go
+through that file: put it on a fast disk.
 
 **Who may reach the port.** Sites, and everyone who may start runs, use the same port, and Flower
 {FLOWER} asks for no password to start a run: whoever reaches the port can run programs at

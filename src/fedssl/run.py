@@ -155,6 +155,8 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
             metrics.write(line)
             # Large states take their time: at most a twentieth of the run goes into writing them.
             wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 20 * cost)
+            if settings.privacy.noise is not None:
+                wait = 0  # what was released must not be forgotten
             if time.monotonic() - saved >= wait or stop or server.round == settings.rounds:
                 started = time.monotonic()
                 checkpoint.write(out, session)

@@ -15,7 +15,8 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, siamese
 from safetensors.torch import load, save
 
-from fedssl.algorithms.base import Cohort
+from fedssl.algorithms.base import Cohort, PerClient
+from fedssl.algorithms.ccl import CCL
 from fedssl.config import Config
 from fedssl.trees import Tree, flatten, unflatten
 
@@ -43,7 +44,8 @@ class Remote(Cohort):
             if int(k) in self.disk:
                 engine.states[int(k)] = unflatten(load(self.disk[int(k)]))
             client = engine.client(np.array([k]), self.round, remember=False)
-            reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, payload))
+            own = (p.values[int(k)] if isinstance(p, PerClient) else p for p in payload)
+            reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, own))
             if client.state:
                 self.disk[int(k)] = save(flatten(client.state))
             yield np.array([k]), client.weight if weight == "samples" else 1, over_the_wire(reply)
@@ -61,6 +63,10 @@ def run_both(config: Config) -> None:
             far_server, Remote(config, round, disk)
         )
     assert relative(far_server.weights, server.weights) < 1e-10
+    here, there = flatten(server.state), flatten(far_server.state)
+    assert here.keys() == there.keys()
+    for name, leaf in here.items():
+        torch.testing.assert_close(there[name], leaf, rtol=1e-8, atol=1e-10, msg=name)
     states = {k: flatten(local.states[k]) for k in local.states}
     assert states.keys() == disk.keys()
     for k, state in states.items():
@@ -103,9 +109,15 @@ def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str,
         "byol algorithm.name=ditto",
         "moco algorithm.name=ditto algorithm.norm_policy=local",
         "moco algorithm.name=standalone server.momentum=0.9",
+        "moco algorithm.name=ccl algorithm.neighbours=3 algorithm.mix=2",
+        "moco algorithm.name=ccl algorithm.neighbours=3 algorithm.mix=2 algorithm.remote=only "
+        "algorithm.norm_policy=local",
     ],
 )
-def test_states_of_siamese_methods_go_through_files(words: str) -> None:
+def test_states_of_siamese_methods_go_through_files(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CCL, "secret", lambda _, c: np.random.default_rng([c.id, c.round]))
     objective, *rest = words.split()
     run_both(siamese(objective, "algorithm.local_epochs=1", "algorithm.batch=3", *rest))
 

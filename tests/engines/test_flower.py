@@ -11,8 +11,11 @@ from helpers import relative
 
 pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small, states_of
+from flwr.app import Message
 
+from fedssl.algorithms.ccl import CCL
 from fedssl.session import prepare
+from fedssl.trees import flatten
 
 CASES = [
     "algorithm.name=dcco",
@@ -27,12 +30,25 @@ CASES = [
     "byol algorithm.name=fedu algorithm.threshold=0.1",
     "byol algorithm.name=ditto",
     "byol algorithm.name=fedavg objective.name=moco objective.queue=20 objective.predictor=null",
+    "ccl",
+    "ccl cohort.size=3 algorithm.remote=only algorithm.features=5 algorithm.norm_policy=local",
     "algorithm.name=dcco cohort.average=median",
     "algorithm.name=fedavg cohort.average=krum cohort.hostile=1",
 ]
 
 
+MOCO = "byol objective.name=moco objective.queue=20 objective.predictor=null"
+CCL_WORDS = f"{MOCO} algorithm.name=ccl algorithm.neighbours=3"
+
+
+@pytest.fixture(autouse=True)
+def fixed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """InstaHide's keys as a function of client and round: the system's differ every time."""
+    monkeypatch.setattr(CCL, "secret", lambda _, c: np.random.default_rng([c.id, c.round]))
+
+
 def words_of(case: str) -> list[str]:
+    case = case.replace("ccl", CCL_WORDS, 1) if case.startswith("ccl") else case
     words = [word for word in case.split() if word != "objective.predictor=null"]
     if "byol" in words:
         words.remove("byol")
@@ -48,6 +64,10 @@ def test_both_engines_give_the_same_weights_states_and_log(case: str, tmp_path: 
     far, grid = far_session(config, tmp_path)
     both = list(zip(go(near, 3), go(far, 3), strict=True))
     assert relative(far.server.weights, near.server.weights) < 1e-10 or "standalone" in case
+    kept, kept_there = flatten(near.server.state), flatten(far.server.state)
+    assert kept.keys() == kept_there.keys()
+    for name, leaf in kept.items():
+        torch.testing.assert_close(kept_there[name], leaf, rtol=1e-9, atol=1e-12)
     assert near.engine.states is not far.engine.states
     theirs, ours = states_of(far), states_of(near)
     assert theirs.keys() == ours.keys()
@@ -91,6 +111,46 @@ def test_personal_models_and_kept_norms_are_judged_from_the_states(tmp_path: Pat
         torch.testing.assert_close(theirs[client], weights, rtol=1e-9, atol=1e-12)
 
 
+BAD_BANKS = {
+    "not finite": (lambda bank: bank / 0, "not finite"),
+    "another width": (lambda bank: bank[:, :15], "shape [5, 15] where there should be at most"),
+    "oversized": (lambda bank: bank.repeat(2, 1), "shape [10, 16] where there should be at most"),
+    "empty": (lambda bank: bank[:0], "shape [0, 16]"),
+    "one number": (lambda bank: bank[0, 0], "shape []"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_BANKS)
+def test_a_bad_bank_costs_only_itself(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of its client were averaged: the round counts, whatever cohort.minimum is."""
+    config = small(*words_of("ccl algorithm.features=5"), "cohort.minimum=5")
+    near, (far, _) = prepare(config), far_session(config, tmp_path, nodes=5)
+    go(near, 1)
+    spoil, reason = BAD_BANKS[kind]
+    share = CCL.share
+    monkeypatch.setattr(
+        CCL, "share", lambda a, c: {n: spoil(b) if c.id == 3 else b for n, b in share(a, c).items()}
+    )
+    line = one_round(far, tmp_path)
+    assert not line["skipped"] and line["loss"] is not None and line["missing"] == 1
+    assert line["faults"].keys() == {"3"} and reason in line["faults"]["3"]
+    assert relative(far.server.weights, near.server.weights) < 1e-10
+    theirs, ours = flatten(far.server.state), flatten(near.server.state)
+    assert ours.keys() - theirs.keys() == {"banks/3"}
+    for name, leaf in theirs.items():
+        torch.testing.assert_close(leaf, ours[name], rtol=1e-9, atol=1e-12)
+
+
+def test_only_changes_of_the_main_model_travel_in_half_precision(tmp_path: Path) -> None:
+    far, _ = far_session(small(*words_of("ccl"), "engine.updates=fp16"), tmp_path)
+    (cohort,) = go(far, 1)
+    main, momentum = len(far.server.weights), far.server.flat.parameters
+    assert cohort.traffic.up["train"] == 5 * (2 * main + 8 * momentum + 8)
+    assert cohort.traffic.up["share"] == 30 * 16 * 8
+
+
 def test_updates_in_half_precision(tmp_path: Path) -> None:
     """Half the bytes, an effect within float16's rounding, and moments as they are."""
     plain, _ = far_session(small(), tmp_path / "a")
@@ -113,3 +173,25 @@ def test_a_line_of_the_metrics_is_the_same(tmp_path: Path) -> None:
     assert {k: v for k, v in mine.items() if k not in changing} == {
         k: v for k, v in theirs.items() if k not in changing
     }
+
+
+def test_noise_is_added_to_sums_of_clipped_contributions_here_too(tmp_path: Path) -> None:
+    """With hardly any noise both engines agree; clipping happens at the client."""
+    words = ("privacy.noise=1e-7", "privacy.clip=0.01", "objective.bound=1")
+    config = small(*words)
+    near, (far, grid) = prepare(config), far_session(config, tmp_path)
+    sent: list[float] = []
+
+    def look(asked: Message, reply: Message) -> Message:
+        for name, array in reply.content.array_records["replies"].items():
+            assert not name.endswith("loss")
+            if name.endswith("change"):
+                sent.append(float(np.linalg.norm(np.frombuffer(array.data, np.float64))))
+        return reply
+
+    grid.tamper = look
+    go(near, 2)
+    go(far, 2)
+    assert relative(far.server.weights, near.server.weights) < 1e-5
+    assert len(sent) == 10 and max(sent) < 0.01 * (1 + 1e-12) and "loss" not in far.server.log
+    assert far.engine.average.spent() == near.engine.average.spent()

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from fedssl.engines.codec import Malformed
 from fedssl.engines.store import History, Store
 
 FIRST = History(("a",), (0,), 0)
+
+
+def names(store: Store) -> list[str]:
+    return sorted(path.stem for path in (store.folder / "7").iterdir())
 
 
 def kept(store: Store, round: int, history: History) -> int | None:
@@ -61,3 +67,44 @@ def test_states_before_the_last_committed_one_go(tmp_path: Path) -> None:
 def test_nothing_is_written_for_a_client_without_a_state(tmp_path: Path) -> None:
     Store(tmp_path).save(7, {}, 0, FIRST)
     assert not list(tmp_path.iterdir())
+
+
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    """Whoever evaluates a run that is going on must not take its clients' states."""
+    store = Store(tmp_path)
+    for round in range(5):
+        put(store, round, FIRST, round)
+    before = names(store)
+    assert kept(store, 2, History(("a", "other"), (0, 2), 2)) == 1
+    assert names(store) == before
+
+
+def test_states_of_rounds_that_do_not_count_go_when_a_new_one_is_written(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for round in range(5):
+        put(store, round, FIRST, round)
+    put(store, 2, History(("a", "b"), (0, 2), 2), 20)
+    assert names(store) == ["1-a", "2-b"]
+
+
+def test_a_message_that_comes_late_is_refused_and_spoils_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for round in range(3):
+        put(store, round, FIRST, round)
+    with pytest.raises(Malformed, match="round 2 was done already"):
+        store.load(7, 1, FIRST)
+    assert kept(store, 3, FIRST) == 2
+
+
+def test_an_attempt_counts_from_its_first_round(tmp_path: Path) -> None:
+    history = History(("a", "b"), (0, 4), 4)
+    counts = [(round, name) for round in range(6) for name in "ab" if history.counts(round, name)]
+    assert counts == [(0, "a"), (1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "b")]
+
+
+def test_a_state_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 0, FIRST, 1)
+    with pytest.raises(Malformed, match="not finite"):
+        store.save(7, {"it": torch.tensor(float("nan"))}, 1, FIRST)
+    assert kept(store, 1, FIRST) == 1

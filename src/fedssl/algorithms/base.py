@@ -280,7 +280,10 @@ class Algorithm(ABC):
     # sees each reply of, and those of single numbers for the log.
     means: ClassVar[tuple[str, ...]] = ("train",)
     gathers: ClassVar[tuple[str, ...]] = ()
-    logs: ClassVar[tuple[str, ...]] = ()
+    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # with the names of the numbers
+    # Those whose replies have a row for each of the client's own things: as many as reply_like has,
+    # or fewer.
+    varying: ClassVar[tuple[str, ...]] = ()
     # Where in a client's state its personal model is; none: clients have none.
     personal: ClassVar[tuple[str, ...] | None] = None
 

@@ -43,12 +43,15 @@ class DCCO(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Two exchanges; the first round also finds the centre that moments are taken about.
 
-        Bounded encodings have the origin for it, which nobody has to be asked for.
+        Bounded encodings have the origin for it, which nobody has to be asked for. Secure sums
+        start there too: two sums of the same encodings would tell of a client that drops out
+        between them.
         """
         bounded = self.objective.params.bound is not None
         if "centre" not in server.state:
+            origin = bounded or server.config.privacy.secure
             server.state["centre"] = (
-                self._origin(server.sent) if bounded else cohort.mean("locate", server.sent)
+                self._origin(server.sent) if origin else cohort.mean("locate", server.sent)
             )
         centre: Any = server.state["centre"]
         moments = cohort.mean("encode", server.sent, centre)

@@ -34,7 +34,6 @@ class DivergenceAware(Algorithm):
 
     Params: ClassVar[type[AlgorithmParams]] = DivergenceParams
     params: DivergenceParams
-    logs = ("report",)
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """The model goes as in FedAvg; each client's own measures go beside it, for the log."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ class FedEMA(DivergenceAware):
                 )
 
     params: Params
+    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("mu", "mu_predictor", "divergence")}
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)

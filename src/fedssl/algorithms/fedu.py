@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class FedU(DivergenceAware):
                 raise UserError(f"algorithm.threshold={self.threshold}: must not be negative")
 
     params: Params
+    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("divergence", "kept_predictor")}
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)

@@ -75,8 +75,13 @@ def _unpack(name: str, item: Packed) -> Tensor:
     return torch.from_numpy(np.frombuffer(item.data, np.uint8).copy()).view(kind).view(item.shape)
 
 
-def expect(packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = ()) -> None:
-    """Refuse names, types and shapes other than those of ``like``."""
+def expect(
+    packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = (), varying: bool = False
+) -> None:
+    """Refuse names, types and shapes other than those of ``like``.
+
+    With ``varying`` there may be fewer rows than in ``like``, but not none.
+    """
     wanted = {name or _LONE: leaf for name, leaf in flatten(like).items()}
     if packed.keys() != wanted.keys():
         raise Malformed(f"holds {_listed(packed)} where there should be {_listed(wanted)}")
@@ -85,9 +90,12 @@ def expect(packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = ())
         dtype, shape = str(kind).removeprefix("torch."), tuple(leaf.shape)
         if packed[name].dtype != dtype:
             raise Malformed(f"{name}: type {packed[name].dtype} where there should be {dtype}")
-        if tuple(packed[name].shape) != shape:
-            got = list(packed[name].shape)
-            raise Malformed(f"{name}: shape {got} where there should be {list(shape)}")
+        got = tuple(packed[name].shape)
+        if varying and got and got[1:] == shape[1:] and 1 <= got[0] <= shape[0]:
+            continue
+        if got != shape:
+            most = "at most " * varying
+            raise Malformed(f"{name}: shape {list(got)} where there should be {most}{list(shape)}")
 
 
 def _listed(names: Mapping[str, object]) -> str:
@@ -95,10 +103,10 @@ def _listed(names: Mapping[str, object]) -> str:
 
 
 def unpack_like(
-    packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = ()
+    packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = (), varying: bool = False
 ) -> dict[str, Tree]:
     """A reply, checked against what was asked for, in the types of ``like``; finite throughout."""
-    expect(packed, like, half)
+    expect(packed, like, half, varying)
     wanted = flatten(like)
     flat: dict[str, Tensor] = {}
     for name, item in packed.items():

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from fedssl.engines.codec import Packed
 from fedssl.engines.remote import RemoteEngine
 from fedssl.engines.site import Reply, Request, SecureStep, Site, describe
 from fedssl.engines.store import History
-from fedssl.errors import UserError
+from fedssl.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -233,14 +233,14 @@ class Mail:
         waiting: dict[str, int] = {}
         for node, content in contents.items():
             message = Message(content, node, f"{kind}.{named[node]}", ttl=timeout + SPARE)
-            sent = [number for number in self.grid.push_messages([message]) if number]
+            sent = [number for number in _tried(self.grid.push_messages, [message]) if number]
             if sent:
                 waiting[sent[0]] = node
             else:
                 got[node] = "could not be sent"
         end, pause = time.monotonic() + timeout, 0.01
         while waiting and time.monotonic() < end:
-            replies = list(self.grid.pull_messages(list(waiting)))
+            replies = _tried(self.grid.pull_messages, list(waiting))
             for reply in replies:
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 got[node] = reply.content if reply.has_content() else _reason(reply)
@@ -248,6 +248,20 @@ class Mail:
                 pause = 0.01 if replies else min(1.3 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
         return got
+
+
+def _tried(ask: Callable[[list[Any]], Iterable[Any]], what: list[Any]) -> list[Any]:
+    """What the SuperLink says; nothing, where it fails.
+
+    Its SQLite database is locked while a large message is written, and after five seconds it
+    answers others with an error: that must not end the run.
+    """
+    try:
+        return list(ask(what))
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        print(f"fedssl: the SuperLink failed: {line[:200]}", file=sys.stderr, flush=True)
+        return []
 
 
 def _reason(reply: Message) -> str:
@@ -472,6 +486,8 @@ def server_app(recipe: Path) -> ServerApp:
     require()
     from flwr.serverapp import ServerApp
 
+    from fedssl.run import Interrupted
+
     app = ServerApp()
 
     @app.main()
@@ -480,11 +496,19 @@ def server_app(recipe: Path) -> ServerApp:
         out, resume = Path(str(context.run_config["out"])), bool(context.run_config["resume"])
         try:
             serve(grid, settings, out, resume)
-        except UserError as error:
-            print(f"fedssl: {error}", file=sys.stderr, flush=True)
+        except Interrupted:
+            _say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")
+            raise
+        except (UserError, TrainingError) as error:
+            _say(error)
             raise
 
     return app
+
+
+def _say(line: object) -> None:
+    """Before Flower shows where it was raised."""
+    print(f"fedssl: {line}", file=sys.stderr, flush=True)
 
 
 def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
@@ -508,16 +532,21 @@ def alone(out: Path, resume: bool) -> Iterator[None]:
         raise UserError(f"resume=true: {out} holds no run; leave it out")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = (out / LOCK).open("w", encoding="utf-8")
+        file = (out / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            file.seek(0)
             raise UserError(
-                f"out={out}: a run is at work there; wait for its end, or end it with flwr stop"
+                f"out={out}: a run is at work there (process {file.read().strip() or 'unknown'} of "
+                "the server); wait for its end, or end it with flwr stop, or kill the process"
             ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
         yield
 
 

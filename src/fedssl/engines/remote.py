@@ -29,14 +29,13 @@ from fedssl.engines.base import Engine
 from fedssl.engines.codec import Malformed, Packed, expect, pack, unpack, unpack_like
 from fedssl.engines.site import CHANGE, Reply, Request, SecureStep
 from fedssl.engines.store import History, Stored
-from fedssl.trees import Tree, count_bytes, flatten, leaves, unflatten
+from fedssl.trees import Tree, count_bytes, flatten, unflatten
 from fedssl.workspace import Workspace
 
 if TYPE_CHECKING:
     from fedssl.privacy.secure import Message, Unmasker
 
 STATES = Path("checkpoint") / "states"  # of a simulation's clients
-MOST_LOGGED = 32  # numbers of one client in one line of the log
 
 
 class Transport(Protocol):
@@ -75,7 +74,6 @@ class RemoteEngine(Engine):
         self.attempt = secrets.token_hex(4)
         self.history = History((self.attempt,), (0,), 0)
         self.states: Stored = Stored()
-        self.drives: Callable[[Callable[[], None]], None] | None = None
 
     def cohort(self, ids: NDArray[np.int64], round: int) -> RemoteCohort:
         """The clients of one round."""
@@ -131,9 +129,9 @@ class RemoteCohort(Cohort):
         like = self._like(task, weight)
         for client in sorted(answers):
             try:
-                reply = self._checked(answers.pop(client), like, task)
+                reply = self._checked(client, answers.pop(client), like, task, weight)
             except Malformed as error:
-                self.traffic.faults[client] = f"{task}: {error}"
+                self._fault(client, f"{task}: {error}")
                 continue
             yield np.array([client]), reply[0], reply[1]
 
@@ -143,17 +141,24 @@ class RemoteCohort(Cohort):
             return super().mean(task, *payload, weight=weight)
         from fedssl.privacy.secure import SumLost
 
+        answered: list[int] = []
+        result: Tree | None = None
+        lost: TooFewReplies | None = None
         try:
-            result, answered = self._secure_mean(task, payload, weight)
+            result = self._secure_mean(task, payload, weight, answered)
         except SumLost as error:
-            raise TooFewReplies(f"{task}: {error}") from None
+            lost = TooFewReplies(f"{task}: {error}")
+        except TooFewReplies as error:
+            lost = error
         self._close(task, payload, np.array(answered, dtype=np.int64))
+        if lost is not None:
+            raise lost
         return result
 
     def _secure_mean(
-        self, task: str, payload: tuple[Any, ...], weight: Weight
-    ) -> tuple[Tree, list[int]]:
-        """The mean from the decoded sum, and whose replies are in it."""
+        self, task: str, payload: tuple[Any, ...], weight: Weight, answered: list[int]
+    ) -> Tree:
+        """The mean from the decoded sum; ``answered`` is filled with whose replies are in it."""
         from fedssl.privacy import secure
 
         like = self._like(task, weight)
@@ -161,16 +166,18 @@ class RemoteCohort(Cohort):
         context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{task}"
         least = survivors_needed(self.engine.work.config.privacy.threshold, len(self.ids))
         sums = secure.Unmasker(map(int, self.ids), context, least, secure.size(like))
-        answered: list[int] = []
         for step in secure.STEPS:
             asked = SecureStep(step, context, least, sums.ask())
             self._count_messages(task, asked.messages.values(), up=False)
             held = payload if step == "masked" else ()
             replies = self._exchange(task, held, weight, sorted(asked.messages), asked)
             taken = [k for k in sorted(replies) if self._take(sums, task, k, replies.pop(k), step)]
-            answered = taken if step == "masked" else answered
+            if step == "masked":
+                answered.extend(taken)
         total, share = secure.decode(sums.total(), like)
-        return self.average.release(task, cast_like(total, like), share, len(answered)), answered
+        if share <= 0:
+            raise TooFewReplies(f"{task}: the clients' weights add up to {share:g}")
+        return self.average.release(task, cast_like(total, like), share, len(answered))
 
     def _take(self, sums: Unmasker, task: str, client: int, reply: Reply, step: str) -> bool:
         """Whether a client's reply to a step of a secure sum counts."""
@@ -178,23 +185,31 @@ class RemoteCohort(Cohort):
             if reply.fault is not None:
                 raise ValueError(reply.fault)
             if step == "masked":
+                expect(reply.tensors, {"masked": sums.like})
                 masked = unpack(reply.tensors)
-                vector = masked.get("masked") if isinstance(masked, Mapping) else None
-                sums.take(client, vector.numpy() if isinstance(vector, Tensor) else None)
+                assert isinstance(masked, Mapping)
+                vector = masked["masked"]
+                assert isinstance(vector, Tensor)
+                sums.take(client, vector.numpy())
                 self.traffic.up[task] += count_bytes(masked)
             else:
                 sums.take(client, reply.message)
                 self._count_messages(task, [reply.message], up=True)
         except (ValueError, Malformed) as error:
-            self.traffic.faults[client] = f"{task}, {step}: {error}"
+            self._fault(client, f"{task}, {step}: {error}")
             return False
         return True
+
+    def _fault(self, client: int, reason: str) -> None:
+        """Why a client's reply does not count; its own words may be anything."""
+        self.traffic.faults[client] = plain(reason)
 
     def _count_messages(self, task: str, messages: Iterable[Message], up: bool) -> None:
         side = self.traffic.up if up else self.traffic.down
         for message in messages:
             for values in message.values():
-                side[task] += sum(len(v) if isinstance(v, bytes) else 8 for v in values)
+                each = values if isinstance(values, list) else []
+                side[task] += sum(len(v) if isinstance(v, bytes) else 8 for v in each)
 
     def _exchange(
         self,
@@ -213,13 +228,13 @@ class RemoteCohort(Cohort):
         answers: dict[int, Reply] = {}
         for client in clients:
             if client not in places:
-                self.traffic.faults[client] = f"{task}: not connected"
+                self._fault(client, f"{task}: not connected")
                 continue
             reply = got.get(places[client], "no answer in time (engine.timeout)")
             if isinstance(reply, str):
-                self.traffic.faults[client] = f"{task}: {reply}"
+                self._fault(client, f"{task}: {reply}")
             elif client not in reply:
-                self.traffic.faults[client] = f"{task}: sent no reply"
+                self._fault(client, f"{task}: sent no reply")
             else:
                 answers[client] = reply[client]
         self.exchange += 1
@@ -282,21 +297,38 @@ class RemoteCohort(Cohort):
         like: Tree = algorithm.reply_like(task, self.engine.work)
         return like if weight is None else self.average.contribute(task, 1, like, weight)[1]
 
-    def _checked(self, reply: Reply, like: Tree | None, task: str) -> tuple[float, Tree]:
+    def _checked(
+        self, client: int, reply: Reply, like: Tree | None, task: str, weight: Weight | None
+    ) -> tuple[float, Tree]:
         """A reply, if it is what was asked for."""
         if reply.fault is not None:
             raise Malformed(reply.fault)
-        if not (math.isfinite(reply.share) and reply.share > 0):
-            raise Malformed(f"weight {reply.share}")
         if like is None:
-            return 1.0, _numbers(reply.tensors)
-        tree = unpack_like(reply.tensors, like, self.half)
+            return 1.0, _numbers(reply.tensors, self.engine.algorithm.logs[task])
+        if weight is not None:
+            self._check_share(client, reply.share, like, task, weight)
+        varying = task in self.engine.algorithm.varying
+        tree = unpack_like(reply.tensors, like, self.half, varying)
         limit, change = self.engine.work.config.engine.max_norm, tree.get(CHANGE)
         if limit is not None and isinstance(change, Tensor):
             norm = float(torch.linalg.vector_norm(change))
             if norm > limit:
                 raise Malformed(f"a change of norm {norm:.4g}, above engine.max_norm={limit:g}")
+        for name, leaf in flatten(tree).items():
+            largest = float(leaf.abs().max()) if leaf.numel() else 0.0
+            if largest * reply.share * len(self.ids) > torch.finfo(leaf.dtype).max / 16:
+                raise Malformed(f"{name}: a number of {largest:.3g} is too large to be averaged")
         return reply.share, tree
+
+    def _check_share(
+        self, client: int, share: float, like: Tree, task: str, weight: Weight
+    ) -> None:
+        """A client counts for as much as the data that it is known to have."""
+        size = int(self.engine.groups.sizes[client])
+        samples = self.engine.work.plan.contributing(size)
+        due = self.average.contribute(task, samples, like, weight)[0]
+        if not share == due:
+            raise Malformed(f"a weight of {share:g} where there should be {due:g}")
 
     def _count_up(self, task: str, reply: Tree, clients: int) -> None:
         """Bytes as they travel."""
@@ -310,7 +342,12 @@ class RemoteCohort(Cohort):
 
 def survivors_needed(share: float, clients: int) -> int:
     """How many of a secure sum's clients must come through: more than half in any case."""
-    return min(clients, max(clients // 2 + 1, math.ceil(share * clients)))
+    return min(clients, max(3, clients // 2 + 1, math.ceil(share * clients)))
+
+
+def plain(text: str) -> str:
+    """One line of printable characters, not too long."""
+    return "".join(c if c.isprintable() else " " for c in text)[:300]
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
@@ -330,11 +367,8 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Packed]:
     return {name: pack(tensor)["."] for name, tensor in tensors.items()}
 
 
-def _numbers(packed: Mapping[str, Packed]) -> Tree:
+def _numbers(packed: Mapping[str, Packed], names: tuple[str, ...]) -> Tree:
     """Single numbers for the log; they need not be finite (not known yet)."""
-    if len(packed) > MOST_LOGGED:
-        raise Malformed(f"{len(packed)} numbers for the log")
-    tree = unpack(packed)
-    for leaf in leaves(tree):
-        expect({".": pack(leaf)["."]}, leaf.new_zeros(()))
-    return tree
+    if sorted(packed) != sorted(names) or any(item.shape for item in packed.values()):
+        raise Malformed(f"not the numbers {', '.join(names)}")
+    return unpack(packed)

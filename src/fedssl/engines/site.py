@@ -84,8 +84,6 @@ class Site:
         self.store = Store(folder)
         self.received = folder / f"received-{place}"
         self.alone = alone  # all data here is one client's, whatever number the server gave it
-        algorithm = session.algorithm
-        self.several = len(algorithm.means) + len(algorithm.gathers) > 1
         self.half = (CHANGE,) if session.config.engine.updates == "fp16" else ()
 
     def answer(self, request: Request) -> dict[int, Reply]:
@@ -180,9 +178,10 @@ class Site:
         here = dict(tensors(request.payload))
         attempt = request.history.names[-1]
         place = self.received / f"{request.round}-{attempt}"
-        if self.several and request.exchange == 0:
-            shutil.rmtree(self.received, ignore_errors=True)
-        if self.several and here:
+        for old in self.received.glob("*") if request.exchange == 0 else ():
+            if int(old.name.split("-")[0]) <= request.round:  # not those of a round that is on
+                shutil.rmtree(old, ignore_errors=True)
+        if here:
             save(place / f"{request.exchange}.safetensors", here, {})
         for exchange in {number for number, _ in request.known.values()}:
             before = load_file(place / f"{exchange}.safetensors")

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fedssl.engines.codec import Malformed
 from fedssl.files import save
-from fedssl.trees import flatten, unflatten
+from fedssl.trees import flatten, leaves, unflatten
 from fedssl.workspace import State
 
 
@@ -47,25 +49,30 @@ class Store:
         self.folder = folder
 
     def load(self, client: int, round: int, history: History) -> State:
-        """The state that a client enters a task of ``round`` with; what does not count goes."""
-        best: tuple[int, Path] | None = None
-        for path, made, attempt in self._files(client):
-            if made > round or not history.counts(made, attempt):
-                path.unlink(missing_ok=True)
-            elif best is None or made > best[0]:
-                best = (made, path)
-        return {} if best is None else unflatten(load_file(best[1]))
+        """The state that a client enters a task of ``round`` with; reading changes nothing."""
+        files = self._files(client)
+        counting = [(made, path) for path, made, attempt in files if history.counts(made, attempt)]
+        if not counting:
+            return {}
+        made, path = max(counting)
+        if made > round:  # a message that was delivered late
+            raise Malformed(f"round {made} was done already")
+        return unflatten(load_file(path))
 
     def save(self, client: int, state: State, round: int, history: History) -> None:
         """Keep a state, and those before it as far back as the server may have to go."""
         if not state:
             return
+        if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
+            raise Malformed("training gave numbers that are not finite")
         flat = {name: leaf.detach().cpu().contiguous() for name, leaf in flatten(state).items()}
         path = self.folder / str(client) / f"{round}-{history.names[-1]}.safetensors"
         save(path, flat, {})
-        rounds = sorted(made for _, made, _ in self._files(client) if made < history.committed)
-        for old, made, _ in self._files(client):
-            if rounds and made < rounds[-1]:
+        files = self._files(client)
+        counting = [made for _, made, attempt in files if history.counts(made, attempt)]
+        needed = max((made for made in counting if made < history.committed), default=0)
+        for old, made, attempt in files:
+            if made < needed or not history.counts(made, attempt):
                 old.unlink(missing_ok=True)
 
     def _files(self, client: int) -> list[tuple[Path, int, str]]:

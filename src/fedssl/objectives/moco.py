@@ -64,17 +64,23 @@ class MoCo(Dual):
     def loss(
         self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
     ) -> Tensor:
-        """The sum of both directions' cross-entropy (He et al. 2020, Eq. 1)."""
+        """The loss with the queue's keys as negatives."""
         assert memory is not None
-        q1, q2, k1, k2 = (F.normalize(e, dim=1) for e in encodings)
-        return self._against(q1, k2, memory) + self._against(q2, k1, memory)
+        return self.contrast(encodings, memory["queue"], self.empty(memory))
 
-    def _against(self, query: Tensor, key: Tensor, memory: Memory) -> Tensor:
-        queue = memory["queue"]
+    def empty(self, memory: Memory) -> Tensor:
+        """Which places of the queue no key has entered yet."""
+        places = torch.arange(len(memory["queue"]), device=memory["queue"].device)
+        return places >= memory["seen"]
+
+    def contrast(self, encodings: tuple[Tensor, ...], negatives: Tensor, empty: Tensor) -> Tensor:
+        """The sum of both directions' cross-entropy (He et al. 2020, Eq. 1)."""
+        q1, q2, k1, k2 = (F.normalize(e, dim=1) for e in encodings)
+        return self._against(q1, k2, negatives, empty) + self._against(q2, k1, negatives, empty)
+
+    def _against(self, query: Tensor, key: Tensor, negatives: Tensor, empty: Tensor) -> Tensor:
         positive = (query * key).sum(1, keepdim=True)
-        places = torch.arange(len(queue), device=queue.device)
-        empty = places >= memory["seen"]
-        negative = (query @ queue.T).masked_fill(empty, -torch.inf)
+        negative = (query @ negatives.T).masked_fill(empty, -torch.inf)
         logits = torch.cat((positive, negative), dim=1) / self.temperature
         return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
 

@@ -99,6 +99,12 @@ def _check_robust(rule: str, algorithm: Algorithm) -> None:
 def _check_noise(config: Config, algorithm: Algorithm) -> None:
     """Every release must be bounded and counted."""
     noise, name = config.privacy.noise, algorithm.params.name
+    if config.evaluate.baselines:
+        raise UserError(
+            f"evaluate.baselines={','.join(config.evaluate.baselines)} with privacy.noise={noise}: "
+            "they would tell of the same clients again, and ε counts one run; set "
+            "evaluate.baselines=[]"
+        )
     if not algorithm.has_global:
         raise UserError(
             f"algorithm.name={name} with privacy.noise={noise}: nothing is shared that noise could "

@@ -355,6 +355,11 @@ class Unmasker:
         self._replies = (self._keys, self._bundles, self._masked, self._shares)
         self._step = -1
 
+    @property
+    def like(self) -> Tensor:
+        """A masked vector, as far as its shape and type go."""
+        return torch.from_numpy(self._sum)
+
     def ask(self) -> dict[int, Message]:
         """The next step's message to each client that is still in; :class:`NotEnough` if too few.
 

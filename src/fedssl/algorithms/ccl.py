@@ -1,0 +1,274 @@
+"""Collaborative contrastive learning: feature fusion and neighbourhood matching (CCL paper)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.algorithms.base import Algorithm, Cohort, Server, per_client
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams
+from fedssl.data.random import choose, key
+from fedssl.errors import UserError
+from fedssl.objectives.base import Memory, Objective
+from fedssl.objectives.moco import MoCo
+from fedssl.plan import on_device
+from fedssl.privacy.instahide import Key, encrypt
+from fedssl.privacy.noise import from_the_system
+from fedssl.trees import Tree, count_bytes
+from fedssl.workspace import Encoded, Workspace
+
+
+class CCL(Algorithm):
+    """MoCo on each client, with the other clients' features as negatives and as neighbours.
+
+    A round has the steps of section 3: the main and the momentum model and all banks but a client's
+    own go to it; it trains on Eq. 12; both models are averaged by samples; and each client's
+    new bank comes back. The server and all other clients see these features one by one. Our
+    reading: banks are made once a round, by the momentum model that training ends with, from images
+    without augmentation (of two modalities, the first). A client that is not asked, or whose bank
+    is refused, keeps its last one.
+    """
+
+    own_loss = False
+    gathers = ("share",)
+    varying = ("share",)
+
+    @dataclass(frozen=True)
+    class Params(AlgorithmParams):
+        """The paper leaves ``lambda``, ``neighbours``, ``temperature`` and ``features`` open.
+
+        ``remote``: negatives are the client's own and the others' features (Eq. 3), the others'
+        only (Eq. 5; its own until there are any), or its own only (off: no feature is shared).
+        ``lambda``, ``neighbours`` and ``temperature``: λ, N and τ_nm of the matching, on if λ is
+        above 0 (our reading: 0.1, 5, 0.1). ``features``: K, how many a client shares and how many
+        are candidates (our reading: as many as objective.queue holds). ``mix``: the k images that
+        InstaHide mixes; 1 is without it, and must be meant: ``share_plain=true``.
+        """
+
+        remote: Literal["both", "only", "off"] = "both"
+        lambda_: float = 0.1
+        neighbours: int = 5
+        temperature: float = 0.1
+        features: int | None = None
+        mix: int = 4
+        share_plain: bool = False
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.lambda_ < math.inf:
+                raise UserError(f"algorithm.lambda={self.lambda_}: must be finite and not negative")
+            if not 0 < self.temperature < math.inf:
+                raise UserError(
+                    f"algorithm.temperature={self.temperature}: must be above 0 and finite"
+                )
+            for name in ("neighbours", "mix"):
+                if getattr(self, name) < 1:
+                    raise UserError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
+            if self.remote == "off" and self.lambda_:
+                raise UserError(
+                    f"algorithm.remote=off with algorithm.lambda={self.lambda_}: there are no "
+                    "remote features to match; set algorithm.lambda=0"
+                )
+            if self.remote != "off" and self.share_plain != (self.mix == 1):
+                raise UserError(
+                    f"algorithm.mix={self.mix} with algorithm.share_plain="
+                    f"{str(self.share_plain).lower()}: to share features of images without "
+                    "InstaHide give both mix=1 and share_plain=true, else neither"
+                )
+
+    params: Params
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        if not isinstance(objective, MoCo):
+            raise UserError(
+                f"algorithm.name=ccl with objective.name={objective.params.name}: it is made of "
+                "MoCo's queue and momentum model; use objective.name=moco"
+            )
+        self.moco = objective
+        given = self.params.features
+        self.features = objective.params.queue if given is None else given
+        self.width = objective.params.projector[-1]
+        if self.params.neighbours >= self.features:
+            raise UserError(
+                f"algorithm.neighbours={self.params.neighbours}: must be below the "
+                f"{self.features} candidates (algorithm.features, else objective.queue)"
+            )
+
+    def check_clients(self, sizes: NDArray[np.int64]) -> None:
+        """InstaHide mixes different images of one client."""
+        super().check_clients(sizes)
+        small = int(np.argmin(sizes))
+        if self.params.remote != "off" and sizes[small] < self.params.mix:
+            raise UserError(
+                f"algorithm.mix={self.params.mix}: client {small} holds {sizes[small]} image(s) to "
+                "mix; lower algorithm.mix, or use a partition with larger clients"
+            )
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """Models and banks down, models up and averaged, banks up (section 3)."""
+        momentum = cast(Tensor, server.state.get("momentum", self.first_momentum(server)))
+        banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
+        remote = {int(k): self.others(banks, int(k), server.weights) for k in cohort.ids}
+        update = cohort.mean("train", server.sent, momentum, per_client(remote))
+        server.apply(update)
+        server.state["momentum"] = momentum + update["momentum"]
+        if self.params.remote == "off":
+            return
+        cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
+        new = finite(cohort.gather("share"), server)
+        server.state["banks"] = {**banks, **new}
+        # Banks travel with the models of `train`, and are counted with those that come back.
+        down, sent = cohort.traffic.down, sum(map(count_bytes, remote.values()))
+        down["train"] -= sent
+        down["share"] += sent
+
+    def first_momentum(self, server: Server) -> Tensor:
+        """A momentum model starts as the main one; it has parameters only."""
+        n = server.flat.parameters
+        return server.sent[: n if server.shared is None else int((server.shared < n).sum())]
+
+    def others(self, banks: Mapping[str, Tensor], client: int, like: Tensor) -> Tensor:
+        """Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2), in the order of the clients."""
+        ids = sorted((k for k in banks if int(k) != client), key=int)
+        return torch.cat([like.new_empty(0, self.width), *(banks[k] for k in ids)])
+
+    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+        """Two models' changes and the loss; or at most K features."""
+        if task == "share":
+            return {"features": work.initial.new_empty(self.features, self.width)}
+        reply = super().reply_like(task, work)
+        return {**reply, "momentum": work.initial[momentum_places(work)]}
+
+    def train(
+        self, client: Client, received: Tensor, momentum: Tensor, remote: Tensor
+    ) -> dict[str, Tree]:
+        """The changes that local training makes to the main and to the momentum model."""
+        places = momentum_places(client.work)
+        own = client.state.get("target", client.open(received)[: client.work.flat.parameters])
+        client.state["target"] = cast(Tensor, own).index_copy(0, places, momentum)
+        reply = client.descend(received, Step(self, client, remote))
+        return {**reply, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
+
+    def share(self, client: Client) -> dict[str, Tree]:
+        """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
+
+        Q̄_l,c of Eq. 2, one row an image, at most K.
+        """
+        if self.params.remote == "off":
+            raise UserError("algorithm.remote=off: no feature leaves this client")
+        work, seed = client.work, client.work.config.seed
+        assert work.target is not None
+        work.target.params.copy_(cast(Tensor, client.state["target"]))
+        chosen = choose(key(seed, "share", client.round, client.id), client.samples, self.features)
+        # In batches as in training, since batch norm looks at them.
+        batches = np.array_split(chosen, work.plan.batches(len(chosen)))
+        images, secret = work.images[0][client.members], self.secret(client)
+        return {"features": torch.cat([self.look(work, images, b, secret) for b in batches])}
+
+    def secret(self, client: Client) -> np.random.Generator:
+        """Where InstaHide's keys come from, new in every round: never ``config.seed``."""
+        return from_the_system()
+
+    @torch.no_grad()
+    def look(
+        self, work: Workspace, images: Tensor, own: NDArray[np.int64], secret: np.random.Generator
+    ) -> Tensor:
+        """Features of some images; what the network sees is between 0 and 1 in any case."""
+        assert work.target is not None
+        if self.params.mix == 1:
+            inputs = images[on_device(own, work.device)].to(work.dtype) / 255
+        else:
+            drawn = Key.draw(own, len(images), self.params.mix, images.shape[1:], secret)
+            inputs = (encrypt(images, drawn, work.dtype) + 1) / 2
+        half = work.config.precision == "bf16"
+        with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
+            (features,) = work.target.module((inputs,))
+        return F.normalize(features.to(work.dtype), dim=1)
+
+
+class Step:
+    """The loss of a client's steps, one after another: Eq. 12, in both directions as MoCo's."""
+
+    def __init__(self, ccl: CCL, client: Client, remote: Tensor) -> None:
+        self.ccl, self.client, self.remote = ccl, client, remote
+        self.number = 0
+        memory: Any = client.state.get("memory", {"seen": 0})
+        self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
+
+    def __call__(self, encoded: Encoded) -> Tensor:
+        """L = L_contrast + λ L_neigh."""
+        params, memory = self.ccl.params, encoded.memory
+        loss = self.ccl.moco.contrast(encoded.encodings, *self.negatives(memory))
+        if params.lambda_:
+            candidates = self.candidates(memory["queue"])
+            for encoding in encoded.encodings[:2]:
+                query = F.normalize(encoding, dim=1)
+                near = matching(query, candidates, params.neighbours, params.temperature)
+                loss = loss + params.lambda_ * near
+        self.number += 1
+        self.seen += sum(map(len, encoded.encodings[2:]))
+        return loss
+
+    def negatives(self, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Q_l ∪ Q_s (Eq. 3), or Q_s alone (Eq. 5), and which of them are not there."""
+        empty = self.ccl.moco.empty(memory)
+        there = empty.new_zeros(len(self.remote))
+        if self.ccl.params.remote == "only" and len(self.remote):
+            return self.remote, there
+        return torch.cat((memory["queue"], self.remote)), torch.cat((empty, there))
+
+    def candidates(self, queue: Tensor) -> Tensor:
+        """Q′ (Eq. 7): K of Q_s ∪ Q_l, drawn evenly; all while there are fewer."""
+        client = self.client
+        both = torch.cat((self.remote, queue[: self.seen]))
+        drawn = key(client.work.config.seed, "neighbours", client.round, client.id, self.number)
+        return both[on_device(choose(drawn, len(both), self.ccl.features), queue.device)]
+
+
+def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: float) -> Tensor:
+    """−1/|B| Σ_i 1/N Σ_j Σ_a p_ija log p_ija (Eq. 8 to 11); 0 where all candidates are neighbours.
+
+    Queries and candidates have length 1. A sample falls to its neighbour n_j with p, else to one
+    of the rest, which all L_j share. So the entropy is −p log p − (1 − p) log(1 − p) + (1 − p) ·
+    (the entropy among the rest).
+    """
+    if len(candidates) <= neighbours:
+        return query.new_zeros(())
+    scores = query @ candidates.T / temperature
+    near, places = scores.topk(neighbours, dim=1)
+    others = scores.scatter(1, places, -torch.inf)
+    rest = torch.logsumexp(others, dim=1, keepdim=True)
+    # Not `others` in the product: at the neighbours' places it would be 0 · −∞.
+    among_rest = rest - ((others - rest).exp() * scores).sum(1, keepdim=True)
+    either = torch.logaddexp(near, rest)
+    log_p, log_not = near - either, rest - either
+    return (-log_p.exp() * log_p + log_not.exp() * (among_rest - log_not)).mean()
+
+
+def momentum_places(work: Workspace) -> Tensor:
+    """Where in the momentum model the numbers are that travel: not those of kept layers (FedBN)."""
+    every = torch.arange(len(work.initial), device=work.device)
+    sent = every if work.shared is None else work.shared
+    return sent[sent < work.flat.parameters]
+
+
+def finite(replies: Mapping[int, Mapping[str, Tensor]], server: Server) -> dict[str, Tensor]:
+    """The new banks, by client; one with a feature that is no number is dropped."""
+    banks: dict[str, Tensor] = {}
+    for client, reply in replies.items():
+        if bool(torch.isfinite(reply["features"]).all()):
+            banks[str(client)] = reply["features"]
+        else:
+            server.warnings.append(
+                f"client {client} shared features that are not finite: its last bank stays"
+            )
+    return banks

@@ -1,0 +1,68 @@
+"""InstaHide (Huang et al. 2020): an image is mixed with others, and signs are flipped at random.
+
+It is no proof of privacy: Carlini et al. (2020) recover the private images from encrypted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BOUND = 0.65  # c₁, the most that one image weighs: our reading of that paper's experiments
+
+
+@dataclass(frozen=True)
+class Key:
+    """What encrypts some images; whoever draws it must keep it, and use it once.
+
+    ``members [n, k]``: which of the client's images are mixed, the encrypted one first;
+    ``weights [n, k]``: λ; ``signs [n, …]``: σ, one for every number of an image.
+    """
+
+    members: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    signs: NDArray[np.int8]
+
+    @classmethod
+    def draw(
+        cls,
+        own: NDArray[np.int64],
+        count: int,
+        k: int,
+        shape: Sequence[int],
+        generator: np.random.Generator,
+    ) -> Key:
+        """For the images ``own`` among ``count``, with k − 1 different others each, any of them."""
+        picks = [generator.choice(count - 1, k - 1, replace=False) for _ in own]
+        others = np.stack(picks).astype(np.int64)
+        others += others >= own[:, None]  # past the image itself
+        signs = generator.integers(0, 2, (len(own), *shape), dtype=np.int8) * 2 - 1
+        members = np.concatenate((own[:, None], others), axis=1)
+        return cls(members, weights(len(own), k, generator), signs)
+
+
+def weights(count: int, k: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    """λ uniform on {λ ≥ 0, Σ λ = 1, max λ ≤ c₁}, by drawing again what is above the bound."""
+    rows = generator.dirichlet(np.ones(k), count)
+    while (above := rows.max(1) > BOUND).any():
+        rows[above] = generator.dirichlet(np.ones(k), int(above.sum()))
+    return rows
+
+
+def mixture(images: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
+    """Σ_j λ_j x_j of uint8 ``images``, whose pixels become numbers between −1 and 1."""
+    members, weights = (torch.from_numpy(a).to(images.device) for a in (key.members, key.weights))
+    mixed = torch.zeros_like(images[members[:, 0]], dtype=dtype)
+    for member, weight in zip(members.T, weights.T.to(dtype), strict=True):
+        mixed += weight.view(-1, 1, 1, 1) * (images[member].to(dtype) / 127.5 - 1)
+    return mixed
+
+
+def encrypt(images: Tensor, key: Key, dtype: torch.dtype) -> Tensor:
+    """x̃ = σ ∘ Σ_j λ_j x_j, between −1 and 1 (around 0, where a sign hides something)."""
+    return mixture(images, key, dtype) * torch.from_numpy(key.signs).to(images.device)

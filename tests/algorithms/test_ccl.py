@@ -1,0 +1,538 @@
+"""CCL: models averaged, banks routed (Eq. 2), negatives fused (Eq. 3), neighbours matched."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import engine_of, groups_of, made_split, siamese, step
+from plain import Plain, flat_params, mean_state
+from torch import Tensor
+
+from fedssl import checkpoint, config, deploy, run
+from fedssl.algorithms.base import Cohort, Server
+from fedssl.algorithms.ccl import CCL, matching
+from fedssl.algorithms.fedavg import FedAvg
+from fedssl.client import Client
+from fedssl.data.random import choose, key
+from fedssl.engines.local import LocalEngine
+from fedssl.errors import UserError
+from fedssl.privacy.instahide import Key, encrypt
+from fedssl.session import prepare
+from fedssl.trees import Tree
+
+SIZES = (5, 9, 4)
+
+
+@pytest.fixture(autouse=True)
+def fixed_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """InstaHide's keys as a function of client and round, unless a test is about their source."""
+    if "system" not in request.node.name:
+        monkeypatch.setattr(CCL, "secret", fixed)
+
+
+def fixed(self: CCL, client: Client) -> np.random.Generator:
+    return np.random.default_rng([client.id, client.round])
+
+
+def ccl(*words: str) -> config.Config:
+    return siamese("moco", "algorithm.name=ccl", "algorithm.neighbours=3", *words)
+
+
+def made(*words: str, sizes: tuple[int, ...] = SIZES) -> tuple[LocalEngine, Server]:
+    return engine_of(ccl(*words), made_split(), groups_of(*sizes))
+
+
+def banks(server: Server) -> dict[str, Tensor]:
+    return server.state.get("banks", {})  # type: ignore[return-value]
+
+
+class FedMoCo(FedAvg):
+    """FedAvg that averages momentum models as it does main ones."""
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        start = server.state.get("momentum", server.weights[: server.flat.parameters])
+        update = cohort.mean("train", server.sent, start)
+        server.apply(update)
+        server.state["momentum"] = start + update["momentum"]
+
+    def train(  # type: ignore[override]
+        self, client: Client, received: Tensor, momentum: Tensor
+    ) -> dict[str, Tree]:
+        client.state["target"] = momentum
+        reply = client.descend(received)
+        return {**reply, "momentum": client.state["target"] - momentum}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("algorithm.remote=off algorithm.lambda=0", SIZES),
+        ("algorithm.remote=both algorithm.lambda=0", (11,)),
+        ("algorithm.remote=only algorithm.lambda=0 server.lr=0.5", (11,)),
+    ],
+    ids=["off", "no other client", "no other client, remote only"],
+)
+def test_without_remote_features_and_matching_it_is_fedmoco(
+    words: str, sizes: tuple[int, ...]
+) -> None:
+    engine, server = made(*words.split(), sizes=sizes)
+    plain_words = [w for w in words.split() if not w.startswith("algorithm")]
+    reference, other = engine_of(siamese("moco", *plain_words), made_split(), groups_of(*sizes))
+    reference.algorithm = FedMoCo(reference.algorithm.params, reference.algorithm.objective)
+    for round in range(3):
+        step(engine, server, round)
+        step(reference, other, round)
+        assert torch.equal(server.weights, other.weights)
+        assert torch.equal(server.state["momentum"], other.state["momentum"])  # type: ignore[arg-type]
+        assert torch.equal(server.log["loss"], other.log["loss"])
+    assert not torch.equal(server.state["momentum"], server.weights[: server.flat.parameters])  # type: ignore[arg-type]
+    for k in range(len(sizes)):
+        for name, tensor in reference.states.on_host(k).items():
+            assert torch.equal(engine.states.on_host(k)[name], tensor)
+
+
+class Loop(Plain):
+    """A plain client that contrasts and matches with what others sent."""
+
+    remote = torch.zeros(0, 16, dtype=torch.float64)
+    mode, weight, number, now = "both", 0.0, 0, 0
+
+    def contrast(self, query: Tensor, keys: Tensor) -> Tensor:
+        local, p = self.queue, self.config.algorithm
+        both = torch.cat((self.remote, local))
+        alone = self.mode == "only" and len(self.remote)
+        self.queue = self.remote if alone else torch.cat((local, self.remote))
+        loss = super().contrast(query, keys)
+        self.queue = local
+        if self.weight:
+            state = key(self.config.seed, "neighbours", self.now, self.client, self.number // 2)
+            chosen = both[torch.from_numpy(choose(state, len(both), p.features))]  # type: ignore[attr-defined]
+            if len(chosen) > p.neighbours:  # type: ignore[attr-defined]
+                query = F.normalize(query, dim=1)
+                loss = loss + self.weight * slow(query, chosen, p.neighbours, p.temperature)  # type: ignore[attr-defined]
+        self.number += 1
+        return loss
+
+    def bank(self, round: int) -> Tensor:
+        """Features of encrypted images, by the momentum model, in two batches at most."""
+        generator = np.random.default_rng([self.client, round])
+        count, p = len(self.images), self.config.algorithm
+        own = choose(key(self.config.seed, "share", round, self.client), count, p.features)  # type: ignore[attr-defined]
+        rows = []
+        for part in np.array_split(own, max(1, len(own) // p.batch)):  # type: ignore[operator]
+            drawn = Key.draw(part, count, p.mix, self.images.shape[1:], generator)  # type: ignore[attr-defined]
+            with torch.no_grad():
+                hidden = encrypt(self.images, drawn, torch.float64)
+                rows.append(F.normalize(self.target[0]((hidden + 1) / 2), dim=1))  # type: ignore[operator]
+        return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.remote=off algorithm.lambda=0",
+        "algorithm.remote=both algorithm.lambda=0",
+        "algorithm.remote=only algorithm.lambda=0",
+        # A queue that never wraps has its keys in the order in which they came, as the loop's.
+        "algorithm.remote=both algorithm.lambda=0.3 objective.queue=100",
+        "algorithm.remote=only algorithm.lambda=0.3 objective.queue=100",
+    ],
+)
+def test_it_is_what_a_plain_loop_would_do(words: str) -> None:
+    """CL, CL+FF, CL+FF+NM and the further reducing variant, for three rounds."""
+    settings = ccl(*words.split(), "algorithm.features=7")
+    engine, server = engine_of(settings, made_split(), groups_of(*SIZES))
+    starts = np.cumsum((0, *SIZES))
+    loops = [
+        Loop(settings, made_split(), range(int(a), int(b)), client=k)
+        for k, (a, b) in enumerate(pairwise(starts))
+    ]
+    p: Any = settings.algorithm
+    held: list[Tensor] = []
+    for round in range(3):
+        step(engine, server, round)
+        for loop in loops:
+            loop.mode, loop.weight, loop.number, loop.now = p.remote, p.lambda_, 0, round
+            if held and p.remote != "off":
+                loop.remote = torch.cat([b for k, b in enumerate(held) if k != loop.client])
+            loop.round(round)
+        held = [loop.bank(round) for loop in loops]
+        if p.remote != "off":
+            for k, bank in enumerate(held):
+                torch.testing.assert_close(banks(server)[str(k)], bank, rtol=1e-8, atol=1e-10)
+        mean = mean_state([loop.network.state_dict() for loop in loops], list(SIZES))
+        targets = [dict(loop.target.named_parameters()) for loop in loops]
+        slow_mean = mean_state([{n: t.detach() for n, t in d.items()} for d in targets], [*SIZES])
+        for name, tensor in mean.items():
+            ours = engine.work.flat.named(server.weights)[name]
+            torch.testing.assert_close(ours, tensor, rtol=1e-8, atol=1e-10)
+        for loop in loops:
+            loop.receive(mean)
+            loop.target.load_state_dict(slow_mean, strict=False)
+        torch.testing.assert_close(
+            server.state["momentum"], flat_params(loops[0].target), rtol=1e-8, atol=1e-10
+        )
+    assert bool(banks(server)) == (p.remote != "off")
+
+
+class Watched:
+    """What each client got, round by round, and what it gave."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.got: list[tuple[int, int, Tensor]] = []
+        self.gave: dict[tuple[int, int], Tensor] = {}
+        train, share = CCL.train, CCL.share
+
+        def seen_train(ccl: CCL, client: Client, *payload: Any) -> Any:
+            self.got.append((client.round, client.id, payload[-1].clone()))
+            return train(ccl, client, *payload)
+
+        def seen_share(ccl: CCL, client: Client) -> Any:
+            reply: Any = share(ccl, client)
+            self.gave[client.round, client.id] = reply["features"]
+            return reply
+
+        patch.setattr(CCL, "train", seen_train)
+        patch.setattr(CCL, "share", seen_share)
+
+    def received(self, round: int) -> dict[int, Tensor]:
+        return {client: remote for r, client, remote in self.got if r == round}
+
+
+def test_a_client_gets_all_banks_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eq. 2, with a client that sits out and one that joins late; more than 10 for their order."""
+    watched = Watched(monkeypatch)
+    engine, server = made("algorithm.mix=2", sizes=(3,) * 12)
+    cohorts = [(2, 10, 1), (10, 2, 11), (0, 2)]
+    last: dict[int, Tensor] = {}
+    for round, ids in enumerate(cohorts):
+        step(engine, server, round, *ids)
+        got = watched.received(round)
+        assert sorted(got) == sorted(ids)
+        for client, remote in got.items():
+            others = [last[k] for k in sorted(last) if k != client]
+            expected = torch.cat(others) if others else torch.zeros(0, 16, dtype=torch.float64)
+            assert torch.equal(remote, expected)
+        last |= {k: watched.gave[round, k] for k in ids}
+        assert {int(k): t for k, t in banks(server).items()}.keys() == last.keys()
+        assert all(torch.equal(banks(server)[str(k)], t) for k, t in last.items())
+    assert len(watched.received(0)[2]) == 0
+    assert len(watched.received(2)[0]) == 4 * 3  # joins late: 1, 2, 10 and 11 are there
+
+
+def test_a_bank_has_k_features_of_unit_length_or_all_that_there_are() -> None:
+    _, server = engine_and_round("algorithm.features=6")
+    assert {k: len(bank) for k, bank in banks(server).items()} == {"0": 5, "1": 6, "2": 4}
+    for bank in banks(server).values():
+        torch.testing.assert_close(bank.norm(dim=1), torch.ones(len(bank), dtype=torch.float64))
+
+
+def engine_and_round(*words: str) -> tuple[LocalEngine, Server]:
+    engine, server = made(*words)
+    step(engine, server, 0)
+    return engine, server
+
+
+def test_plain_features_are_those_of_the_images_themselves() -> None:
+    engine, server = engine_and_round(
+        "algorithm.mix=1", "algorithm.share_plain=true", "algorithm.batch=4"
+    )
+    target = engine.work.target
+    assert target is not None
+    target.params.copy_(engine.states[0]["target"])  # type: ignore[arg-type]
+    images = made_split().images[0][:5].double() / 255
+    with torch.no_grad():
+        expected = F.normalize(target.module((images,))[0], dim=1)
+    torch.testing.assert_close(banks(server)["0"], expected)
+
+
+def test_the_network_sees_encrypted_images_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    engine, server = made()
+    assert engine.work.target is not None
+    real = engine.work.target.module.forward
+
+    def forward(inputs: tuple[Tensor, ...]) -> Any:
+        seen.append(inputs[0])
+        return real(inputs)
+
+    step(engine, server, 0)
+    monkeypatch.setattr(engine.work.target.module, "forward", forward)
+    client = engine.client(np.array([1]), 0, remember=False)
+    engine.algorithm.share(client)  # type: ignore[attr-defined]
+    x = torch.cat(seen)
+    assert len(x) == 9 and 0 <= float(x.min()) < 0.5 < float(x.max()) <= 1
+    plain = made_split().images[0][5:14].double() / 255
+    assert float((x - plain).abs().mean()) > 0.1
+
+
+def test_keys_come_from_the_system_and_never_twice() -> None:
+    """Same seed, same client, same round: another bank every time."""
+    engine, server = engine_and_round()
+    client = engine.client(np.array([0]), 0, remember=False)
+    first, second = (engine.algorithm.share(client)["features"] for _ in range(2))  # type: ignore[attr-defined]
+    assert not torch.isclose(first, second).all(1).any()
+    _, again = engine_and_round()
+    assert torch.equal(server.weights, again.weights)
+    assert not torch.equal(banks(server)["0"], banks(again)["0"])
+
+
+def slow(query: Tensor, candidates: Tensor, neighbours: int, temperature: float) -> Tensor:
+    """Eq. 8 to 11 as they are printed, sample by sample and set by set."""
+    total = query.new_zeros(())
+    for q in query:
+        cosines = [q @ n / (q.norm() * n.norm()) for n in candidates]
+        order = sorted(range(len(candidates)), key=lambda m: -float(cosines[m].detach()))
+        near, rest = order[:neighbours], order[neighbours:]
+        for j in near:
+            exps = torch.stack([torch.exp(q @ candidates[a] / temperature) for a in [j, *rest]])
+            p = exps / exps.sum()
+            total = total - (p * p.log()).sum() / neighbours
+    return total / len(query)
+
+
+def rows(count: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("neighbours", "temperature"), [(1, 0.5), (4, 0.1), (10, 0.07)])
+def test_matching_equals_a_slow_plain_evaluation(
+    neighbours: int, temperature: float, seed: int
+) -> None:
+    query, candidates = (F.normalize(rows(n, 5, seed + n), dim=1) for n in (6, 11))
+    query.requires_grad_()
+    ours = matching(query, candidates, neighbours, temperature)
+    plain = slow(query, candidates, neighbours, temperature)
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad(loss, query)[0] for loss in (ours, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-11)
+
+
+def test_matching_raises_the_similarity_to_every_neighbour() -> None:
+    """Candidates at right angles: the gradient's coordinates are those of the similarities."""
+    candidates = torch.eye(12, dtype=torch.float64)
+    query = F.normalize(rows(8, 12, 0).abs(), dim=1).requires_grad_()
+    (gradient,) = torch.autograd.grad(matching(query, candidates, 3, 0.5), query)
+    near, far = (query.detach().topk(3, largest=most).indices for most in (True, False))
+    assert bool((gradient.gather(1, near) < 0).all())
+    assert bool((gradient.gather(1, far) > 0).all())
+
+
+def test_a_step_of_the_encoding_comes_closer_to_every_neighbour() -> None:
+    """Five candidates around each of three centres; a sample near one of them."""
+    centres = F.normalize(rows(3, 16, 5), dim=1)
+    around = centres.repeat_interleave(5, 0) + 0.05 * rows(15, 16, 6)
+    candidates = F.normalize(around, dim=1)
+    encoding = (3 * centres[:1] + centres[1:2]).requires_grad_()
+    loss = matching(F.normalize(encoding, dim=1), candidates, 5, 0.1)
+    (gradient,) = torch.autograd.grad(loss, encoding)
+    before, after = (
+        (F.normalize(e, dim=1) @ candidates.T).detach()[0]
+        for e in (encoding, encoding - 0.1 * gradient)
+    )
+    assert bool((after[:5] > before[:5]).all()) and bool((after[5:10] < before[5:10]).all())
+
+
+def test_matching_stays_finite_at_any_temperature_and_is_zero_without_candidates() -> None:
+    candidates = F.normalize(rows(50, 4, 1), dim=1).float()
+    query = F.normalize(rows(5, 4, 2), dim=1).float().requires_grad_()
+    for temperature in (1e-4, 1e3):
+        loss = matching(query, candidates, 3, temperature)
+        (gradient,) = torch.autograd.grad(loss, query)
+        assert bool(torch.isfinite(loss)) and bool(torch.isfinite(gradient).all())
+        assert float(loss.detach()) >= 0
+    for few in (0, 3):
+        assert float(matching(query, candidates[:few], 3, 0.1)) == 0
+
+
+def test_no_tensor_of_matching_is_larger_than_batch_times_candidates() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            for one in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(one, Tensor):
+                    self.most = max(self.most, one.numel())
+            return out
+
+    batch, count, width, neighbours = 8, 400, 16, 100
+    query, candidates = rows(batch, width, 0).requires_grad_(), rows(count, width, 1)
+    with Largest() as largest:
+        matching(query, candidates, neighbours, 0.1).backward()
+    assert largest.most == count * width  # the candidates themselves, transposed; 2 × batch × K
+
+
+def test_a_bank_that_is_not_finite_is_dropped_and_the_round_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = Watched(monkeypatch)
+    engine, server = made("cohort.minimum=3")
+    step(engine, server, 0)
+    before = dict(banks(server))
+    share = CCL.share
+
+    def spoiled(ccl: CCL, client: Client) -> Any:
+        reply: Any = share(ccl, client)
+        if client.id == 1 and client.round == 1:
+            reply["features"][2, 3] = torch.nan
+        return reply
+
+    monkeypatch.setattr(CCL, "share", spoiled)
+    weights = server.weights
+    step(engine, server, 1)
+    assert not torch.equal(server.weights, weights)
+    assert [w for w in server.warnings if "client 1" in w and "not finite" in w] == server.warnings
+    assert len(server.warnings) == 1
+    assert torch.equal(banks(server)["1"], before["1"])
+    assert not torch.equal(banks(server)["0"], before["0"])
+    step(engine, server, 2)
+    expected = torch.cat((before["1"], watched.gave[1, 2]))
+    assert torch.equal(watched.received(2)[0], expected)
+
+
+def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
+    engine, server = made("algorithm.features=6")
+    model, momentum = 8 * len(server.weights), 8 * server.flat.parameters
+    lines = []
+    for round in range(2):
+        lines.append(run.traffic_line(step(engine, server, round), 3)["exchanges"])
+    bank = [8 * 16 * rows for rows in (5, 6, 4)]
+    models = {"up": 3 * (model + momentum + 8), "down": 3 * (model + momentum)}
+    assert lines[0] == {"train": models, "share": {"up": sum(bank), "down": 0}}
+    assert lines[1] == {"train": models, "share": {"up": sum(bank), "down": 2 * sum(bank)}}
+
+
+def test_kept_layers_of_the_momentum_model_do_not_travel() -> None:
+    """FedBN: normalization stays with a client, in both models."""
+    engine, server = made("algorithm.norm_policy=local")
+    work = engine.work
+    assert work.shared is not None and work.kept is not None
+    for round in range(2):
+        step(engine, server, round)
+    shared = work.shared[work.shared < work.flat.parameters]
+    assert len(server.state["momentum"]) == len(shared) < work.flat.parameters  # type: ignore[arg-type]
+    kept = work.kept[work.kept < work.flat.parameters]
+    targets = [engine.states[k]["target"] for k in range(3)]
+    assert not torch.equal(targets[0][kept], targets[1][kept])  # type: ignore[index]
+    before = targets[0].clone()  # type: ignore[union-attr]
+    seen: list[Tensor] = []
+    begin = work.begin
+
+    def watch(weights: Tensor, keep: Any) -> None:
+        seen.append(keep["target"].clone())
+        begin(weights, keep)
+
+    work.begin = watch  # type: ignore[method-assign]
+    momentum = server.state["momentum"]
+    step(engine, server, 2, 0)
+    assert torch.equal(seen[0][kept], before[kept])
+    assert torch.equal(seen[0][shared], momentum)  # type: ignore[arg-type]
+
+
+SMALL = (
+    "rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=5",
+    "cohort.size=3", "encoder.norm=batch", "algorithm.name=ccl", "algorithm.local_epochs=1",
+    "algorithm.batch=6", "algorithm.neighbours=3", "objective.name=moco", "objective.queue=20",
+    "objective.projector=32,16", "server.optimizer=sgd", "server.lr=1", "client.lr=0.05",
+    "evaluate.protocols=knn", "evaluate.baselines=[]", "engine.threads=1", "checkpoint.seconds=0",
+)  # fmt: skip
+
+
+def small(*words: str) -> config.Config:
+    return config.resolve(config.read_recipe(None), [*SMALL, *words])
+
+
+def test_a_resumed_run_has_the_same_weights_and_banks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = prepare(small()), prepare(small())
+    for session in (whole, cut):
+        for _ in range(2):
+            one_round(session)
+    checkpoint.write(tmp_path, cut)
+    again = prepare(small())
+    assert checkpoint.read(tmp_path, again)
+    for session in (whole, again):
+        for _ in range(2):
+            one_round(session)
+    assert torch.equal(whole.server.weights, again.server.weights)
+    assert torch.equal(whole.server.state["momentum"], again.server.state["momentum"])  # type: ignore[arg-type]
+    assert banks(whole.server).keys() == banks(again.server).keys()
+    assert all(torch.equal(t, banks(again.server)[k]) for k, t in banks(whole.server).items())
+
+
+def one_round(session: Any) -> None:
+    server = session.server
+    step(session.engine, server, server.round, *session.cohort_ids(server.round))
+    server.round += 1
+
+
+def test_a_whole_run_with_keys_of_the_system(tmp_path: Path) -> None:
+    summary = run.run(small("rounds=2"), tmp_path)
+    assert summary["rounds"] == 2 and summary["knn_top1"] > 50
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("algorithm.neighbours=20", "algorithm.neighbours=20: must be below the 20 candidates"),
+        ("algorithm.features=3", "algorithm.neighbours=3: must be below the 3 candidates"),
+        ("algorithm.features=0", "must be below the 0 candidates"),
+        ("algorithm.neighbours=0", "algorithm.neighbours=0: must be at least 1"),
+        ("algorithm.lambda=-0.1", "algorithm.lambda=-0.1: must be finite and not negative"),
+        ("algorithm.temperature=0", "algorithm.temperature=0.0: must be above 0"),
+        ("algorithm.mix=0", "algorithm.mix=0: must be at least 1"),
+        ("algorithm.mix=1", "give both mix=1 and share_plain=true"),
+        ("algorithm.share_plain=true", "give both mix=1 and share_plain=true"),
+        ("algorithm.remote=off", "algorithm.remote=off with algorithm.lambda=0.1"),
+        ("algorithm.mix=17", "algorithm.mix=17: client 0 holds 16 image(s) to mix; lower"),
+        ("partition.clients=80 cohort.size=5", "algorithm.mix=4: client 0 holds 1 image(s)"),
+        ("objective.name=byol objective.queue=null", "objective.queue: unknown key"),
+        ("privacy.noise=1", "its server sees each client's own reply (share)"),
+        ("privacy.secure=true engine.name=flower", "its server sees each client's own reply"),
+        ("engine.compile=on", "engine.compile=on"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        prepare(small(*words.split()))
+    assert "\n" not in str(error.value)
+
+
+def test_as_many_images_as_are_mixed_are_enough() -> None:
+    session = prepare(small("algorithm.mix=16"))
+    one_round(session)
+    assert {len(bank) for bank in banks(session.server).values()} == {16}
+
+
+def test_other_objectives_are_refused() -> None:
+    settings = siamese("byol", "algorithm.name=ccl")
+    with pytest.raises(UserError, match=r"objective\.name=byol: .*use objective\.name=moco"):
+        engine_of(settings, made_split(), groups_of(4))
+
+
+def test_a_client_that_shares_nothing_says_so() -> None:
+    """Whatever a server asks for."""
+    engine, _ = engine_and_round("algorithm.remote=off", "algorithm.lambda=0")
+    client = engine.client(np.array([0]), 0, remember=False)
+    with pytest.raises(UserError, match=r"algorithm\.remote=off: no feature leaves this client"):
+        engine.algorithm.share(client)  # type: ignore[attr-defined]
+
+
+def test_a_deployment_says_what_leaves_a_site() -> None:
+    listed = deploy.exchanges(small("engine.name=flower"))
+    (line,) = [line for line in listed.splitlines() if "`share`" in line]
+    assert "Features of single images" in line and "other clients" in line
+    assert "the server sees each site's own" in line
