@@ -38,7 +38,7 @@ def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; name a new one")
     texts = {
-        "pyproject.toml": pyproject(folder),
+        "pyproject.toml": pyproject(folder, config),
         "LICENSE": _license(),
         "SITES.md": sites(config, recipe),
         "SERVER.md": server(config, folder),
@@ -95,7 +95,6 @@ def _check(config: Config) -> None:
             f"cohort.size={cohort.size}: more than engine.sites={count}; add cohort.size={count}, "
             "or cohort.size=null for all of them"
         )
-    cohort_size(config, count)
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     kind = configuration.variant("algorithm", config.algorithm.name)
     if kind.pools_data:
@@ -117,17 +116,17 @@ def _check(config: Config) -> None:
         raise UserError(
             "evaluate.protocols=per-client: the server has no client's test images; leave it out"
         )
-    privacy.check(config, kind(config.algorithm, objective))
+    privacy.average(config, kind(config.algorithm, objective), count, cohort_size(config, count))
 
 
-def pyproject(folder: Path) -> str:
+def pyproject(folder: Path, config: Config) -> str:
     """What Flower reads: names, the two apps, and keys that ``--run-config`` may change."""
     return f"""[project]
 name = "fedssl-app"
 version = "1.0.0"
 description = "Federated self-supervised learning, written by fedssl {__version__}"
 license = {{ file = "LICENSE" }}
-dependencies = ["fedssl[flower]=={__version__}", "flwr>={FLOWER},<2"]
+dependencies = ["fedssl[{extras(config)}]=={__version__}", "flwr>={FLOWER},<2"]
 
 [tool.flwr.app]
 publisher = "fedssl"
@@ -144,6 +143,11 @@ clientapp = "{PACKAGE}.client_app:app"
 out = {json.dumps(str(folder / "run"))}
 resume = false
 """
+
+
+def extras(config: Config) -> str:
+    """What has to be installed with the package."""
+    return "flower" if config.privacy.noise is None else "flower,privacy"
 
 
 def _license() -> str:
@@ -233,7 +237,7 @@ Recipe `{recipe}`, algorithm `{config.algorithm.name}`, {config.engine.sites} si
 ```sh
 python3 -m venv ~/fedssl
 . ~/fedssl/bin/activate
-pip install 'fedssl[flower]=={__version__}' 'flwr=={FLOWER}'
+pip install 'fedssl[{extras(config)}]=={__version__}' 'flwr=={FLOWER}'
 ssh-keygen -t ecdsa -b 384 -N '' -C '' -f ~/fedssl/site.key
 ```
 
@@ -306,7 +310,7 @@ Written by fedssl {__version__} for Flower {FLOWER}.
 ```sh
 python3 -m venv ~/fedssl
 . ~/fedssl/bin/activate
-pip install 'fedssl[flower]=={__version__}' 'flwr=={FLOWER}'
+pip install 'fedssl[{extras(config)}]=={__version__}' 'flwr=={FLOWER}'
 ```
 
 A certificate of your own authority, valid for a year; put in the server's name and address:

@@ -35,6 +35,15 @@ class Introduction:
     width: int
     classes: tuple[str, ...] = ()  # only where the objective needs labels
 
+    def __post_init__(self) -> None:
+        """Refuse what no site of ours says: the server is not to fall over a stranger's words."""
+        numbers = (self.samples, self.height, self.width, *self.channels)
+        texts = (self.site, self.name, *self.classes)
+        if not all(type(n) is int and 0 < n < 2**31 for n in numbers):
+            raise ValueError("numbers")
+        if not all(isinstance(t, str) and t.isprintable() and 0 < len(t) < 256 for t in texts):
+            raise ValueError("names")
+
 
 def state_folder(data: str) -> Path:
     """Where a site keeps what survives a restart: one folder for each folder of images."""
@@ -52,7 +61,9 @@ def site_session(config: Config, data: str) -> Session:
             "--node-config 'data=\"/folder/with/images\"'"
         )
     own = replace(config.data, name="folder", root=data, holdout=0.0)
-    config = replace(config, data=own, evaluate=Evaluate())
+    # A new process does each message: compiling would be paid every time.
+    engine = replace(config.engine, compile="off")
+    config = replace(config, data=own, evaluate=Evaluate(), engine=engine)
     try:
         dataset = datasets.load(own, config.seed)
     except UserError as error:  # the site's administrator knows it by another name
@@ -71,13 +82,17 @@ def introduce(session: Session, data: str) -> Introduction:
     height, width = images[0].shape[2:]
     return Introduction(
         identity(state_folder(data)),
-        Path(data).expanduser().resolve().name,
+        _printable(Path(data).expanduser().resolve().name),
         len(session.dataset.train),
         tuple(i.shape[1] for i in images),
         height,
         width,
         tuple(session.dataset.classes) if labelled else (),
     )
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name)[:255]
 
 
 def identity(folder: Path) -> str:

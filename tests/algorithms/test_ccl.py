@@ -147,7 +147,7 @@ class Loop(Plain):
 )
 def test_it_is_what_a_plain_loop_would_do(words: str) -> None:
     """CL, CL+FF, CL+FF+NM and the further reducing variant, for three rounds."""
-    settings = ccl(*words.split(), "algorithm.features=7")
+    settings = ccl(*words.split(), "algorithm.features=8")
     engine, server = engine_of(settings, made_split(), groups_of(*SIZES))
     starts = np.cumsum((0, *SIZES))
     loops = [

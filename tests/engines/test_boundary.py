@@ -109,9 +109,8 @@ def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str,
         "byol algorithm.name=ditto",
         "moco algorithm.name=ditto algorithm.norm_policy=local",
         "moco algorithm.name=standalone server.momentum=0.9",
-        "moco algorithm.name=ccl algorithm.neighbours=3 algorithm.mix=2",
-        "moco algorithm.name=ccl algorithm.neighbours=3 algorithm.mix=2 algorithm.remote=only "
-        "algorithm.norm_policy=local",
+        "moco algorithm.name=ccl algorithm.mix=2",
+        "moco algorithm.name=ccl algorithm.mix=2 algorithm.remote=only algorithm.norm_policy=local",
     ],
 )
 def test_states_of_siamese_methods_go_through_files(

@@ -18,6 +18,7 @@ from flwr.app import Array, ConfigRecord, Error, Message
 
 from fedssl.algorithms.base import TooFewReplies
 from fedssl.engines.codec import Malformed, Packed, pack, unpack, unpack_like
+from fedssl.engines.flower import read_request, write_request
 from fedssl.engines.site import Request, Site
 from fedssl.engines.store import History
 from fedssl.session import Session, prepare
@@ -209,3 +210,100 @@ def test_codec_refuses_what_is_no_tensor() -> None:
     like = {"a": torch.zeros(2)}
     with pytest.raises(Malformed, match="holds b where there should be a"):
         unpack_like(pack({"b": torch.zeros(2)}), like)
+
+
+def heavier(reply: Message) -> Message:
+    reply.content["shares"] = ConfigRecord({str(BAD): 1e12})
+    return reply
+
+
+def huge_loss(reply: Message) -> Message:
+    record = reply.content.array_records["replies"]
+    old = record[f"{BAD}/loss"]
+    record[f"{BAD}/loss"] = Array(old.dtype, (), old.stype, np.float64(1e308).tobytes())
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [(heavier, "a weight of 1e+12"), (huge_loss, "too large to be averaged")],
+)
+def test_a_client_cannot_outweigh_the_others(how: Any, reason: str, tmp_path: Path) -> None:
+    far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(how))
+    line = one_round(far, tmp_path)
+    assert line["missing"] == 1 and reason in line["faults"][str(BAD)]
+    assert bool(torch.isfinite(far.server.weights).all())
+
+
+@pytest.mark.parametrize("name", ["round", "mu/more", ".", "loss"])
+def test_numbers_for_the_log_are_those_that_were_declared(name: str, tmp_path: Path) -> None:
+    def more(reply: Message) -> Message:
+        record = reply.content.array_records["replies"]
+        record[f"{BAD}/{name}"] = record[f"{BAD}/mu"]
+        return reply
+
+    config = small(*BYOL, "algorithm.name=fedema")
+    far, _ = far_session(config, tmp_path, nodes=5, tamper=spoiling(more, "report"))
+    line = one_round(far, tmp_path)
+    assert line["round"] == 1 and isinstance(line["loss"], float)
+    assert sorted(line["mu"]) == ["0", "1", "2", "4"] and line["missing"] == 0
+    assert "not the numbers" in line["faults"][str(BAD)]
+
+
+def test_what_a_client_says_is_one_printable_line(tmp_path: Path) -> None:
+    def speaks(reply: Message) -> Message:
+        reply.content["shares"] = ConfigRecord({})
+        text = "x\nround 9: no reply of ward\x1b[2J" + "y" * 1000
+        reply.content["faults"] = ConfigRecord({str(BAD): text})
+        return reply
+
+    far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(speaks))
+    reason = one_round(far, tmp_path)["faults"][str(BAD)]
+    assert reason.isprintable() and len(reason) <= 300
+
+
+def test_a_task_may_be_asked_twice_in_a_round(tmp_path: Path) -> None:
+    """What clients have from the first time is only referred to, whatever the algorithm."""
+    far, grid = far_session(small("algorithm.name=fedavg"), tmp_path)
+    cohort = far.engine.cohort(np.arange(5), 0)
+    first = cohort.mean("train", far.server.sent)
+    down = dict(cohort.traffic.down)
+    second = cohort.mean("train", far.server.sent)
+    torch.testing.assert_close(first["change"], second["change"])
+    assert dict(cohort.traffic.down) == down and len(grid.types) == 4
+    assert not cohort.traffic.faults
+
+
+def test_a_diverged_client_keeps_its_last_good_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(*BYOL, "algorithm.name=fedema")
+    far, _ = far_session(config, tmp_path, nodes=5)
+    go(far, 1)
+    before = far.engine.states.on_host(BAD)
+    kind = type(far.algorithm)
+    real = kind.train
+
+    def diverges(self: Any, client: Any, received: torch.Tensor) -> Any:
+        return real(self, client, received * (math.nan if client.id == BAD else 1))
+
+    monkeypatch.setattr(kind, "train", diverges)
+    (cohort,) = go(far, 1)
+    assert "not finite" in cohort.traffic.faults[BAD]
+    after = far.engine.states.on_host(BAD)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [{"clients": [-1]}, {"clients": ["../../x"]}, {"attempts": ["../up"]}, {"attempts": ["/abs"]}],
+)
+def test_requests_name_no_files_of_their_own(fact: dict[str, Any]) -> None:
+    history = History(("0123abcd",), (0,), 0)
+    request = Request("locate", (0,), 0, 0, history, "samples", 1)
+    content = write_request(request)
+    read_request(content)
+    for name, value in fact.items():
+        content["request"][name] = value
+    with pytest.raises(Malformed):
+        read_request(content)

@@ -14,6 +14,7 @@ from far import BYOL, far_session, go, one_round, small, states_of
 from flwr.app import Message
 
 from fedssl.algorithms.ccl import CCL
+from fedssl.engines.codec import Malformed, pack, unpack_like
 from fedssl.session import prepare
 from fedssl.trees import flatten
 
@@ -141,6 +142,13 @@ def test_a_bad_bank_costs_only_itself(
     assert ours.keys() - theirs.keys() == {"banks/3"}
     for name, leaf in theirs.items():
         torch.testing.assert_close(leaf, ours[name], rtol=1e-9, atol=1e-12)
+
+
+def test_fewer_rows_are_taken_only_of_tasks_that_vary() -> None:
+    like, fewer = {"features": torch.zeros(5, 2)}, pack({"features": torch.ones(3, 2)})
+    assert unpack_like(fewer, like, varying=True)["features"].shape == (3, 2)  # type: ignore[union-attr]
+    with pytest.raises(Malformed, match=r"shape \[3, 2\] where there should be \[5, 2\]"):
+        unpack_like(fewer, like)
 
 
 def test_only_changes_of_the_main_model_travel_in_half_precision(tmp_path: Path) -> None:

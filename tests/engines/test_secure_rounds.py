@@ -134,6 +134,14 @@ def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> No
     assert reply.fault is not None and "secure" in reply.fault and not reply.tensors
 
 
+def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: Path) -> None:
+    """A server with another threshold than the sites' recipe gets no shares."""
+    far, _ = far_session(small(SECURE, "privacy.threshold=0.9"), tmp_path, nodes=5)
+    far.engine.work.config = small("engine.name=flower", SECURE, "privacy.threshold=0.6")
+    line = one_round(far, tmp_path)
+    assert line["skipped"] and all("privacy.threshold=0.9" in f for f in line["faults"].values())
+
+
 def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> None:
     far, _ = far_session(small(SECURE), tmp_path)
     go(far, 2)
@@ -160,6 +168,8 @@ def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> Non
         prepare(small(*words))
 
 
-@pytest.mark.parametrize(("share", "clients", "need"), [(0.67, 3, 3), (0.51, 4, 3), (1, 5, 5)])
+@pytest.mark.parametrize(
+    ("share", "clients", "need"), [(0.67, 3, 3), (0.51, 3, 3), (0.51, 4, 3), (1, 5, 5)]
+)
 def test_survivors_needed(share: float, clients: int, need: int) -> None:
     assert survivors_needed(share, clients) == need

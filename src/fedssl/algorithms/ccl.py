@@ -115,7 +115,9 @@ class CCL(Algorithm):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Models and banks down, models up and averaged, banks up (section 3)."""
-        momentum = cast(Tensor, server.state.get("momentum", self.first_momentum(server)))
+        # A momentum model starts as the main one; it has parameters only.
+        start = server.sent[: server.flat.parameters]
+        momentum = cast(Tensor, server.state.get("momentum", start))
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
         remote = {int(k): self.others(banks, int(k), server.weights) for k in cohort.ids}
         update = cohort.mean("train", server.sent, momentum, per_client(remote))
@@ -130,11 +132,6 @@ class CCL(Algorithm):
         down, sent = cohort.traffic.down, sum(map(count_bytes, remote.values()))
         down["train"] -= sent
         down["share"] += sent
-
-    def first_momentum(self, server: Server) -> Tensor:
-        """A momentum model starts as the main one; it has parameters only."""
-        n = server.flat.parameters
-        return server.sent[: n if server.shared is None else int((server.shared < n).sum())]
 
     def others(self, banks: Mapping[str, Tensor], client: int, like: Tensor) -> Tensor:
         """Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2), in the order of the clients."""

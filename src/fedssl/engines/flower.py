@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -29,7 +30,7 @@ from fedssl.deployment import (
     state_folder,
     write_sites,
 )
-from fedssl.engines.codec import Packed
+from fedssl.engines.codec import Malformed, Packed
 from fedssl.engines.remote import RemoteEngine
 from fedssl.engines.site import Reply, Request, SecureStep, Site, describe
 from fedssl.engines.store import History
@@ -110,8 +111,16 @@ def write_request(request: Request) -> RecordDict:
 
 
 def read_request(content: RecordDict) -> Request:
-    """The inverse of :func:`write_request`."""
+    """The inverse of :func:`write_request`.
+
+    Names and numbers of a request become names of files: nothing else is let through.
+    """
     facts: dict[str, Any] = dict(content.config_records["request"])
+    numbers = [*facts["clients"], *facts["starts"], facts["round"], facts["exchange"]]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise Malformed("a request with numbers that are none")
+    if not all(re.fullmatch("[0-9a-f]{8}", str(name)) for name in facts["attempts"]):
+        raise Malformed("a request with names that are none of ours")
     known = {}
     for name, text in content.config_records["known"].items():
         number, _, there = str(text).partition(" ")
@@ -240,14 +249,23 @@ class Mail:
                 got[node] = "could not be sent"
         end, pause = time.monotonic() + timeout, 0.01
         while waiting and time.monotonic() < end:
-            replies = _tried(self.grid.pull_messages, list(waiting))
+            replies = self._pull(list(waiting))
             for reply in replies:
-                node = waiting.pop(reply.metadata.reply_to_message_id)
-                got[node] = reply.content if reply.has_content() else _reason(reply)
+                number = reply.metadata.reply_to_message_id
+                if number in waiting:
+                    content = reply.content if reply.has_content() else _reason(reply)
+                    got[waiting.pop(number)] = content
             if waiting:
                 pause = 0.01 if replies else min(1.3 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
         return got
+
+    def _pull(self, numbers: list[str]) -> list[Message]:
+        """What has come; one by one if that fails, since one bad reply must not hide the others."""
+        try:
+            return list(self.grid.pull_messages(numbers))
+        except Exception:
+            return [reply for n in numbers for reply in _tried(self.grid.pull_messages, [n])]
 
 
 def _tried(ask: Callable[[list[Any]], Iterable[Any]], what: list[Any]) -> list[Any]:
@@ -297,11 +315,12 @@ def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
     def work(message: Message, context: Context) -> Message:
         if states is not None:
             os.chdir(here)  # a worker may start elsewhere, and paths are relative to the user's
-        request = read_request(message.content)
         try:
+            request = read_request(message.content)
             replies = _site(text, states, context, request).answer(request)
         except Exception as error:
-            replies = {k: Reply(fault=describe(error)) for k in request.clients}
+            clients = message.content.config_records["request"]["clients"]
+            replies = {int(k): Reply(fault=describe(error)) for k in clients}  # type: ignore[union-attr]
         return Message(write_replies(replies), reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
@@ -378,6 +397,7 @@ def simulate(engine: RemoteEngine, work: Callable[[], None]) -> None:
         except BaseException as error:  # Flower would print it and go on
             failed.append(error)
 
+    _start_ray(engine)
     with contextlib.redirect_stdout(None):
         run_simulation(server, app, settings.engine.workers, backend_config=_backend(engine))
     engine.transport = None
@@ -385,17 +405,36 @@ def simulate(engine: RemoteEngine, work: Callable[[], None]) -> None:
         raise failed[0]
 
 
+def _start_ray(engine: RemoteEngine) -> None:
+    """Ray, before Flower needs it: without it Flower would wait for replies for ever."""
+    import ray
+
+    workers = engine.work.config.engine.workers
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # RAY_ADDRESS: a cluster that is there already, with processors of its own.
+    own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}
+    if os.environ.get("RAY_ADDRESS"):
+        own = {}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **own)
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"engine.name=flower: Ray does not start ({line[:200]})") from None
+    have = int(ray.cluster_resources().get("CPU", 0))
+    if have < workers:
+        ray.shutdown()
+        raise UserError(
+            f"engine.workers={workers}: Ray has {have} processors; lower it, or add machines"
+        )
+
+
 def _backend(engine: RemoteEngine) -> Any:
     """One processor for each worker, and its part of the GPUs where clients train on them."""
     import torch
 
-    workers = engine.work.config.engine.workers
     gpus = torch.cuda.device_count() if engine.work.device.type == "cuda" else 0
-    resources = {"num_cpus": 1, "num_gpus": gpus / workers}
-    if os.environ.get("RAY_ADDRESS"):  # a cluster that is there already
-        return {"client_resources": resources, "init_args": {"log_to_driver": False}}
-    start = {"num_cpus": workers, "log_to_driver": False, "logging_level": logging.ERROR}
-    return {"client_resources": resources, "init_args": start}
+    share = gpus / engine.work.config.engine.workers
+    return {"client_resources": {"num_cpus": 1, "num_gpus": share}}
 
 
 # Deployment --------------------------------------------------------------------------------------
@@ -445,17 +484,18 @@ class SiteMail(Mail):
         contents = {node: RecordDict({HELLO: ConfigRecord({})}) for node in nodes}
         return self.exchange(contents, dict.fromkeys(nodes, HELLO), "query", timeout)
 
-    def wait(self, count: int, timeout: float) -> list[Introduction]:
-        """The first ``count`` sites, in the order of their names."""
+    def wait(self, count: int, timeout: float, known: set[str] | None = None) -> list[Introduction]:
+        """The first ``count`` sites (of those that are ``known``), in the order of their names."""
         end = time.monotonic() + timeout
         while True:
             self.meet(max(1.0, min(LONGEST_GREETING, end - time.monotonic())))
-            found = {site.site: site for site in self.met.values()}
+            met = [site for site in self.met.values() if known is None or site.site in known]
+            found = {site.site: site for site in met}
             if len(found) >= count:
                 return sorted(found.values(), key=lambda site: (site.name, site.site))[:count]
             if time.monotonic() > end:
                 names = ", ".join(sorted(site.name for site in found.values())) or "none"
-                twice = len(self.met) - len(found)
+                twice = len(met) - len(found)
                 raise UserError(
                     f"{len(found)} of {count} sites came within engine.timeout={timeout:g} seconds "
                     f"({names}"
@@ -477,7 +517,7 @@ def _introduction(content: RecordDict | str) -> Introduction | str:
         return Introduction(
             **{**known, "channels": tuple(known["channels"]), "classes": tuple(known["classes"])}
         )
-    except (KeyError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a stranger may say
         return f"a message that is none of ours ({type(error).__name__})"
 
 
@@ -557,7 +597,7 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     mail, wait = SiteMail(grid), settings.engine.timeout
     if resume:
         mail.sites = read_sites(out)
-        mail.wait(settings.cohort.minimum, wait)
+        mail.wait(settings.cohort.minimum, wait, {site.site for site in mail.sites})
     else:
         assert settings.engine.sites is not None
         mail.sites = mail.wait(settings.engine.sites, wait)
