@@ -253,8 +253,8 @@ class Mail:
             for reply in replies:
                 number = reply.metadata.reply_to_message_id
                 if number in waiting:
-                    content = reply.content if reply.has_content() else _reason(reply)
-                    got[waiting.pop(number)] = content
+                    said = reply.content if reply.has_content() else _reason(reply)
+                    got[waiting.pop(number)] = said
             if waiting:
                 pause = 0.01 if replies else min(1.3 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
