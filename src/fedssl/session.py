@@ -103,6 +103,11 @@ class Session:
 
     def notes(self) -> Iterator[str]:
         """What a user should know before the first round."""
+        if self.algorithm.gathers:
+            yield (
+                f"{self.config.algorithm.name}: the server sees each client's own reply to "
+                f"{', '.join(self.algorithm.gathers)}, not only means (docs/privacy.md)"
+            )
         if self.site_names is not None:
             return
         named, given = self.config.partition.name, self.dataset.clients

@@ -44,10 +44,20 @@ def finish(process: subprocess.Popen[bytes], out: Path) -> None:
     assert code == 0, out.with_suffix(".log").read_text()[-3000:]
 
 
-def test_dcco_on_ray_is_dcco(tmp_path: Path) -> None:
+CCL = (  # without encryption, whose random numbers nobody can repeat
+    *("algorithm.name=ccl", "objective.name=moco", "objective.queue=20", "encoder.norm=batch"),
+    *("algorithm.local_epochs=1", "algorithm.batch=3", "algorithm.features=8"),
+    *("algorithm.neighbours=2", "algorithm.mix=1", "algorithm.share_plain=true"),
+)
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("algorithm.name=fedavg",), CCL], ids=["dcco", "fedavg", "ccl"]
+)
+def test_a_run_on_ray_is_a_local_one(words: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "far"
-    finish(start(out, *SMALL, *FLOWER), out)
-    run.run(small("engine.merge=off"), tmp_path / "near")
+    finish(start(out, *SMALL, *words, *FLOWER), out)
+    run.run(small(*words, "engine.merge=off"), tmp_path / "near")
     assert relative(weights(out), weights(tmp_path / "near")) < 1e-10
     names = {path.name for path in (tmp_path / "near").iterdir()}
     assert {path.name for path in out.iterdir()} == names
