@@ -5,6 +5,7 @@ Real processes on loopback are in examples/deployment: they take minutes.
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,34 @@ def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
     serve(grid_of(config, sites), config, tmp_path / "far", False)
     near = local(settled(), sites, tmp_path / "near")
     torch.testing.assert_close(weights(tmp_path / "far"), near, rtol=0, atol=1e-7)
+
+
+def test_one_server_at_a_time(sites: Path, tmp_path: Path) -> None:
+    config, out = settled(), tmp_path / "far"
+    out.mkdir()
+    with (out / flower.LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="a run is at work there"):
+            serve(grid_of(config, sites), config, out, False)
+    serve(grid_of(config, sites), config, out, False)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [{"site": []}, {"name": 5}, {"samples": 10**15}, {"samples": "many"}, {"height": 0}, {"x": 1}],
+)
+def test_a_stranger_cannot_end_a_run(
+    fact: dict[str, Any], sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settled("rounds=1")
+    grid = grid_of(config, sites, "ward", "clinic", "lab", "lab")
+
+    def lies(asked: Any, reply: Any) -> Any:
+        if asked.metadata.dst_node_id == 14 and "hello" in reply.content.config_records:
+            record = reply.content.config_records["hello"]
+            record["facts"] = json.dumps(json.loads(record["facts"]) | fact)
+        return reply
+
+    grid.tamper = lies
+    serve(grid, config, tmp_path / "far", False)
+    assert "none of ours" in capsys.readouterr().err

@@ -13,8 +13,10 @@ pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small, states_of
 from flwr.app import Message
 
+from fedssl import checkpoint
 from fedssl.algorithms.ccl import CCL
 from fedssl.engines.codec import Malformed, pack, unpack_like
+from fedssl.engines.remote import STATES
 from fedssl.session import prepare
 from fedssl.trees import flatten
 
@@ -203,3 +205,26 @@ def test_noise_is_added_to_sums_of_clipped_contributions_here_too(tmp_path: Path
     assert relative(far.server.weights, near.server.weights) < 1e-5
     assert len(sent) == 10 and max(sent) < 0.01 * (1 + 1e-12) and "loss" not in far.server.log
     assert far.engine.average.spent() == near.engine.average.spent()
+
+
+def test_what_clients_have_from_the_round_is_not_sent_again(tmp_path: Path) -> None:
+    sent: dict[str, list[str]] = {}
+
+    def look(asked: Message, reply: Message) -> Message:
+        task = asked.metadata.message_type.split(".")[1]
+        sent[task] = sorted(asked.content.array_records["payload"])
+        return reply
+
+    far, _ = far_session(small(), tmp_path, tamper=look)
+    go(far, 1)
+    assert sent["locate"] == ["0/."] and sent["encode"] == ["1/f", "1/g"]
+    assert sent["descend"] == ["2/f", "2/f2", "2/fg", "2/g", "2/g2"]
+
+
+def test_states_that_a_checkpoint_has_made_old_do_not_pile_up(tmp_path: Path) -> None:
+    far, _ = far_session(small(*BYOL, "algorithm.name=fedema", "rounds=9"), tmp_path)
+    for _ in range(5):
+        go(far, 1)
+        checkpoint.write(tmp_path, far)
+    files = list((tmp_path / STATES / "0").iterdir())
+    assert len(files) == 2  # of the round before the last checkpoint, and of the last round
