@@ -15,9 +15,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: .venv/installed
+bench: .venv/installed-dev
 	$(BIN)/python benchmarks/cohort.py
 	$(BIN)/python benchmarks/silo.py --samples 512
+	$(BIN)/python benchmarks/engines.py
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("fedssl needs Python 3.11 or later; set PYTHON=python3.12, for example" if sys.version_info < (3, 11) else 0)'

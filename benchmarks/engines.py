@@ -1,6 +1,6 @@
 """Rounds per second of one recipe on each engine, and of a plain Flower program, run in turn.
 
-    python benchmarks/engines.py [--clients 64] [--samples 4] [--rounds 6] [--workers 2]
+    python benchmarks/engines.py [--clients 64] [--samples 4] [--size 8] [--rounds 6] [--workers 2]
 
 DCCO, one local step, `tiny`, scikit-learn's digits. The plain program (plain_flower.py) is written
 the way Flower's tutorial does it. Starting Ray is not counted: a round is timed from the end of the
@@ -26,7 +26,7 @@ from fedssl.session import prepare
 def settings(o: argparse.Namespace, *words: str) -> Config:
     """The recipe, with the data set cut to what the clients hold."""
     given = (
-        *("data.size=16", "partition.name=samples", f"partition.samples={o.samples}"),
+        *(f"data.size={o.size}", "partition.name=samples", f"partition.samples={o.samples}"),
         *(f"partition.clients={o.clients}", f"cohort.size={o.clients}", "encoder.groups=4"),
         *("objective.name=cco", "objective.projector=[64,64]", "algorithm.name=dcco"),
         *("algorithm.local_steps=1", "server.optimizer=sgd", "server.lr=1", "client.lr=0.05"),
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--size", type=int, default=8, help="pixels a side; the digits have 8")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--workers", type=int, default=2)
     o = parser.parse_args()
@@ -71,7 +72,7 @@ def main() -> None:
         "flower": ours(settings(o, *flower), o.rounds),
         "plain Flower program": plain_flower(settings(o, "engine.threads=1"), o.rounds, o.workers),
     }
-    print(f"dcco, {o.clients} clients of {o.samples}, tiny, {o.workers} workers, CPU")
+    print(f"dcco, {o.clients} clients of {o.samples}, {o.size} px, tiny, {o.workers} workers, CPU")
     # The fastest of each: what a busy machine adds is not the program's.
     best = {name: min(seconds) for name, seconds in rows.items()}
     for name, seconds in best.items():

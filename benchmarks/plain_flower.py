@@ -34,7 +34,7 @@ def session_of(config: Config) -> Session:
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    return build_network(config, session_of(config).work.objective, (1,), 16, 0)
+    return build_network(config, session_of(config).work.objective, (1,), config.data.size or 8, 0)
 
 
 def moments_of(config: Config, model: torch.nn.Module, client: int) -> Arrays:
