@@ -172,7 +172,7 @@ def exchanges(config: Config) -> str:
     if config.objective.name == "supervised":
         lines[0] += ", and the classes' names"
     for task in kind.means:
-        lines.append(f"- `{task}`, in every round: {_about(kind, task)} ({shown})")
+        lines.append(f"- `{task}`, in a round: {_about(kind, task)} ({shown})")
     for task in kind.gathers:
         lines.append(f"- `{task}`: {_about(kind, task)} (the server sees each site's own)")
     if kind.logs and not privacy.secure and privacy.noise is None:
@@ -240,6 +240,9 @@ python3 -m venv ~/fedssl
 pip install 'fedssl[{extras(config)}]=={__version__}' 'flwr=={FLOWER}'
 ssh-keygen -t ecdsa -b 384 -N '' -C '' -f ~/fedssl/site.key
 ```
+
+If pip does not find fedssl: the server's operator has it as a file; name that in its place, as in
+`pip install './fedssl-{__version__}-py3-none-any.whl[{extras(config)}]'`.
 
 Send `~/fedssl/site.key.pub` to the server's operator, who registers it. `site.key` stays with you.
 
@@ -312,6 +315,9 @@ python3 -m venv ~/fedssl
 . ~/fedssl/bin/activate
 pip install 'fedssl[{extras(config)}]=={__version__}' 'flwr=={FLOWER}'
 ```
+
+Where fedssl is not on an index that pip knows, `pip wheel --no-deps .` in its repository makes
+`fedssl-{__version__}-py3-none-any.whl`: install that, and send it to the sites.
 
 A certificate of your own authority, valid for a year; put in the server's name and address:
 

@@ -64,7 +64,7 @@ class DCCO(Algorithm):
         return {name: like.new_zeros(self.objective.params.projector[-1]) for name in ("f", "g")}
 
     def locate(self, client: Client, weights: Tensor) -> Tree:
-        """The client's mean encodings."""
+        """The client's mean encodings, asked for in the first round only."""
         return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
 
     def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
