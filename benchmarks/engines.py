@@ -1,6 +1,6 @@
 """Rounds per second of one recipe on each engine, and of a plain Flower program, run in turn.
 
-    python benchmarks/engines.py [--clients 64] [--samples 4] [--size 8] [--rounds 6] [--workers 2]
+    python benchmarks/engines.py [--clients 64] [--samples 4] [--size 16] [--rounds 6] [--workers 2]
 
 DCCO, one local step, `tiny`, scikit-learn's digits. The plain program (plain_flower.py) is written
 the way Flower's tutorial does it. Starting Ray is not counted: a round is timed from the end of the
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--size", type=int, default=8, help="pixels a side; the digits have 8")
+    parser.add_argument("--size", type=int, default=16, help="pixels a side, as the recipe")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--workers", type=int, default=2)
     o = parser.parse_args()
