@@ -134,6 +134,8 @@ class Client:
         """
         work, steps = self.work, self.work.plan.count(self.samples)
         batch = work.plan.batch
+        if loss is None:
+            loss = work.objective.local(self, start)
         if work.compiles and loss is None and batch is not None and batch <= self.samples:
             step, total = None, self._replay(start, keep, steps, work.replay(batch, pull), pull)
         else:

@@ -239,6 +239,9 @@ VARIANTS: dict[str, dict[str, str]] = {
         "moco": "fedssl.objectives.moco:MoCo",
         "simsiam": "fedssl.objectives.simsiam:SimSiam",
         "byol": "fedssl.objectives.byol:BYOL",
+        "rotation": "fedssl.objectives.rotation:Rotation",
+        "deepcluster": "fedssl.objectives.deepcluster:DeepCluster",
+        "swav": "fedssl.objectives.swav:SwAV",
         "supervised": "fedssl.objectives.supervised:Supervised",
     },
     "algorithm": {
@@ -248,6 +251,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "fedema": "fedssl.algorithms.fedema:FedEMA",
         "ditto": "fedssl.algorithms.ditto:Ditto",
         "ccl": "fedssl.algorithms.ccl:CCL",
+        "fedca": "fedssl.algorithms.fedca:FedCA",
         "centralized": "fedssl.algorithms.centralized:Centralized",
         "standalone": "fedssl.algorithms.standalone:Standalone",
     },

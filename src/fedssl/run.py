@@ -132,8 +132,6 @@ def check_same(new: Config, old: Config, out: Path) -> None:
 def train(session: Session, out: Path, stop: list[int]) -> None:
     """The loop over rounds."""
     server, settings = session.server, session.config
-    if not (out / checkpoint.FILE).exists():
-        checkpoint.write(out, session)  # one to go back to, from the first round on
     saved, cost = time.monotonic(), 0.0
     with (
         contextlib.closing(Metrics(out, server.round, settings.rounds)) as metrics,
@@ -145,6 +143,9 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
             progress.say(note)
         if session.work.compiles and server.round < settings.rounds:
             progress.say("compiling the training step, once: about a minute")
+        if not (out / checkpoint.FILE).exists():
+            session.algorithm.prepare(server, session.public)
+            checkpoint.write(out, session)  # one to go back to, from the first round on
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
             every, monitor = settings.evaluate.every, settings.evaluate.monitor

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl import privacy
 from fedssl.algorithms.base import Algorithm, Average, Server
+from fedssl.client import Client
 from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.augment import Augmentation
@@ -90,6 +91,16 @@ class Session:
         """Who holds what, also where an algorithm has pooled it."""
         pools = self.algorithm.pools_data
         return client_data(self.config, self.dataset) if pools else self.engine.groups
+
+    @cached_property
+    def public(self) -> Client | None:
+        """The images that the server has and may show to all clients, as a client's."""
+        members = public_images(self.config, self.dataset)
+        if not len(members):
+            return None
+        ids, sizes = np.array([len(self.engine.groups)]), np.array([len(members)])
+        lr = self.config.client.lr
+        return Client(self.work, members, ids, sizes, 0, lr, {})
 
     @cached_property
     def names(self) -> list[str]:
@@ -364,15 +375,25 @@ def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: 
     return RemoteEngine(work, algorithm, groups, average)
 
 
+def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
+    """Which training images are everybody's (``algorithm.public`` of algorithms that have it)."""
+    count = getattr(config.algorithm, "public", 0)
+    return np.sort(choose(key(config.seed, "public"), len(dataset.train), count))
+
+
 def client_data(config: Config, dataset: Dataset) -> Groups:
-    """The training images of each client; those held out for ``semi`` are nobody's."""
+    """The training images of each client; public ones and those held out for ``semi`` are not."""
     train, share, classes = dataset.train, config.data.holdout, len(dataset.classes)
-    if not share:
+    public = public_images(config, dataset)
+    if len(public) and len(public) == len(train):
+        raise UserError(
+            f"algorithm.public={len(public)}: leaves the clients nothing of {len(train)} images"
+        )
+    if not share and not len(public):
         return partition(config.partition, train, classes, config.seed)
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
-    kept = np.setdiff1d(
-        np.arange(len(train)), datasets.held_out(labels, share, classes, config.seed).numpy()
-    )
+    held = datasets.held_out(labels, share, classes, config.seed).numpy()
+    kept = np.setdiff1d(np.arange(len(train)), np.union1d(held, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
         labels[kept],
@@ -388,12 +409,14 @@ def compiles(
 ) -> bool:
     """Whether local training goes through a compiled step (``engine.compile``)."""
     mode = config.engine.compile
-    possible = work.plan.batch is not None and algorithm.own_loss
+    own = algorithm.own_loss and work.objective.of_batches
+    possible = work.plan.batch is not None and own
     if mode == "on" and not possible:
         raise UserError(
-            "engine.compile=on: what is compiled is local training on a client's own loss in "
-            "batches of one size; set algorithm.batch (and not algorithm.name=dcco), or "
-            "engine.compile=auto"
+            f"engine.compile=on with algorithm.name={config.algorithm.name} and "
+            f"objective.name={config.objective.name}: what is compiled is local training on a "
+            "loss of one client's batches, all of one size; "
+            + ("use engine.compile=auto" if not own else "set algorithm.batch")
         )
     if mode != "auto" or not possible:
         return mode == "on"
@@ -412,6 +435,7 @@ def build_network(
         lambda features, norm: objective.head(features, norm, classes),
         config.seed,
         objective.predictor,
+        objective.joint,
     )
 
 

@@ -155,12 +155,13 @@ class Workspace:
         self, members: Tensor, state: Tensor, sizes: NDArray[np.int64] | None = None
     ) -> Encoded:
         """Some samples after augmentation and the network; ``state`` seeds each sample's views."""
-        inputs = tuple(
+        views = tuple(
             self.augmentation.views(
                 self.images[view % len(self.images)][members], state, view, self.dtype
             )
             for view in range(self.objective.inputs)
         )
+        inputs = self.objective.present(views)
         labels = None if self.labels is None else self.labels[members]
         one = np.array([len(members)]) if sizes is None else sizes
         return Encoded(self.encode(inputs), labels, one, self.memory)
@@ -169,7 +170,7 @@ class Workspace:
         """The network's encodings: bfloat16 inside if asked, at least float32 outside."""
         with self._autocast():
             projections = self.network(inputs)
-            encodings = self.network.predict(projections)
+            encodings = self.network.predict(projections + self.objective.recall(self.memory))
             if self.objective.siamese:
                 encodings += projections if self.target is None else self._targets(inputs)
         return tuple(e.to(self.dtype) for e in encodings)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl import optim
+from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
@@ -291,6 +292,10 @@ class Algorithm(ABC):
         self.params = params
         self.objective = objective
 
+    def prepare(self, server: Server, public: Client | None) -> None:
+        """Before the first round, with the images that the server itself has, as a client's."""
+        return
+
     @abstractmethod
     def round(self, server: Server, cohort: Cohort) -> None:
         """One round, as the paper has it."""
@@ -334,6 +339,6 @@ def one_plain_step(work: Workspace) -> bool:
     The change is then minus the learning rate times a gradient, and gradients of the union's
     passes are sums over its samples (DCCO paper, appendix A).
     """
-    if work.stateful or work.network.has_batch_norm:
+    if work.stateful or work.network.has_batch_norm or not work.objective.of_batches:
         return False
     return work.plan.one_full_step and work.config.client.optimizer == "sgd"

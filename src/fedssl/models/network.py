@@ -55,18 +55,25 @@ class Network(nn.Module):
     towers' parameters are the first part of the flat vector: what a target network follows.
     """
 
-    def __init__(self, towers: Iterable[nn.Module], predictors: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        towers: Iterable[nn.Module],
+        predictors: Iterable[nn.Module] = (),
+        joint: bool = False,
+    ) -> None:
         super().__init__()
+        self.joint = joint  # whether all inputs are one batch to batch norm
         self.towers = nn.ModuleList(towers)
         self.predictors = nn.ModuleList(predictors)
         self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.modules())
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The encodings F and G of the two inputs, or of one input alone."""
-        one_pass = len(self.towers) == 1 and len(inputs) > 1 and not self.has_batch_norm
+        one_tower = len(self.towers) == 1 and len(inputs) > 1
+        # Without batch norm the same numbers as one pass each: samples do not see each other.
+        one_pass = one_tower and (self.joint or not self.has_batch_norm)
         if one_pass and inputs[0].shape == inputs[1].shape:
-            # The same numbers as two passes: without batch norm, samples do not see each other.
-            return self.towers[0](torch.cat(inputs)).chunk(2)
+            return self.towers[0](torch.cat(inputs)).chunk(len(inputs))
         return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
 
     def predict(self, encodings: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -83,6 +90,7 @@ def build(
     make_head: MakeHead,
     seed: int,
     make_predictor: MakePredictor | None = None,
+    joint: bool = False,
 ) -> Network:
     """An initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
     norm = Norm(settings.norm, settings.groups)
@@ -91,7 +99,7 @@ def build(
     for i in range(settings.towers):
         body = make_encoder(settings, channels[i % len(channels)], size)
         towers.append(Tower(body, make_head(body.features, norm)))
-    network = Network(towers, [p for p in made if p is not None])
+    network = Network(towers, [p for p in made if p is not None], joint)
     initialize(network, seed)
     if settings.init is not None:
         load_encoders(network, settings.init)

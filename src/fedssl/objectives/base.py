@@ -6,7 +6,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from fedssl.config import ObjectiveParams
 from fedssl.errors import UserError
 from fedssl.models.network import mlp
 from fedssl.models.norms import Norm
+
+if TYPE_CHECKING:
+    from fedssl.client import Client, Loss
 
 Moments = dict[str, Tensor]
 Centre = dict[str, Tensor]
@@ -29,6 +32,8 @@ class Objective(ABC):
     inputs: ClassVar[int] = 2  # how many views or modalities it looks at
     needs_labels: ClassVar[bool] = False
     siamese: ClassVar[bool] = False  # whether the loss sees targets too, after the encodings
+    joint: ClassVar[bool] = False  # whether all inputs are one batch to batch norm
+    of_batches: ClassVar[bool] = True  # whether a batch is all that the loss needs; else ``local``
 
     def __init__(self, params: ObjectiveParams) -> None:
         self.params = params
@@ -54,6 +59,21 @@ class Objective(ABC):
     def remember(self, memory: Memory, encodings: tuple[Tensor, ...]) -> None:
         """Take a step's encodings into the memory, in place."""
         return
+
+    def present(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What the network sees: the views, or what a task makes of them."""
+        return views
+
+    def recall(self, memory: Memory) -> tuple[Tensor, ...]:
+        """Projections out of the memory that go through the predictor too, after the batch's."""
+        return ()
+
+    def local(self, client: Client, start: Tensor) -> Loss | None:
+        """The loss of one client's round from ``start``, where it looks beyond the batch.
+
+        It may use the network before the first step: training loads ``start`` after it.
+        """
+        return None
 
     @abstractmethod
     def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
