@@ -21,7 +21,7 @@ from fedssl.client import Client
 from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.augment import Augmentation
-from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.dataset import Census, Dataset, Groups, Split
 from fedssl.data.partition import Folder, partition
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.base import Engine
@@ -312,6 +312,10 @@ def prepare(config: Config) -> Session:
     """Load the data, build the network, and refuse what could not run."""
     dataset = datasets.load(config.data, config.seed)
     session = assemble(config, dataset, client_data(config, dataset))
+    labels, groups = dataset.train.labels, session.engine.groups
+    if labels is not None and bool((labels[groups.members] >= 0).all()):
+        census = Census(labels.to(session.work.device), groups, len(dataset.classes))
+        session.work.census = session.server.census = census
     _ = session.judged_splits  # a file that cannot be read at that size is found now
     return session
 

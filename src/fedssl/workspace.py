@@ -16,7 +16,7 @@ from torch import Tensor
 from fedssl import optim
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
-from fedssl.data.dataset import Split
+from fedssl.data.dataset import Census, Split
 from fedssl.models.flat import Flat, positions
 from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
@@ -109,6 +109,7 @@ class Workspace:
         if self.target is not None and not objective.stop_gradient:
             self.target_state = optim.start(config.client, self.target.params)
         self.compiles = False
+        self.census: Census | None = None  # of a simulation, for measures that only it can make
         self._replays: dict[tuple[int, float | None], Replay] = {}
         # Places of the numbers that stay with a client (FedBN), and of those that are sent.
         self.kept: Tensor | None = None

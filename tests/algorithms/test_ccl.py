@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -536,3 +537,91 @@ def test_a_deployment_says_what_leaves_a_site() -> None:
     (line,) = [line for line in listed.splitlines() if "`share`" in line]
     assert "Features of single images" in line and "other clients" in line
     assert "the server sees each site's own" in line
+
+
+def ratios(session: Any) -> dict[int, float]:
+    one_round(session)
+    assert "census" not in {*session.server.log}
+    found: Any = session.server.clients.pop("false_negatives")
+    return dict(found)
+
+
+EXCLUSIVE = (
+    *("partition.name=classes", "partition.classes=2", "cohort.size=null"),
+    *("objective.queue=16", "algorithm.features=16"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("algorithm.remote=both", 1 / (2 * 5)),  # 1/(m·|C|), section 4.1
+        ("algorithm.remote=only", 0),
+        ("algorithm.remote=off algorithm.lambda=0", 1 / 2),
+    ],
+)
+def test_false_negatives_of_exclusive_classes(words: str, expected: float) -> None:
+    session = prepare(small(*EXCLUSIVE, *words.split()))
+    assert ratios(session) == pytest.approx(dict.fromkeys(range(5), 1 / 2))  # no banks yet: 1/m
+    for _ in range(2):
+        assert ratios(session) == pytest.approx(dict.fromkeys(range(5), expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("remote", ["both", "only"])
+def test_false_negatives_are_those_of_the_banks_as_they_were(
+    remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted image by image, with mixed classes, unequal clients, and rounds that some miss."""
+    words = ("partition.name=dirichlet", "partition.alpha=1", "algorithm.mix=2")
+    session = prepare(small(*words, f"algorithm.remote={remote}", "algorithm.features=7"))
+    assert session.dataset.train.labels is not None
+    labels, work, groups = (
+        session.dataset.train.labels.tolist(),
+        session.work,
+        session.engine.groups,
+    )
+    queues: dict[int, list[int]] = {k: [] for k in range(5)}
+    shared: dict[int, list[int]] = {}
+    now: list[int] = []
+    look, encode, train = work.look, CCL.look, CCL.train
+
+    def seen_train(ccl: CCL, client: Client, *payload: Any) -> Any:
+        now.append(client.id)
+        return train(ccl, client, *payload)
+
+    def seen_step(members: Tensor, *rest: Any) -> Any:
+        queues[now[-1]] += 2 * members.tolist()
+        return look(members, *rest)
+
+    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, secret: Any) -> Tensor:
+        client = next(k for k in range(5) if torch.equal(images, w.images[0][groups[k]]))
+        renewed.setdefault(client, []).extend(groups[client][own].tolist())
+        return encode(ccl, w, images, own, secret)
+
+    monkeypatch.setattr(CCL, "train", seen_train)
+    monkeypatch.setattr(work, "look", seen_step)
+    monkeypatch.setattr(CCL, "look", seen_bank)
+    for _ in range(4):
+        renewed: dict[int, list[int]] = {}
+        for client, ratio in ratios(session).items():
+            far = [i for k, bank in shared.items() if k != client for i in bank]
+            near = [] if remote == "only" and far else queues[client][-20:]
+            pairs = [labels[q] == labels[n] for q in groups[client] for n in near + far]
+            assert ratio == pytest.approx(sum(pairs) / len(pairs))
+        shared |= renewed
+
+
+def test_without_labels_nothing_is_counted(tmp_path: Path) -> None:
+    session = prepare(small())
+    session.work.census = session.server.census = None
+    one_round(session)
+    assert "false_negatives" not in session.server.clients
+    states: Any = session.engine.states
+    assert "origins" not in states[int(session.cohort_ids(0)[0])]
+
+
+def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> None:
+    run.run(small("rounds=2"), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < v < 1 for line in lines for v in line["false_negatives"].values())
+    assert {*lines[1]["exchanges"]} == {"train", "share"}

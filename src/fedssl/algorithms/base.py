@@ -17,6 +17,7 @@ from torch import Tensor
 from fedssl import optim
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config, Optimizer
+from fedssl.data.dataset import Census
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
@@ -82,6 +83,7 @@ class Server:
         self.log: dict[str, Tensor] = {}
         self.clients: dict[str, dict[int, float | None]] = {}  # measures of each client, to log
         self.warnings: list[str] = []
+        self.census: Census | None = None  # of a simulation, see there
         self._sent: tuple[Tensor, Tensor] | None = None
 
     @property

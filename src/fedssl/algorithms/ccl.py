@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -36,11 +36,15 @@ class CCL(Algorithm):
     reading: banks are made once a round, by the momentum model that training ends with, from images
     without augmentation (of two modalities, the first). A client that is not asked, or whose bank
     is refused, keeps its last one.
+
+    A simulation whose images have labels also measures the false negatives of Eq. 4 and 5. Labels
+    are in no exchange, and no deployment does this.
     """
 
     own_loss = False
     gathers = ("share",)
     varying = ("share",)
+    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"census": ("alike", "held")}
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
@@ -119,15 +123,20 @@ class CCL(Algorithm):
         start = server.sent[: server.flat.parameters]
         momentum = cast(Tensor, server.state.get("momentum", start))
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
+        classes = cast("dict[str, Tensor]", server.state.get("classes", {}))
         remote = {int(k): self.others(banks, int(k), server.weights) for k in cohort.ids}
         update = cohort.mean("train", server.sent, momentum, per_client(remote))
         server.apply(update)
         server.state["momentum"] = momentum + update["momentum"]
+        if server.census is not None:
+            self.note_false_negatives(server, cohort, classes)
         if self.params.remote == "off":
             return
         cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
         new = finite(cohort.gather("share"), server)
         server.state["banks"] = {**banks, **new}
+        if server.census is not None:
+            server.state["classes"] = {**classes, **{k: self.classes(server, int(k)) for k in new}}
         # Banks travel with the models of `train`, and are counted with those that come back.
         down, sent = cohort.traffic.down, sum(map(count_bytes, remote.values()))
         down["train"] -= sent
@@ -137,6 +146,34 @@ class CCL(Algorithm):
         """Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2), in the order of the clients."""
         ids = sorted((k for k in banks if int(k) != client), key=int)
         return torch.cat([like.new_empty(0, self.width), *(banks[k] for k in ids)])
+
+    def classes(self, server: Server, client: int) -> Tensor:
+        """How many features of a client's new bank are of each class.
+
+        A mixed image counts as the one that was encrypted.
+        """
+        assert server.census is not None
+        members = server.census.groups[client]
+        state = key(server.config.seed, "share", server.round, client)
+        return server.census.count(members[choose(state, len(members), self.features)])
+
+    def note_false_negatives(
+        self, server: Server, cohort: Cohort, classes: Mapping[str, Tensor]
+    ) -> None:
+        """R_FN (Eq. 4, or Eq. 5), the mean over a client's samples at the end of its round."""
+        census, traffic = server.census, cohort.traffic
+        assert census is not None
+        ratios: dict[int, dict[str, Tensor]] = {}
+        for client, local in cohort.gather("census", log=True).items():
+            own = census.count(census.groups[client])
+            others = sum((n for k, n in classes.items() if int(k) != client), torch.zeros_like(own))
+            alike, held = own @ others / own.sum(), others.sum()
+            if self.params.remote != "only" or not held:
+                alike, held = alike + local["alike"].to(own), held + local["held"].to(own)
+            ratios[client] = {"false_negatives": alike / held}
+        server.note(ratios)
+        for bytes_of in (traffic.up, traffic.down):
+            bytes_of.pop("census", None)  # only a simulation asks for it
 
     def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
         """Two models' changes and the loss; or at most K features."""
@@ -152,8 +189,14 @@ class CCL(Algorithm):
         places = momentum_places(client.work)
         own = client.state.get("target", client.open(received)[: client.work.flat.parameters])
         client.state["target"] = cast(Tensor, own).index_copy(0, places, momentum)
-        reply = client.descend(received, Step(self, client, remote))
+        step = Step(self, client, remote)
+        reply = client.descend(received, step)
+        client.state |= step.counted()
         return {**reply, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
+
+    def census(self, client: Client) -> dict[str, Tree]:
+        """For the log of a simulation: how many features of its queue a sample is alike, of all."""
+        return {name: client.state.get(name, torch.tensor(torch.nan)) for name in ("alike", "held")}
 
     def share(self, client: Client) -> dict[str, Tree]:
         """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
@@ -200,6 +243,9 @@ class Step:
         self.number = 0
         memory: Any = client.state.get("memory", {"seen": 0})
         self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
+        # Which of the client's images the queue's keys are of.
+        none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.work.device)
+        self.origins = cast(Tensor, client.state.get("origins", none)).clone()
 
     def __call__(self, encoded: Encoded) -> Tensor:
         """L = L_contrast + λ L_neigh."""
@@ -211,9 +257,30 @@ class Step:
                 query = F.normalize(encoding, dim=1)
                 near = matching(query, candidates, params.neighbours, params.temperature)
                 loss = loss + params.lambda_ * near
+        if self.client.work.census is not None:
+            self.follow()
         self.number += 1
         self.seen += sum(map(len, encoded.encodings[2:]))
         return loss
+
+    def follow(self) -> None:
+        """Which images' keys enter the queue: both views', as MoCo's ``remember`` has it."""
+        client, size = self.client, len(self.origins)
+        _, chosen = client.work.plan.indices(client.round, self.number, client.id, client.samples)
+        entering = client.members[chosen].repeat(2)
+        skipped = max(0, len(entering) - size)
+        arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
+        self.origins.index_copy_(0, arrival % size, entering[skipped:])
+
+    def counted(self) -> dict[str, Tree]:
+        """How many of the queue's keys a sample of the client is alike on average, and of all."""
+        census, client = self.client.work.census, self.client
+        if census is None:
+            return {}
+        held = min(self.seen, len(self.origins))
+        own, queue = census.count(client.members), census.count(self.origins[:held])
+        alike = own @ queue / own.sum()
+        return {"origins": self.origins, "alike": alike, "held": torch.tensor(float(held))}
 
     def negatives(self, memory: Memory) -> tuple[Tensor, Tensor]:
         """Q_l ∪ Q_s (Eq. 3), or Q_s alone (Eq. 5), and which of them are not there."""

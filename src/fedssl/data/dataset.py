@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,6 +56,20 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.images[0])
+
+
+@dataclass(frozen=True)
+class Census:
+    """Who holds which classes: known where all clients' labels are, in a simulation."""
+
+    labels: Tensor  # of every training image
+    groups: Groups
+    classes: int
+
+    def count(self, members: NDArray[np.int64] | Tensor) -> Tensor:
+        """How many of some images each class has."""
+        index = torch.as_tensor(members, device=self.labels.device)
+        return torch.bincount(self.labels[index], minlength=self.classes).double()
 
 
 @dataclass(frozen=True)
