@@ -121,7 +121,8 @@ class Client:
     def _statistics(self, trained: Trained) -> Tensor:
         """Running statistics of this round alone: what is left of their start is taken out."""
         work, n = self.work, self.work.flat.parameters
-        passes = -(-work.objective.inputs // len(work.network.towers))
+        inputs = 1 if work.network.joint else work.objective.inputs
+        passes = -(-inputs // len(work.network.towers))
         left = (1 - STATISTICS_MOMENTUM) ** (passes * work.plan.count(self.samples))
         return (trained.weights[n:] - left * trained.start[n:]) / (1 - left)
 

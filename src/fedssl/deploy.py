@@ -112,6 +112,12 @@ def _check(config: Config) -> None:
             "algorithm.norm_policy=local: normalization layers never leave the sites, so the "
             "server's encoder would have untrained ones; use average or reset"
         )
+    public = getattr(config.algorithm, "public", 0)
+    if public and config.data.root is None:
+        raise UserError(
+            f"algorithm.public={public}: images of the server's own, which the sites get to see; "
+            "name their folder in data.root"
+        )
     if "per-client" in (*(config.evaluate.protocols or ()), *(config.evaluate.monitor or ())):
         raise UserError(
             "evaluate.protocols=per-client: the server has no client's test images; leave it out"
@@ -302,6 +308,8 @@ def server(config: Config, folder: Path) -> str:
         else "The server has no images, so encoders are not judged; labelled images of your own in "
         "`data.root` change that."
     )
+    if public := getattr(config.algorithm, "public", 0):
+        judged += f"\n**{public} of these images are public**: every site gets them."
     return f"""# For the server
 
 Recipe and all keys: `{PACKAGE}/recipe.yaml`. The run waits for {config.engine.sites} sites \

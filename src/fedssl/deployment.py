@@ -136,7 +136,7 @@ def _nothing(site: Introduction) -> Dataset:
 
 
 def _own(config: Config, site: Introduction) -> Dataset:
-    """The server's labelled images, which are judged on and never trained on."""
+    """The server's labelled images, which are judged on; only public ones are trained on."""
     dataset = datasets.load(config.data, config.seed)
     shape = [tuple(i.shape[1:]) for i in dataset.train.images]
     wanted = [(c, site.height, site.width) for c in site.channels]

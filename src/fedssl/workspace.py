@@ -89,6 +89,7 @@ class Workspace:
     ) -> None:
         self.config = config
         self.objective = objective
+        objective.check_images(*split.images[0].shape[2:])
         self.augmentation = augmentation
         self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.network = network.to(device=device, dtype=self.dtype).train()

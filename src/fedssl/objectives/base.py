@@ -60,6 +60,10 @@ class Objective(ABC):
         """Take a step's encodings into the memory, in place."""
         return
 
+    def check_images(self, height: int, width: int) -> None:
+        """Refuse images that the task cannot be made of."""
+        return
+
     def present(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What the network sees: the views, or what a task makes of them."""
         return views

@@ -48,10 +48,19 @@ class SimCLR(Dual):
     def loss(
         self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
     ) -> Tensor:
-        """The mean over both directions of −log softmax of the partner's similarity."""
+        """NT-Xent of the batch alone."""
+        return self.contrast(encodings)
+
+    def contrast(self, encodings: tuple[Tensor, ...], negatives: Tensor | None = None) -> Tensor:
+        """The mean over both directions of −log softmax of the partner's similarity.
+
+        ``negatives`` (of length 1) are to every encoding what the others of the batch are.
+        """
         z = F.normalize(torch.cat(encodings), dim=1)
         similarity = z @ z.T / self.temperature
         own = torch.eye(len(z), dtype=torch.bool, device=z.device)
-        others = torch.logsumexp(similarity.masked_fill(own, -torch.inf), dim=1)
+        others = similarity.masked_fill(own, -torch.inf)
+        if negatives is not None:
+            others = torch.cat((others, z @ negatives.T / self.temperature), dim=1)
         partner = torch.diagonal(similarity.roll(len(encodings[0]), dims=0))
-        return (others - partner).mean()
+        return (torch.logsumexp(others, dim=1) - partner).mean()

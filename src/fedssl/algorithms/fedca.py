@@ -1,0 +1,237 @@
+"""Federated contrastive averaging with dictionary and alignment (FedCA, Zhang et al. 2020)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedssl.algorithms.base import Algorithm, Cohort, Server
+from fedssl.algorithms.ccl import finite
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams
+from fedssl.data.random import choose, key
+from fedssl.errors import UserError
+from fedssl.models.network import Tower
+from fedssl.objectives.base import Objective
+from fedssl.objectives.simclr import SimCLR
+from fedssl.plan import on_device
+from fedssl.trees import Tree, count_bytes
+from fedssl.workspace import Encoded, Workspace
+
+PUBLIC = 1000
+
+
+class FedCA(Algorithm):
+    """SimCLR with all clients' projections as negatives, aligned to a base model (Zhang et al.).
+
+    The paper has a dictionary of all clients' projections, shared with all, and a base model
+    trained on public images, to which each client's representations of these are pulled. Our
+    reading: the rest. A client projects its images without augmentation (of two modalities, the
+    first), once a round, by the model that its training ends with; its own rows are in the
+    dictionary too, and one that is not asked, or is refused, keeps its last ones. The base model
+    is SimCLR's with the clients' optimizer, from the run's own start. The alignment is the mean
+    over a batch of public images of ‖h − h_base‖², of the encoder's features at length 1; batch
+    norm sees that batch alone, and its running statistics do not.
+    """
+
+    own_loss = False
+    gathers = ("share",)
+    varying = ("share",)
+
+    @dataclass(frozen=True)
+    class Params(AlgorithmParams):
+        """All values are our reading.
+
+        ``align``: β, the weight of the alignment; 0 is without it. ``public``: how many training
+        images are no client's and everybody's (1000, or none where nothing is aligned; in a
+        deployment they are of the server's own). ``base_epochs``: how long the base model trains
+        on them. ``dictionary``: how many projections a client shares in a round, at most; with 0
+        none leaves it.
+        """
+
+        align: float = 0.1
+        public: int | None = None
+        base_epochs: int = 100
+        dictionary: int = 1024
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.align < math.inf:
+                raise UserError(f"algorithm.align={self.align}: must be finite and not negative")
+            public = (PUBLIC if self.align else 0) if self.public is None else self.public
+            object.__setattr__(self, "public", public)
+            if public < 0:
+                raise UserError(f"algorithm.public={public}: must not be negative")
+            if self.align and public < 2:
+                raise UserError(
+                    f"algorithm.public={public} with algorithm.align={self.align}: the base model "
+                    "compares at least 2 images; give more, or set algorithm.align=0"
+                )
+            if self.base_epochs < 1:
+                raise UserError(f"algorithm.base_epochs={self.base_epochs}: must be at least 1")
+            if self.dictionary < 0 or self.dictionary == 1:  # batch norm needs two
+                raise UserError(
+                    f"algorithm.dictionary={self.dictionary}: must be at least 2, or 0 to share "
+                    "no projection"
+                )
+
+    params: Params
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        if not isinstance(objective, SimCLR):
+            raise UserError(
+                f"algorithm.name=fedca with objective.name={objective.params.name}: its dictionary "
+                "adds to SimCLR's negatives; use objective.name=simclr"
+            )
+        self.simclr = objective
+        self.width = objective.params.projector[-1]
+
+    def prepare(self, server: Server, public: Client | None) -> None:
+        """Train the base model on the public images, and keep what it makes of them."""
+        if not self.params.align:
+            return
+        held = 0 if public is None else public.samples
+        if public is None or held != self.params.public:
+            raise UserError(
+                f"algorithm.public={self.params.public}: the server has {held} image(s) to show to "
+                "the clients; name a folder with more in data.root, or set algorithm.align=0"
+            )
+        work, plan = public.work, public.work.plan
+        images = work.images[0][public.members]
+        work.plan = dataclasses.replace(plan, steps=None, epochs=self.params.base_epochs)
+        try:
+            public.train(work.initial, {})
+        finally:
+            work.plan = plan
+        with torch.no_grad():
+            base = [features(work, part) for part in in_batches(work, images)]
+        server.state |= {"public": images, "base": torch.cat(base)}
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """Model and dictionary down, models up and averaged, each client's projections up."""
+        banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
+        dictionary, asked = self.joined(banks, server.weights), len(cohort.ids)
+        shown = [server.state[name] for name in ("public", "base") if self.params.align]
+        server.apply(cohort.mean("train", server.sent, dictionary, *shown))
+        if not self.params.dictionary:
+            return
+        cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
+        server.state["banks"] = {**banks, **finite(cohort.gather("share"), server)}
+        # It travels with the model of `train`, and is counted with the projections that come back.
+        down, sent = cohort.traffic.down, asked * count_bytes(dictionary)
+        down["train"] -= sent
+        down["share"] += sent
+
+    def joined(self, banks: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """The dictionary: all banks, in the order of the clients; empty before the first ones."""
+        ordered = (banks[k] for k in sorted(banks, key=int))
+        return torch.cat([like.new_empty(0, self.width), *ordered])
+
+    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+        """The model's change and the loss; or at most so many projections."""
+        if task == "share":
+            return {"features": work.initial.new_empty(self.params.dictionary, self.width)}
+        return super().reply_like(task, work)
+
+    def train(
+        self,
+        client: Client,
+        received: Tensor,
+        dictionary: Tensor,
+        public: Tensor | None = None,
+        base: Tensor | None = None,
+    ) -> dict[str, Tree]:
+        """The change that local training makes; the client's projections stay until asked for."""
+        reply = client.descend(received, Step(self, client, dictionary, public, base))
+        if self.params.dictionary:
+            client.state["bank"] = self.project(client)
+        return reply
+
+    @torch.no_grad()
+    def project(self, client: Client) -> Tensor:
+        """Projections of some of the client's images, of length 1, by what the network holds."""
+        work = client.work
+        state = key(work.config.seed, "share", client.round, client.id)
+        chosen = on_device(choose(state, client.samples, self.params.dictionary), work.device)
+        images = work.images[0][client.members[chosen]]
+        parts = (work.encode((plain(work, part),))[0] for part in in_batches(work, images))
+        return F.normalize(torch.cat(list(parts)), dim=1)
+
+    def share(self, client: Client) -> dict[str, Tree]:
+        """Projections of single images, as they are, for all other clients too."""
+        if not self.params.dictionary:
+            raise UserError("algorithm.dictionary=0: no projection leaves this client")
+        return {"features": client.state["bank"]}
+
+
+class Step:
+    """The loss of a client's steps, one after another."""
+
+    def __init__(
+        self,
+        fedca: FedCA,
+        client: Client,
+        dictionary: Tensor,
+        public: Tensor | None,
+        base: Tensor | None,
+    ) -> None:
+        self.fedca, self.client, self.dictionary = fedca, client, dictionary
+        self.public, self.base = public, base
+        self.number = 0
+
+    def __call__(self, encoded: Encoded) -> Tensor:
+        """L_contrast + β L_align."""
+        loss = self.fedca.simclr.contrast(encoded.encodings, self.dictionary)
+        if self.fedca.params.align:
+            loss = loss + self.fedca.params.align * self.alignment(len(encoded.encodings[0]))
+        self.number += 1
+        return loss
+
+    def alignment(self, batch: int) -> Tensor:
+        """The mean squared distance to the base model's features, of as many images as a batch."""
+        client, work = self.client, self.client.work
+        assert self.public is not None and self.base is not None
+        state = key(work.config.seed, "public", client.round, client.id, self.number)
+        chosen = on_device(choose(state, len(self.public), batch), work.device)
+        own = features(work, self.public[chosen])
+        return (own - self.base[chosen]).square().sum(1).mean()
+
+
+def features(work: Workspace, images: Tensor) -> Tensor:
+    """The first encoder's features of plain images, of length 1."""
+    encoder, half = cast(Tower, work.network.towers[0]).encoder, work.config.precision == "bf16"
+    with torch.autocast(work.device.type, torch.bfloat16, enabled=half), unseen(encoder):
+        found = encoder(plain(work, images))
+    return F.normalize(found.to(work.dtype), dim=1)
+
+
+def plain(work: Workspace, images: Tensor) -> Tensor:
+    """What the network sees of images without augmentation."""
+    return images.to(work.dtype) / 255
+
+
+def in_batches(work: Workspace, images: Tensor) -> tuple[Tensor, ...]:
+    """As in training, since batch norm looks at them."""
+    return images.tensor_split(work.plan.batches(len(images)))
+
+
+@contextlib.contextmanager
+def unseen(module: nn.Module) -> Iterator[None]:
+    """Batches that leave batch norm's running statistics as they are."""
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True

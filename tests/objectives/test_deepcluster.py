@@ -1,0 +1,321 @@
+"""DeepCluster-v2: k-means against a slow one, the bank row by row, and whole rounds of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import engine_of, groups_of, made_split, relative, settings, step
+from numpy.typing import NDArray
+from rounds import assert_both_engines_agree, epochs, losses, weights_after
+from torch import Tensor, nn
+
+from fedssl import config as configuration
+from fedssl.client import Client
+from fedssl.config import Config
+from fedssl.engines.local import LocalEngine
+from fedssl.errors import UserError
+from fedssl.objectives import deepcluster
+from fedssl.objectives.deepcluster import DeepCluster, Step, fill, kmeans
+from fedssl.session import prepare
+
+WORDS = ("objective.name=deepcluster", "objective.projector=32,16", "objective.clusters=3,2,4")
+Rows = NDArray[np.float64]
+
+
+def unit(count: int, width: int = 5, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(count, width, dtype=torch.float64, generator=generator), dim=1)
+
+
+def slow_kmeans(rows: Rows, centroids: Rows, iterations: int) -> tuple[Rows, list[int]]:
+    centroids = centroids.copy()
+
+    def nearest() -> list[int]:
+        return [int(np.argmax([row @ c for c in centroids])) for row in rows]
+
+    for _ in range(iterations):
+        own = nearest()
+        for k in range(len(centroids)):
+            members = [row for row, j in zip(rows, own, strict=True) if j == k]
+            if members:
+                total = np.sum(members, axis=0)
+                centroids[k] = total / np.sqrt((total**2).sum())
+    return centroids, nearest()
+
+
+def a_client(config: Config, size: int = 9, round: int = 0) -> tuple[LocalEngine, Client]:
+    engine, _ = engine_of(config, made_split(), groups_of(5, size))
+    return engine, engine.client(np.array([1]), round, remember=False)
+
+
+def a_step(config: Config, size: int = 9, round: int = 0) -> tuple[Client, Step]:
+    engine, client = a_client(config, size, round)
+    loss = engine.work.objective.local(client, engine.work.initial)
+    assert isinstance(loss, Step)
+    engine.work.load(engine.work.initial)
+    return client, loss
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kmeans_is_the_slow_one(seed: int) -> None:
+    rows = unit(300, seed=seed)  # of which none stands still after 9 iterations
+    for start in (rows[seed : seed + 7], torch.cat((rows[:3], rows[:1], -rows.mean(0)[None]))):
+        centroids, nearest = kmeans(rows, start)
+        expected, own = slow_kmeans(rows.numpy(), start.numpy(), iterations=10)
+        np.testing.assert_allclose(centroids, expected, rtol=1e-9, atol=1e-12)
+        assert nearest.tolist() == own
+
+
+def test_an_empty_cluster_keeps_its_centroid() -> None:
+    rows = unit(30)
+    far = -F.normalize(rows.sum(0), dim=0)
+    rows = rows[rows @ far < 0]  # it is nobody's nearest
+    centroids, nearest = kmeans(rows, torch.stack((rows[0], far, -far)))
+    assert 1 not in nearest.tolist()
+    assert torch.equal(centroids[1], far)
+
+
+def test_a_fixed_point_stays() -> None:
+    """Every centroid is the direction of its rows' sum, and every row's own is the nearest."""
+    places = torch.eye(3, 5, dtype=torch.float64).repeat_interleave(10, dim=0)
+    rows = F.normalize(places + 0.1 * unit(30), dim=1)
+    centroids, nearest = kmeans(rows, rows[[0, 10, 20]])
+    assert nearest.tolist() == [0] * 10 + [1] * 10 + [2] * 10
+    for k in range(3):
+        torch.testing.assert_close(centroids[k], F.normalize(rows[nearest == k].sum(0), dim=0))
+    again, same = kmeans(rows, centroids)
+    torch.testing.assert_close(again, centroids, rtol=1e-12, atol=1e-14)
+    assert torch.equal(same, nearest)
+
+
+@pytest.mark.parametrize("batch", ["null", "4"])
+def test_the_bank_holds_every_sample_at_its_place(batch: str) -> None:
+    """One by one: without batch norm samples do not see each other; 4 does not divide 9."""
+    config = epochs(*WORDS, "encoder.norm=group", f"algorithm.batch={batch}")
+    engine, client = a_client(config, round=3)
+    start = engine.work.initial * 1.1
+    bank = fill(client, start)
+    assert bank.shape == (2, 9, 16) and not bank.requires_grad
+    epoch, _ = engine.work.plan.indices(3, 0, 1, 9)
+    engine.work.load(start)
+    for i in range(9):
+        one = torch.tensor([i])
+        seen = engine.work.look(client.members[one], client.random_state(epoch - 1, one))
+        for view, encoding in enumerate(seen.encodings):
+            expected = F.normalize(encoding[0].detach(), dim=0)
+            torch.testing.assert_close(bank[view, i], expected, rtol=1e-9, atol=1e-12)
+    assert relative(bank[0], bank[1]) > 0.01
+
+
+def test_to_batch_norm_the_bank_is_made_of_shuffled_batches() -> None:
+    engine, client = a_client(epochs(*WORDS))
+    seen: list[Tensor] = []
+    real = engine.work.look
+    engine.work.look = lambda m, s, *rest: seen.append(m) or real(m, s, *rest)  # type: ignore
+    fill(client, engine.work.initial)
+    assert sorted(map(len, seen)) == [4, 5]  # none of one sample
+    assert sorted(torch.cat(seen).tolist()) == client.members.tolist()
+    assert torch.cat(seen).tolist() != client.members.tolist()
+
+
+def test_the_loss_written_out_and_the_bank_after_each_step() -> None:
+    """Four epochs of two steps: clusters are those of the bank when the epoch began."""
+    config = epochs(*WORDS, "algorithm.local_epochs=4", "objective.temperature=0.3")
+    client, loss = a_step(config, round=2)
+    bank = loss.bank.clone()
+    for number in range(8):
+        if number % 2 == 0:
+            assert loss.number == number
+            found = [loss.cluster(number // 2, j) for j in range(3)]
+            for j, (centroids, own) in enumerate(found):
+                rows = bank[j % 2]
+                scores = rows @ centroids.T
+                assert centroids.shape == (config.objective.clusters[j], 16)  # type: ignore
+                assert own.tolist() == scores.argmax(1).tolist()
+        encoded = client._encode(number)
+        value = loss(encoded)
+        _, chosen = client.work.plan.indices(2, number, 1, 9)
+        assert isinstance(chosen, Tensor) and len(chosen) == 4
+        views = [F.normalize(e, dim=1) for e in encoded.encodings]
+        places = range(4)
+        parts = []
+        for centroids, own in found:
+            for view in views:
+                logits = (view @ centroids.T).detach().numpy() / 0.3
+                chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+                parts.append(-np.mean(np.log(chances[places, own[chosen]])))
+        assert float(value.detach()) == pytest.approx(float(np.mean(parts)), rel=1e-10)
+        for view in (0, 1):
+            bank[view, chosen] = views[view].detach()
+        assert torch.equal(loss.bank, bank)
+
+
+Called = list[tuple[Tensor, Tensor]]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Called:
+    """What k-means was asked: rows, and the centroids that it starts from."""
+    calls: Called = []
+    monkeypatch.setattr(
+        deepcluster, "kmeans", lambda r, c: calls.append((r.clone(), c)) or kmeans(r, c)
+    )
+    return calls
+
+
+def drawn(called: Called) -> list[tuple[int, ...]]:
+    """Which rows each call starts from."""
+    return [tuple(int((r == c).all(1).nonzero()) for c in start) for r, start in called]
+
+
+def test_set_j_clusters_view_j_mod_2_once_an_epoch(called: Called) -> None:
+    client, loss = a_step(epochs(*WORDS, "objective.clusters=3,3,3"), size=20)
+    bank = loss.bank.clone()
+    for number in range(10):  # 5 in an epoch
+        loss(client._encode(number))
+    assert len(called) == 6
+    for j in range(3):
+        assert torch.equal(called[j][0], bank[j % 2])
+    assert all(len(set(rows)) == 3 for rows in drawn(called))
+    assert len(set(drawn(called))) == 6
+
+
+def test_first_centroids_differ_between_rounds_and_clients(called: Called) -> None:
+    config = epochs(*WORDS, "objective.clusters=5")
+    engine, _ = engine_of(config, made_split(), groups_of(20, 20))
+    for round in (0, 1):
+        for k in (0, 1):
+            client = engine.client(np.array([k]), round, remember=False)
+            loss: Any = engine.work.objective.local(client, engine.work.initial)
+            loss.cluster(0, 0)
+    assert len(set(drawn(called))) == 4
+
+
+def test_centroids_are_constants() -> None:
+    client, loss = a_step(epochs(*WORDS))
+    value = loss(client._encode(0))
+    assert value.requires_grad and not any(c.requires_grad for c, _ in loss.sets)
+    value.backward()
+    assert client.work.flat.gradient.norm() > 1e-4
+
+
+def test_fewer_samples_than_clusters() -> None:
+    client, loss = a_step(epochs(*WORDS, "objective.clusters=300,5"), size=6)
+    assert math.isfinite(float(loss(client._encode(0)).detach()))
+    (centroids, own), (few, _) = loss.sets
+    assert len(centroids) == 6 and sorted(own.tolist()) == list(range(6))
+    assert len(few) == 5
+
+
+def test_the_pass_that_fills_the_bank_leaves_no_trace() -> None:
+    """``norm_policy=reset``: after one step, the mean that batch norm saw in it alone."""
+    config = epochs(
+        *WORDS, "algorithm.local_epochs=1", "algorithm.batch=9", "algorithm.norm_policy=reset"
+    )
+    engine, server = engine_of(config, made_split(), groups_of(9))
+    work, client = engine.work, engine.client(np.array([0]), 0, remember=False)
+    state = client.random_state(0, slice(None))
+    views = [work.augmentation.views(work.images[0][:9], state, v, work.dtype) for v in (0, 1)]
+    conv, norm = (
+        next((n, m) for n, m in work.network.named_modules() if isinstance(m, kind))
+        for kind in (nn.Conv2d, nn.BatchNorm2d)
+    )
+    expected = conv[1](torch.cat(views)).mean((0, 2, 3)).detach()
+    step(engine, server, 0)
+    now = work.flat.named(server.weights)
+    torch.testing.assert_close(now[f"{norm[0]}.running_mean"], expected)
+
+
+def test_dittos_global_model_is_fedavgs() -> None:
+    """Two trainings in a round, from different weights: each has a bank of its own."""
+    fedavg = weights_after(epochs(*WORDS))
+    ditto = weights_after(epochs(*WORDS, "algorithm.name=ditto"))
+    assert len(ditto) == 4 * len(fedavg)  # and the personal models
+    assert torch.equal(ditto[: len(fedavg)], fedavg)
+    assert relative(ditto[len(fedavg) : 2 * len(fedavg)], fedavg) > 1e-3
+
+
+def test_nothing_is_kept_nor_merged() -> None:
+    engine, server = engine_of(
+        settings("algorithm.name=fedavg", *WORDS), made_split(), groups_of(4, 4)
+    )
+    assert not engine.merges
+    step(engine, server, 0)
+    assert not any(engine.states[k] for k in range(2))
+
+
+def test_the_loss_falls() -> None:
+    first, *_, last = losses(epochs(*WORDS, "algorithm.local_epochs=6"), rounds=3)
+    assert last < 0.9 * first < 2 * math.log(4)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.name=fedavg",
+        "algorithm.name=centralized",
+        "algorithm.name=standalone",
+        "algorithm.name=ditto",
+        "algorithm.name=fedavg encoder.towers=2",
+        "algorithm.name=fedavg algorithm.local_steps=3 algorithm.local_epochs=null",
+    ],
+)
+def test_every_algorithm_trains_it_the_same_way_twice(words: str) -> None:
+    config = epochs(*WORDS, *words.split())
+    first, again = weights_after(config), weights_after(config)
+    assert torch.isfinite(first).all() and torch.equal(first, again)
+
+
+def test_the_order_of_clients_does_not_matter() -> None:
+    config = epochs(*WORDS)
+    assert torch.equal(weights_after(config), weights_after(config, order=np.array([2, 0, 1])))
+
+
+def test_in_bfloat16_the_loss_is_finite() -> None:
+    assert all(math.isfinite(x) for x in losses(epochs(*WORDS, "precision=bf16")))
+
+
+def test_both_engines_agree(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    assert_both_engines_agree(tmp_path, *WORDS)
+
+
+def test_there_is_no_loss_of_a_batch() -> None:
+    rows: Any = (unit(4), unit(4, seed=1))
+    with pytest.raises(NotImplementedError):
+        DeepCluster(DeepCluster.Params("deepcluster")).loss(rows, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("objective.clusters=[]", "objective.clusters=[]: expected how many clusters each"),
+        ("objective.clusters=3,1", "objective.clusters=[3, 1]: expected how many clusters each"),
+        ("objective.temperature=0", "objective.temperature=0.0: must be above 0"),
+        ("objective.temperature=nan", "objective.temperature=nan: expected a number"),
+        ("objective.projector=[]", "objective.projector=[]: expected the widths"),
+        ("algorithm.batch=2 engine.compile=on", "engine.compile=on with algorithm.name=fedavg and"),
+        ("algorithm.name=dcco", "objective.name=deepcluster: dcco shares moments"),
+    ],
+)
+def test_what_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        prepare(
+            configuration.resolve(
+                configuration.read_recipe(None),
+                [
+                    "algorithm.name=fedavg",
+                    "evaluate.baselines=[]",
+                    "engine.threads=1",
+                    *WORDS,
+                    *words.split(),
+                ],
+            )
+        )
+    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)

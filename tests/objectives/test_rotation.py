@@ -1,0 +1,130 @@
+"""Rotation: what the network sees, which class is which, and whole rounds of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, settings, train
+from rounds import (
+    assert_both_engines_agree,
+    assert_compiled_is_plain,
+    assert_merging_changes_nothing,
+    epochs,
+    losses,
+    weights_after,
+)
+
+from fedssl import config as configuration
+from fedssl.data.dataset import Split
+from fedssl.errors import UserError
+from fedssl.objectives.rotation import Rotation
+from fedssl.session import prepare
+
+ROTATION = "objective.name=rotation"
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
+
+
+def objective() -> Rotation:
+    return Rotation(Rotation.Params("rotation"))
+
+
+def test_class_r_is_r_quarter_turns() -> None:
+    view = torch.rand(3, 2, 8, 8, dtype=torch.float64)
+    seen = objective().present((view,))
+    assert len(seen) == 4
+    for turns, image in enumerate(seen):
+        np.testing.assert_array_equal(image, np.rot90(view.numpy(), turns, axes=(2, 3)))
+        sure = torch.full((3, 4), -50.0, dtype=torch.float64)
+        sure[:, turns] = 50.0
+        others = [torch.zeros_like(sure)] * 4
+        others[turns] = sure  # right about this one, and knows nothing of the others
+        assert float(objective().loss(tuple(others), None)) == pytest.approx(0.75 * math.log(4))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_the_loss_written_out(norm: str) -> None:
+    """Network, rotations and cross-entropy again; to batch norm the four are one batch."""
+    config = settings(ROTATION, "algorithm.name=fedavg", f"encoder.norm={norm}")
+    engine, _ = engine_of(config, made_split(), groups_of(6, 5))
+    work, client = engine.work, engine.client(np.array([1]), 2, remember=False)
+    network, members = copy.deepcopy(work.network), client.members
+    encoded = client._encode(0)
+    view = work.augmentation.views(
+        work.images[0][members], client.random_state(2, slice(None)), 0, work.dtype
+    )
+    turned = np.concatenate([np.rot90(view.numpy(), r, axes=(2, 3)) for r in range(4)])
+    with torch.no_grad():
+        logits = network.towers[0](torch.from_numpy(turned.copy())).numpy()
+    chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    expected = -np.mean([np.log(chances[i, i // 5]) for i in range(20)])
+    assert float(client.own_loss(encoded).detach()) == pytest.approx(expected, rel=1e-10)
+
+
+def test_no_labels_are_needed() -> None:
+    split = Split(made_split().images, labels=None)
+    engine, server = engine_of(settings(ROTATION, "algorithm.name=fedavg"), split, groups_of(5, 5))
+    assert torch.isfinite(train(engine, server, 1)).all()
+
+
+def test_it_learns_which_side_is_bright() -> None:
+    ramp = torch.linspace(0, 200, 8)[:, None].expand(8, 8)
+    noise = torch.randint(0, 50, (31, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    split = Split(((ramp + noise).to(torch.uint8),), labels=None)
+    first, second = losses(epochs(ROTATION, "algorithm.local_epochs=5"), split)
+    assert second < 0.5 * first < 0.5 * math.log(4)
+
+
+def test_merged_is_client_by_client() -> None:
+    assert_merging_changes_nothing(ROTATION)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "centralized", "standalone", "ditto"])
+def test_every_algorithm_trains_it_the_same_way_twice(algorithm: str) -> None:
+    config = epochs(ROTATION, f"algorithm.name={algorithm}")
+    first, again = weights_after(config), weights_after(config)
+    assert torch.isfinite(first).all() and torch.equal(first, again)
+
+
+def test_in_bfloat16_the_loss_is_finite() -> None:
+    assert all(math.isfinite(x) for x in losses(epochs(ROTATION, "precision=bf16")))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_compiled_is_plain(epochs(ROTATION), monkeypatch, device)
+
+
+def test_both_engines_agree(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    assert_both_engines_agree(tmp_path, ROTATION)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("data.halves=true", "objective.name=rotation: turns images by 90 degrees, and these have"),
+        ("encoder.towers=2", "encoder.towers=2: objective.name=rotation looks at one input"),
+        ("objective.projector=32,16", "objective.projector: unknown key"),
+        ("evaluate.protocols=head", "evaluate.protocols=head: objective.name=rotation trains no"),
+    ],
+)
+def test_what_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        prepare(
+            configuration.resolve(
+                configuration.read_recipe(None),
+                [
+                    "algorithm.name=fedavg",
+                    "evaluate.baselines=[]",
+                    "engine.threads=1",
+                    ROTATION,
+                    words,
+                ],
+            )
+        )
+    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)

@@ -1,0 +1,302 @@
+"""SwAV: codes and losses against lightly's, the queues by hand, and whole rounds of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import engine_of, groups_of, made_split, relative, settings, step
+from lightly.loss import SwaVLoss
+from lightly.loss.swav_loss import sinkhorn as lightly_sinkhorn
+from rounds import (
+    assert_both_engines_agree,
+    assert_compiled_is_plain,
+    assert_merging_changes_nothing,
+    epochs,
+    losses,
+    weights_after,
+)
+from torch import Tensor, nn
+
+from fedssl import config as configuration
+from fedssl.errors import UserError
+from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
+from fedssl.session import prepare
+
+WORDS = ("objective.name=swav", "objective.projector=32,16", "objective.prototypes=6")
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
+
+
+def objective(**keys: Any) -> SwAV:
+    return SwAV(SwAV.Params("swav", **{"projector": (8, 5), "prototypes": (6,), **keys}))
+
+
+def cosines(rows: int, seed: int, prototypes: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(rows, prototypes, dtype=torch.float64, generator=generator)
+    return (2 * scores - 1).requires_grad_()
+
+
+def projections(count: int = 7) -> tuple[Tensor, Tensor]:
+    """The loss is no function of them, only the queue is."""
+    rows = torch.randn(2, count, 5, dtype=torch.float64)
+    return rows[0], rows[1]
+
+
+def gradients(loss: Tensor, scores: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss.sum(), scores, retain_graph=True)
+
+
+def assert_same(ours: Tensor, theirs: Tensor, scores: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(ours, theirs.squeeze(), rtol=1e-10, atol=1e-12)
+    for a, b in zip(*(gradients(x, scores) for x in (ours, theirs)), strict=True):
+        assert a.abs().max() > 1e-4
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_codes_are_balanced() -> None:
+    scores = cosines(12, 0)
+    for iterations in (1, 3):
+        codes = sinkhorn(scores, 0.05, iterations)
+        torch.testing.assert_close(codes.sum(1), torch.ones(12, dtype=torch.float64))
+        assert not codes.requires_grad
+    uneven = (codes.sum(0) - 2).abs().max()
+    codes = sinkhorn(scores, 0.3, 500)
+    torch.testing.assert_close(codes.sum(1), torch.ones(12, dtype=torch.float64))
+    assert (codes.sum(0) - 2).abs().max() < 1e-6 < uneven
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 10])
+@pytest.mark.parametrize("epsilon", [0.05, 0.5])
+def test_codes_agree_with_lightly(iterations: int, epsilon: float) -> None:
+    scores = cosines(9, 1)
+    theirs = lightly_sinkhorn(scores.detach(), iterations, epsilon)
+    torch.testing.assert_close(sinkhorn(scores, epsilon, iterations), theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_small_epsilon_does_not_overflow() -> None:
+    scores = cosines(9, 1).detach().float()
+    assert lightly_sinkhorn(scores, 3, 0.005).isnan().any()  # exp(200)
+    codes = sinkhorn(scores, 0.005, 3)
+    exact = sinkhorn(scores.double(), 0.005, 3)
+    torch.testing.assert_close(codes.double(), exact, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_that_do_not_count_change_nothing() -> None:
+    scores = cosines(9, 1).detach()
+    counts = torch.tensor([True] * 5 + [False] * 4)
+    alone = sinkhorn(scores[:5], 0.05, 3)
+    torch.testing.assert_close(sinkhorn(scores, 0.05, 3, counts)[:5], alone)
+    assert relative(sinkhorn(scores, 0.05, 3)[:5], alone) > 0.01
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.4])
+def test_the_loss_agrees_with_lightly(temperature: float) -> None:
+    views = cosines(7, 2), cosines(7, 3)
+    ours = objective(temperature=temperature).loss((*views, *projections()), None, {})
+    assert_same(ours, SwaVLoss(temperature)(list(views), []), views)
+
+
+def test_the_loss_with_a_full_queue_agrees_with_lightly() -> None:
+    views, queues = (cosines(7, 2), cosines(7, 3)), (cosines(4, 4), cosines(4, 5))
+    swav = objective(queue=4)
+    memory = swav.memory(views[0].detach())
+    memory["seen"] += 4
+    ours = swav.loss((*views, *queues, *projections()), None, memory)
+    assert_same(ours, SwaVLoss()(list(views), [], list(queues)), views)
+    assert torch.autograd.grad(ours, queues, allow_unused=True) == (None, None)
+
+
+def test_the_queue_is_not_used_before_it_is_full() -> None:
+    views, queues = (cosines(7, 2), cosines(7, 3)), (cosines(4, 4), cosines(4, 5))
+    swav = objective(queue=4)
+    without = SwaVLoss()(list(views), [])
+    for seen in (0, 1, 3):
+        memory = {"seen": torch.tensor(seen)}
+        assert_same(swav.loss((*views, *queues, *projections()), None, memory), without, views)
+    full = swav.loss((*views, *queues, *projections()), None, {"seen": torch.tensor(4)})
+    assert abs(float(full.detach()) / float(without.detach()) - 1) > 1e-3
+
+
+def test_several_sets_are_averaged() -> None:
+    sizes = (6, 3, 4)
+    sets = [(cosines(7, s, k), cosines(7, s + 50, k)) for s, k in enumerate(sizes)]
+    views = tuple(torch.cat(of, dim=1) for of in zip(*sets, strict=True))
+    ours = objective(prototypes=sizes).loss((*views, *projections()), None, {})
+    theirs = sum(SwaVLoss()(list(pair), []) for pair in sets) / 3
+    assert_same(ours, theirs, tuple(leaf for pair in sets for leaf in pair))
+
+
+def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
+    """Of the batch, then of the queues (each view's own), before the projections themselves."""
+    config = epochs(*WORDS, "objective.queue=5", "objective.prototypes=6,3")
+    engine, server = engine_of(config, made_split(), groups_of(9))
+    step(engine, server, 0)
+    work = engine.work
+    work.load(server.weights)
+    (weight,) = work.network.predictors.parameters()
+    assert weight.shape == (9, 16)
+    client = engine.client(np.array([0]), 1, remember=False)
+    first, second, queue1, queue2, z1, z2 = client._encode(0).encodings
+    memory: Any = engine.states[0]["memory"]
+    assert relative(memory["queue"][0], memory["queue"][1]) > 0.01
+    pairs = zip((first, second, queue1, queue2), (z1, z2, *memory["queue"]), strict=True)
+    for scores, rows in pairs:
+        expected = F.cosine_similarity(rows[:, None], weight[None], dim=2)
+        torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("queue", [8, 7, 3, 1000], ids=["divides", "does not", "small", "never"])
+def test_each_queue_holds_the_last_of_its_view(queue: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, server = engine_of(
+        epochs(*WORDS, f"objective.queue={queue}"), made_split(), groups_of(11, 9)
+    )
+    entered: list[Tensor] = []
+    real = SwAV.remember
+
+    def remember(self: SwAV, memory: Any, encodings: tuple[Tensor, ...]) -> None:
+        entered.append(torch.stack(encodings[4:]).detach())
+        real(self, memory, encodings)
+
+    monkeypatch.setattr(SwAV, "remember", remember)
+    all_of: list[list[Tensor]] = [[], []]
+    for round in range(2):
+        entered.clear()
+        step(engine, server, round)
+        for k in range(2):
+            all_of[k] += entered[4 * k : 4 * k + 4]  # 2 epochs of 2 batches of 4
+            rows = F.normalize(torch.cat(all_of[k], dim=1), dim=2)
+            memory: Any = engine.states[k]["memory"]
+            assert int(memory["seen"]) == rows.shape[1] == 16 * (round + 1)
+            expected = torch.zeros(2, queue, 16, dtype=torch.float64)
+            for i in range(rows.shape[1]):
+                expected[:, i % queue] = rows[:, i]
+            torch.testing.assert_close(memory["queue"], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_without_a_queue_there_is_no_memory() -> None:
+    swav = objective()
+    assert swav.memory(torch.zeros(1)) == {} and swav.recall({}) == ()
+    swav.remember({}, (*projections(), *projections()))
+
+
+def test_under_autocast_scores_are_float32() -> None:
+    layer = Prototypes(16, 300, bias=False)
+    half = torch.randn(50, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = layer(half)
+    exact = F.normalize(half.double(), dim=1) @ F.normalize(layer.weight.double(), dim=1).T
+    assert scores.dtype == torch.float32
+    assert (scores - exact).abs().max() < 1e-6
+
+
+def test_statistics_of_a_round_are_those_of_both_views_as_one_batch() -> None:
+    """``norm_policy=reset``: after one step, the mean that batch norm saw, and nothing else."""
+    config = epochs(
+        *WORDS, "algorithm.local_epochs=1", "algorithm.batch=9", "algorithm.norm_policy=reset"
+    )
+    engine, server = engine_of(config, made_split(), groups_of(9))
+    work, client = engine.work, engine.client(np.array([0]), 0, remember=False)
+    state = client.random_state(0, slice(None))
+    views = [work.augmentation.views(work.images[0][:9], state, v, work.dtype) for v in (0, 1)]
+    conv, norm = (
+        next((n, m) for n, m in work.network.named_modules() if isinstance(m, kind))
+        for kind in (nn.Conv2d, nn.BatchNorm2d)
+    )
+    expected = conv[1](torch.cat(views)).detach()
+    step(engine, server, 0)
+    now = work.flat.named(server.weights)
+    torch.testing.assert_close(now[f"{norm[0]}.running_mean"], expected.mean((0, 2, 3)))
+    torch.testing.assert_close(now[f"{norm[0]}.running_var"], expected.var((0, 2, 3)))
+
+
+def test_merged_is_client_by_client() -> None:
+    assert_merging_changes_nothing(*WORDS, "objective.prototypes=6,3")
+
+
+def test_a_client_with_a_queue_is_not_merged() -> None:
+    config = settings("algorithm.name=fedavg", *WORDS, "objective.queue=4")
+    engine, _ = engine_of(config, made_split(), groups_of(4, 4))
+    assert not engine.merges
+
+
+def test_the_loss_falls() -> None:
+    """Below log K, where it stays if all samples have the same code."""
+    words = ("objective.queue=8", "objective.epsilon=0.02", "algorithm.local_epochs=6")
+    first, *_, last = losses(epochs(*WORDS, *words), rounds=3)
+    assert last < first and last < 0.9 * math.log(6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.name=fedavg objective.queue=8",
+        "algorithm.name=centralized",
+        "algorithm.name=standalone objective.queue=8",
+        "algorithm.name=ditto objective.queue=8",
+        "algorithm.name=fedavg encoder.towers=2 objective.queue=8",
+    ],
+)
+def test_every_algorithm_trains_it_the_same_way_twice(words: str) -> None:
+    config = epochs(*WORDS, *words.split())
+    first, again = weights_after(config), weights_after(config)
+    assert torch.isfinite(first).all() and torch.equal(first, again)
+
+
+def test_the_order_of_clients_does_not_matter() -> None:
+    config = epochs(*WORDS, "objective.queue=8")
+    assert torch.equal(weights_after(config), weights_after(config, order=np.array([2, 0, 1])))
+
+
+def test_in_bfloat16_the_loss_is_finite() -> None:
+    config = epochs(*WORDS, "objective.queue=8", "precision=bf16")
+    assert all(math.isfinite(x) for x in losses(config))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two rounds of 16 samples a client: the queue is empty, in part full, and full."""
+    config = epochs(*WORDS, "objective.prototypes=6,3", "objective.queue=14")
+    assert_compiled_is_plain(config, monkeypatch, device)
+
+
+def test_both_engines_agree(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    assert_both_engines_agree(tmp_path, *WORDS, "objective.queue=5")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("objective.prototypes=[]", "objective.prototypes=[]: expected how many prototypes"),
+        ("objective.prototypes=6,1", "objective.prototypes=[6, 1]: expected how many prototypes"),
+        ("objective.temperature=0", "objective.temperature=0.0: must be above 0"),
+        ("objective.temperature=-1", "objective.temperature=-1.0: must be finite and not neg"),
+        ("objective.epsilon=0", "objective.epsilon=0.0: must be above 0"),
+        ("objective.epsilon=inf", "objective.epsilon=inf: must be finite"),
+        ("objective.iterations=0", "objective.iterations=0: must be at least 1"),
+        ("objective.queue=-1", "objective.queue=-1: must not be negative"),
+        ("objective.projector=[]", "objective.projector=[]: expected the widths"),
+        ("algorithm.batch=1", "algorithm.batch=1: swav needs 2"),
+    ],
+)
+def test_what_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        prepare(
+            configuration.resolve(
+                configuration.read_recipe(None),
+                [
+                    "algorithm.name=fedavg",
+                    "evaluate.baselines=[]",
+                    "engine.threads=1",
+                    *WORDS,
+                    words,
+                ],
+            )
+        )
+    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)

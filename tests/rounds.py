@@ -1,0 +1,98 @@
+"""Whole rounds of one objective, in ways that must agree: what the tests of objectives share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, settings, step, train
+from torch import Tensor
+
+from fedssl import config as configuration
+from fedssl.config import Config
+from fedssl.data.dataset import Split
+from fedssl.session import prepare
+from fedssl.trees import flatten
+
+SIZES = (9, 12, 10)
+
+
+def epochs(*words: str) -> Config:
+    """FedAvg of epochs in batches that do not divide the clients, with batch norm."""
+    return settings(
+        *("algorithm.name=fedavg", "algorithm.local_epochs=2", "algorithm.batch=4"),
+        *("encoder.norm=batch", "client.lr=0.05", "client.momentum=0.9", "augment.name=flip"),
+        *words,
+    )
+
+
+def weights_after(config: Config, rounds: int = 2, order: Any = None) -> Tensor:
+    """The server's, and then all that clients keep."""
+    engine, server = engine_of(config, made_split(), groups_of(*SIZES))
+    train(engine, server, rounds, order)
+    kept = [leaf for k in sorted(engine.states) for leaf in flatten(engine.states[k]).values()]
+    return torch.cat([leaf.reshape(-1).double() for leaf in (server.weights, *kept)])
+
+
+def losses(config: Config, split: Split | None = None, rounds: int = 2) -> list[float]:
+    """The mean loss of each round."""
+    engine, server = engine_of(config, split or made_split(), groups_of(*SIZES))
+    found = []
+    for round in range(rounds):
+        step(engine, server, round)
+        found.append(float(server.log["loss"]))
+    return found
+
+
+def assert_merging_changes_nothing(*words: str) -> None:
+    results = []
+    for merge in ("engine.merge=auto", "engine.merge=off", "engine.chunk=6"):
+        config = settings("algorithm.name=fedavg", "server.momentum=0.9", *words, merge)
+        engine, server = engine_of(config, made_split(), groups_of(3, 5, 2, 7, 2))
+        results.append(train(engine, server, rounds=3) - engine.work.initial)
+        assert engine.merges == (merge != "engine.merge=off")
+    assert results[1].norm() > 1e-3
+    assert relative(results[0], results[1]) < 1e-9
+    assert relative(results[2], results[1]) < 1e-9
+
+
+def assert_compiled_is_plain(
+    config: Config, monkeypatch: pytest.MonkeyPatch, device: str = "cpu"
+) -> None:
+    """On the CPU the whole step is traced as one graph, and what was traced is run as it is."""
+    real = torch.compile
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda f, **k: real(f, backend="eager", **k))
+    results = []
+    for compiled in (False, True):
+        engine, server = engine_of(config, made_split(), groups_of(*SIZES), device)
+        engine.work.compiles = compiled
+        results.append(train(engine, server, 2))
+        assert len(engine.work._replays) == compiled
+    assert relative(results[1], results[0]) < 1e-12
+
+
+def assert_both_engines_agree(folder: Path, *words: str) -> None:
+    from far import SMALL, far_session, go, states_of
+
+    common = [w for w in SMALL if not w.startswith("objective.")]
+    batches = ("algorithm.local_epochs=1", "algorithm.batch=3", "encoder.norm=batch")
+    config = configuration.resolve(
+        configuration.read_recipe(None),
+        [*common, *batches, "algorithm.name=fedavg", "engine.merge=off", *words],
+    )
+    near, (far, _) = prepare(config), far_session(config, folder)
+    go(near, 2)
+    go(far, 2)
+    assert relative(near.server.weights, near.work.initial) > 1e-3
+    assert relative(far.server.weights, near.server.weights) < 1e-10
+    assert float(far.server.log["loss"]) == pytest.approx(float(near.server.log["loss"]), rel=1e-10)
+    ours, theirs = states_of(near), states_of(far)
+    assert theirs.keys() == ours.keys()
+    for client, state in ours.items():
+        assert theirs[client].keys() == state.keys()
+        for name, value in state.items():
+            np.testing.assert_allclose(theirs[client][name], value, rtol=1e-9, atol=1e-12)
