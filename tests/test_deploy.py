@@ -106,6 +106,10 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
             "cohort.average=median with privacy.secure=true",
         ),
         ([*WORDS, "algorithm.name=dccoo"], "did you mean"),
+        (
+            [*WORDS, "evaluate.monitor=collaborative@10%"],
+            "evaluate.monitor=collaborative@10%: the server has no client's images; leave it out",
+        ),
     ],
 )
 def test_refusals_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:

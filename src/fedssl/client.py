@@ -15,7 +15,7 @@ from fedssl.data.random import key, mix
 from fedssl.models.norms import STATISTICS_MOMENTUM
 from fedssl.plan import on_device
 from fedssl.trees import Tree, mean
-from fedssl.workspace import Encoded, Pull, Replay, State, Workspace
+from fedssl.workspace import Encoded, Pull, Replay, State, Steps, Workspace
 
 Loss = Callable[[Encoded], Tensor]
 
@@ -137,8 +137,9 @@ class Client:
         batch = work.plan.batch
         if loss is None:
             loss = work.objective.local(self, start)
-        if work.compiles and loss is None and batch is not None and batch <= self.samples:
-            step, total = None, self._replay(start, keep, steps, work.replay(batch, pull), pull)
+        fits = batch is not None and batch <= self.samples
+        if work.compiles and fits and (loss is None or isinstance(loss, Steps)):
+            step, total = None, self._replay(start, keep, steps, loss, pull)
         else:
             step, total = self._steps(start, keep, steps, loss or self.own_loss, pull)
         work.end(keep)
@@ -162,15 +163,32 @@ class Client:
         return change, total
 
     def _replay(
-        self, start: Tensor, keep: State, steps: int, replay: Replay, pull: Pull | None
+        self, start: Tensor, keep: State, steps: int, loss: Steps | None, pull: Pull | None
     ) -> Tensor:
-        """The same through the compiled step."""
-        self.work.load(start)
-        self.work.begin(start, keep)
-        replay.begin(self.lr, pull)
+        """The same through compiled steps, for all shapes that are worth one."""
+        work, total = self.work, start.new_zeros(())
+        work.load(start)
+        work.begin(start, keep)
+        used: list[Replay] = []
         for step in range(steps):
-            replay(*self._samples(step))
-        return replay.total.clone()
+            members, state = self._samples(step)
+            inputs = () if loss is None else loss.inputs()
+            replay = work.replay(len(members), pull, loss, inputs)
+            if replay is not None and replay not in used:
+                replay.begin(self.lr, pull)
+                used.append(replay)
+            if replay is not None:
+                replay(members, state, *inputs)
+                encodings = replay.encodings
+            else:
+                assert loss is not None
+                encoded = work.look(members, state)
+                encodings, value = encoded.encodings, loss.function(encoded, *inputs)
+                work.descend(value, encodings, self.lr, pull)
+                total += value.detach()
+            if loss is not None:
+                loss.done(encodings)
+        return sum((replay.total for replay in used), total)
 
     def _batches(self, weights: Tensor, steps: int) -> Iterator[Encoded]:
         """The batches of a round after the network; a remembered forward pass is not made again."""

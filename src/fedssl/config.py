@@ -178,7 +178,7 @@ class Evaluate:
     every: int = 0  # rounds between evaluations; 0: at the end only
     monitor: tuple[str, ...] | None = None  # protocols of those evaluations; none: all
     targets: tuple[float, ...] = ()  # accuracies to note the first round of (FedEMA, Table 11)
-    preset: Literal["logistic", "dcco", "fedema"] = "logistic"
+    preset: Literal["logistic", "dcco", "fedema", "ccl"] = "logistic"
     head: Literal["mlp", "linear"] = "mlp"  # of semi: as in FedEMA or as in CCL
     # Which test images per-client gives a client: those of its folder; of each class its share of
     # the training images; or any, evenly. None: by folder if the test split has client folders,

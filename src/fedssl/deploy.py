@@ -86,6 +86,7 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
 def _check(config: Config) -> None:
     """Refuse now what would be refused when all sites are waiting."""
     from fedssl import privacy
+    from fedssl.evaluate import collaborations
     from fedssl.session import cohort_size
 
     count, cohort = config.engine.sites, config.cohort
@@ -122,6 +123,8 @@ def _check(config: Config) -> None:
         raise UserError(
             "evaluate.protocols=per-client: the server has no client's test images; leave it out"
         )
+    for words in collaborations(config.evaluate):
+        raise UserError(f"{words}: the server has no client's images; leave it out")
     privacy.average(config, kind(config.algorithm, objective), count, cohort_size(config, count))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedssl import checkpoint, config
 from fedssl.errors import UserError
+from fedssl.evaluate import collaborations
 from fedssl.session import prepare
 from fedssl.tables import models
 
@@ -35,6 +36,11 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(
                 "evaluate.protocols=per-client: judges the run's own clients, so on its own data; "
                 "leave the data.* keys out"
+            )
+        for words_of in collaborations(settings.evaluate):
+            raise UserError(
+                f"{words_of}: fine-tunes at the run's own clients, so on its own data; leave the "
+                "data.* keys out"
             )
         whole = config.build({"partition": {"name": "iid", "clients": 1}})
         settings = replace(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ from fedssl.trees import Tree
 
 PairLoss = Callable[[tuple[Tensor, ...], Tensor | None, Memory | None], Tensor]
 State = dict[str, Tree]
+SELDOM = 64  # steps of the same shapes, up to which they are not compiled
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,30 @@ class Pull:
     anchor: Tensor
 
 
+class Steps(ABC):
+    """The loss of one client's steps, one after another, where it looks at more than their batch.
+
+    ``function`` depends on the batch and on ``inputs`` only and is the same object for all clients,
+    so that steps whose inputs have the same shapes can share a compiled one.
+    """
+
+    function: Callable[..., Tensor]
+
+    @abstractmethod
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the next step needs besides its batch."""
+
+    @abstractmethod
+    def done(self, encodings: tuple[Tensor, ...]) -> None:
+        """A step was made, of a batch with these encodings."""
+
+    def __call__(self, encoded: Encoded) -> Tensor:
+        """The next step's loss."""
+        loss = self.function(encoded, *self.inputs())
+        self.done(encoded.encodings)
+        return loss
+
+
 class Workspace:
     """The one network of this process, which every client's work goes through.
 
@@ -109,9 +137,11 @@ class Workspace:
         self.target_state: optim.State = {}
         if self.target is not None and not objective.stop_gradient:
             self.target_state = optim.start(config.client, self.target.params)
-        self.compiles = False
+        self.compiles = False  # whether local training goes through ``replay``
+        self._compiled: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
         self.census: Census | None = None  # of a simulation, for measures that only it can make
-        self._replays: dict[tuple[int, float | None], Replay] = {}
+        self._replays: dict[tuple[Any, ...], Replay] = {}
+        self._met: Counter[tuple[Any, ...]] = Counter()
         # Places of the numbers that stay with a client (FedBN), and of those that are sent.
         self.kept: Tensor | None = None
         self.shared: Tensor | None = None
@@ -157,16 +187,25 @@ class Workspace:
         self, members: Tensor, state: Tensor, sizes: NDArray[np.int64] | None = None
     ) -> Encoded:
         """Some samples after augmentation and the network; ``state`` seeds each sample's views."""
+        encodings = (self._compiled or self.passes)(members, state)
+        labels = None if self.labels is None else self.labels[members]
+        one = np.array([len(members)]) if sizes is None else sizes
+        return Encoded(encodings, labels, one, self.memory)
+
+    def passes(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        """The encodings of some samples' views."""
         views = tuple(
             self.augmentation.views(
                 self.images[view % len(self.images)][members], state, view, self.dtype
             )
             for view in range(self.objective.inputs)
         )
-        inputs = self.objective.present(views)
-        labels = None if self.labels is None else self.labels[members]
-        one = np.array([len(members)]) if sizes is None else sizes
-        return Encoded(self.encode(inputs), labels, one, self.memory)
+        return self.encode(self.objective.present(views))
+
+    def compile_passes(self) -> None:
+        """From now on: for merged cohorts of one size, whose loss is not theirs alone."""
+        self.augmentation.table(self.device)
+        self._compiled = compiled(self.passes)
 
     def encode(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The network's encodings: bfloat16 inside if asked, at least float32 outside."""
@@ -190,30 +229,72 @@ class Workspace:
         pull: Pull | None = None,
     ) -> Tensor:
         """One step down ``loss`` of all that learns: the change of the network's parameters."""
+        self.differentiate(loss)
+        delta = self.advance(lr, pull)
+        self.objective.remember(self.memory, encodings)
+        return delta
+
+    def differentiate(self, loss: Tensor) -> None:
+        """The gradients of all that learns."""
+        learning = None if self.objective.stop_gradient else self.target
+        self.flat.differentiate(loss, *([] if learning is None else [learning]))
+
+    def advance(self, lr: float | Tensor, pull: Pull | None) -> Tensor:
+        """One step along the gradients that are there: the change of the network's parameters."""
         flat, target, rule = self.flat, self.target, self.config.client
-        learning = None if self.objective.stop_gradient else target
-        flat.gradient.zero_()
-        if learning is not None:
-            learning.gradient.zero_()
-        loss.backward()
         if pull is not None:
             flat.gradient.add_(flat.params - pull.anchor[: flat.parameters], alpha=pull.weight)
         delta = optim.step(rule, self.rule_state, flat.params, flat.gradient, lr, flat.layers)
         flat.params.add_(delta)
-        if learning is not None:
-            state, own = self.target_state, learning.params
-            own.add_(optim.step(rule, state, own, learning.gradient, lr, learning.layers))
+        if target is not None and not self.objective.stop_gradient:
+            state, own = self.target_state, target.params
+            own.add_(optim.step(rule, state, own, target.gradient, lr, target.layers))
         if target is not None and self.objective.momentum is not None:
             target.params.lerp_(flat.params[: target.parameters], 1 - self.objective.momentum)
-        self.objective.remember(self.memory, encodings)
         return delta
 
-    def replay(self, batch: int, pull: Pull | None) -> Replay:
-        """The compiled step for batches of one size: made once, reused for every client."""
+    def replay(
+        self,
+        batch: int,
+        pull: Pull | None,
+        loss: Steps | None = None,
+        inputs: tuple[Tensor, ...] = (),
+    ) -> Replay | None:
+        """The compiled step for these shapes: made once, reused for every client.
+
+        None: shapes that were met only a few times may not come again.
+        """
         weight = None if pull is None else pull.weight
-        if (batch, weight) not in self._replays:
-            self._replays[batch, weight] = Replay(self, batch, weight)
-        return self._replays[batch, weight]
+        function = None if loss is None else loss.function
+        shapes = (batch, weight, function, *(i.shape for i in inputs))
+        self._met[shapes] += 1
+        if shapes not in self._replays and (loss is None or self._met[shapes] > SELDOM):
+            self._replays[shapes] = Replay(self, batch, weight, function, inputs)
+        return self._replays.get(shapes)
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """All that training changes is after it as it was before."""
+        states = (self.rule_state, self.target_state, self.memory)
+        tensors = [self.flat.vector, *(t for state in states for t in state.values())]
+        if self.target is not None:
+            tensors.append(self.target.vector)
+        before = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+
+    @contextlib.contextmanager
+    def stacked(self) -> Iterator[None]:
+        """Both views in one pass of each network, with the same numbers (``Network.stacked``)."""
+        alike = len({images.shape for images in self.images}) == 1
+        networks = [self.network] if self.target is None else [self.network, self.target.module]
+        with contextlib.ExitStack() as stack:
+            for network in networks if alike else ():
+                stack.enter_context(cast(Network, network).stacked(self.objective.inputs))
+            yield
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.config.precision == "bf16":
@@ -228,8 +309,18 @@ class Replay:
     its update, is also captured as a graph, so that a step is one call for the host.
     """
 
-    def __init__(self, work: Workspace, batch: int, pull: float | None) -> None:
+    def __init__(
+        self,
+        work: Workspace,
+        batch: int,
+        pull: float | None,
+        function: Callable[..., Tensor] | None,
+        inputs: tuple[Tensor, ...],
+    ) -> None:
         self.work = work
+        self.function = function
+        self.inputs = tuple(i.clone() for i in inputs)
+        self.encodings: tuple[Tensor, ...] = ()  # of the last step
         self.members = torch.zeros(batch, dtype=torch.int64, device=work.device)
         self.state = torch.zeros_like(self.members)
         self.lr = torch.zeros((), dtype=work.dtype, device=work.device)
@@ -237,8 +328,12 @@ class Replay:
         self.anchor = torch.zeros_like(work.initial) if pull is not None else None
         self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
         work.augmentation.table(self.state.device)
-        self._forward = torch.compile(self._loss, dynamic=False, fullgraph=True)
-        self._graph = self._captured() if work.device.type == "cuda" else None
+        self._forward = compiled(self._loss)
+        self._advance = compiled(self._update)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if work.device.type == "cuda":
+            with work.untouched():
+                self._graph = self._captured()
 
     def begin(self, lr: float, pull: Pull | None) -> None:
         """Before a client's first step."""
@@ -247,33 +342,62 @@ class Replay:
         if self.anchor is not None and pull is not None:
             self.anchor.copy_(pull.anchor)
 
-    def __call__(self, members: Tensor, state: Tensor) -> None:
+    def __call__(self, members: Tensor, state: Tensor, *inputs: Tensor) -> None:
         """One step on these samples; its loss is added to ``total``."""
         self.members.copy_(members)
         self.state.copy_(state)
+        for place, tensor in zip(self.inputs, inputs, strict=True):
+            place.copy_(tensor)
         if self._graph is None:
             self._step()
         else:
             self._graph.replay()
 
-    def _loss(self, members: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        seen = self.work.look(members, state)
-        return self.work.objective.loss(seen.encodings, seen.labels, seen.memory), seen.encodings
+    def _loss(
+        self, members: Tensor, state: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        work, encodings = self.work, self.work.passes(members, state)
+        labels = None if work.labels is None else work.labels[members]
+        if self.function is None:
+            return work.objective.loss(encodings, labels, work.memory), encodings
+        one = np.array([len(members)])
+        return self.function(Encoded(encodings, labels, one, work.memory), *inputs), encodings
+
+    def _update(self) -> None:
+        self.work.advance(self.lr, self.pull)
 
     def _step(self) -> None:
-        loss, encodings = self._forward(self.members, self.state)
-        self.work.descend(loss, encodings, self.lr, self.pull)
+        """As ``Workspace.descend``."""
+        with self.work.stacked():
+            loss, self.encodings = self._forward(self.members, self.state, *self.inputs)
+        self.work.differentiate(loss)
+        self._advance()
+        self.work.objective.remember(self.work.memory, self.encodings)
         self.total += loss.detach()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        """The step as a graph, after a few steps (at learning rate 0) that compile it."""
-        aside = torch.cuda.Stream(self.work.device)
-        aside.wait_stream(torch.cuda.current_stream(self.work.device))
-        with torch.cuda.stream(aside):
-            for _ in range(3):
+        """The step as a graph, after a few steps that compile it.
+
+        cuDNN tries which of its convolutions are fastest, and the graph keeps these.
+        """
+        here, aside = torch.cuda.current_stream(self.work.device), torch.cuda.Stream()
+        graph, cudnn = torch.cuda.CUDAGraph(), torch.backends.cudnn
+        with cudnn.flags(enabled=True, benchmark=True, allow_tf32=cudnn.allow_tf32):
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    self._step()
+            here.wait_stream(aside)
+            with torch.cuda.graph(graph):
                 self._step()
-        torch.cuda.current_stream(self.work.device).wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
         return graph
+
+
+def compiled(function: Function) -> Function:
+    """By torch, for one shape, as a whole."""
+    from torch._inductor import config as inductor
+
+    # In torch 2.11 this pass fails on statistics of several views (AssertionError: 512 v.s. 1024).
+    known = hasattr(inductor.triton, "mix_order_reduction")
+    options: dict[str, Any] | None = {"triton.mix_order_reduction": False} if known else None
+    return cast(Function, torch.compile(function, dynamic=False, fullgraph=True, options=options))

@@ -16,7 +16,7 @@ from helpers import engine_of, groups_of, made_split, siamese, step
 from plain import Plain, flat_params, mean_state
 from torch import Tensor
 
-from fedssl import checkpoint, config, deploy, run
+from fedssl import checkpoint, config, deploy, run, workspace
 from fedssl.algorithms.base import Cohort, Server
 from fedssl.algorithms.ccl import CCL, matching
 from fedssl.algorithms.fedavg import FedAvg
@@ -26,7 +26,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.errors import UserError
 from fedssl.privacy.instahide import Key, encrypt
 from fedssl.session import prepare
-from fedssl.trees import Tree
+from fedssl.trees import Tree, flatten
 
 SIZES = (5, 9, 4)
 
@@ -122,12 +122,12 @@ class Loop(Plain):
         return loss
 
     def bank(self, round: int) -> Tensor:
-        """Features of encrypted images, by the momentum model, in two batches at most."""
+        """Features of encrypted images, by the momentum model, in batches of four."""
         generator = np.random.default_rng([self.client, round])
         count, p = len(self.images), self.config.algorithm
         own = choose(key(self.config.seed, "share", round, self.client), count, p.features)  # type: ignore[attr-defined]
         rows = []
-        for part in np.array_split(own, max(1, len(own) // p.batch)):  # type: ignore[operator]
+        for part in np.array_split(own, max(1, len(own) // p.batch // 4)):  # type: ignore[operator]
             drawn = Key.draw(part, count, p.mix, self.images.shape[1:], generator)  # type: ignore[attr-defined]
             with torch.no_grad():
                 hidden = encrypt(self.images, drawn, torch.float64)
@@ -503,7 +503,6 @@ def test_a_whole_run_with_keys_of_the_system(tmp_path: Path) -> None:
         ("objective.name=byol objective.queue=null", "objective.queue: unknown key"),
         ("privacy.noise=1", "its server sees each client's own reply (share)"),
         ("privacy.secure=true engine.name=flower", "its server sees each client's own reply"),
-        ("engine.compile=on", "engine.compile=on"),
     ],
 )
 def test_bad_input_is_one_line(words: str, message: str) -> None:
@@ -625,3 +624,36 @@ def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < v < 1 for line in lines for v in line["false_negatives"].values())
     assert {*lines[1]["exchanges"]} == {"train", "share"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "algorithm.remote=only", "algorithm.lambda=0", "algorithm.remote=off algorithm.lambda=0"],
+)
+def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler gives back what it gets (tests/test_compiled.py has torch's own, on a GPU)."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(workspace, "SELDOM", 3)
+    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(5))
+    given = ("cohort.size=null", "precision=fp64", *words.split())
+    plain, fast = prepare(small(*given)), prepare(small(*given, "engine.compile=on"))
+    for _ in range(4):
+        one_round(plain)
+        one_round(fast)
+    assert plain.server.clients == fast.server.clients
+    for name, leaf in flatten(plain.server.state).items():
+        torch.testing.assert_close(flatten(fast.server.state)[name], leaf, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(fast.server.weights, plain.server.weights, rtol=1e-9, atol=1e-11)
+    replays = fast.work._replays
+    assert 1 <= len(replays) <= 4 and all(
+        r.function == fast.algorithm.loss for r in replays.values()
+    )  # type: ignore[attr-defined]
+    assert not plain.work._replays
+
+
+def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    session = prepare(small("engine.compile=on"))
+    for _ in range(2):
+        one_round(session)
+    assert not session.work._replays

@@ -33,6 +33,7 @@ def results(compiles: bool, objective: str, *words: str) -> tuple[LocalEngine, d
     [
         "simclr",
         "byol",
+        "byol objective.stop_gradient=false",
         "byol objective.stop_gradient=false client.optimizer=adam client.lr=0.001",
         "moco",
         "byol algorithm.name=ditto algorithm.lambda=3",
@@ -46,6 +47,8 @@ def test_the_replayed_step_is_the_plain_one(words: str, monkeypatch: pytest.Monk
     engine, replayed = results(True, objective, *rest)
     assert len(engine.work._replays) == (2 if "ditto" in words else 1)
     assert plain.keys() == replayed.keys()
+    # Adam makes large steps of gradients that are nothing but rounding.
+    close = 1e-3 if "adam" in words else 1e-9
     for name, tensor in plain.items():
         if tensor.any():
-            assert relative(replayed[name].double(), tensor.double()) < 1e-9, name
+            assert relative(replayed[name].double(), tensor.double()) < close, name

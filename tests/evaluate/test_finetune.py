@@ -162,6 +162,6 @@ def test_each_preset_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         finetune, "descend", lambda flat, state, training, step: rates.append(training.rule.lr)
     )
-    for preset in ("dcco", "logistic", "fedema"):
+    for preset in ("dcco", "logistic", "fedema", "ccl"):
         finetune.fit(blind(), hidden(20, 0), 2, seed=0, device="cpu", preset=preset)
-    assert rates == [5e-3] * 40 + [1e-3] * 80
+    assert rates == [5e-3] * 40 + [1e-3] * 120

@@ -9,6 +9,8 @@ from fedssl.data.dataset import Split
 from fedssl.errors import UserError
 from fedssl.evaluate import check, judge, parse, protocols
 
+SHARE = "collaborative@10%"
+
 
 def views(images, index, view):
     return images.float() / 255 + 0.1 * view
@@ -57,6 +59,8 @@ def run(settings, train, test, classes=3, seed=0, modality=0, encoder=None):
         ("semi@1%", ("semi", 0.01)),
         ("semi@10%", ("semi", 0.1)),
         ("semi@0.7%", ("semi", 0.007)),
+        ("collaborative@10%", ("collaborative", 0.1)),
+        ("collaborative@1%", ("collaborative", 0.01)),
     ],
 )
 def test_parse(spec, expected):
@@ -80,10 +84,14 @@ def test_parse(spec, expected):
         ("head@5", r"protocols=head@5: head takes no number"),
         ("per-client@5", r"protocols=per-client@5: per-client takes no number"),
         ("per-cleint", r"did you mean per-client\?"),
-        ("linear@1%", r"protocols=linear@1%: a share is for semi; give a number, as in linear@500"),
+        (
+            "linear@1%",
+            r"=linear@1%: a share is for semi and collaborative; give a number, as in linear@500$",
+        ),
         ("finetune@10%", r"protocols=finetune@10%: a share is for semi"),
         *(
-            (f"semi{rest}", rf"protocols=semi{rest}: semi needs the share .* as in semi@10%$")
+            (f"{n}{rest}", rf"protocols={n}{rest}: {n} needs the share .* as in {n}@10%$")
+            for n in ("semi", "collaborative")
             for rest in ("", "@", "@500", "@0%", "@100%", "@-1%", "@1e0%", "@%", "@1%%", "@x%")
         ),
     ],
@@ -114,7 +122,8 @@ def test_protocols_by_default_and_by_name():
 
 @pytest.mark.parametrize("key", ["protocols", "monitor"])
 @pytest.mark.parametrize(
-    "spec", ["knn", "linear", "finetune", "head", "per-client", "linear@30", "semi@10%"]
+    "spec",
+    ["knn", "linear", "finetune", "head", "per-client", "linear@30", "semi@10%", SHARE],
 )
 def test_labelled_protocols_without_labels_are_refused(spec, key):
     settings = Evaluate(**{"protocols": ("unlabeled",), key: (spec,)})
@@ -204,11 +213,11 @@ def test_one_image_is_too_few_for_unlabeled():
         check(Evaluate(), Split((torch.zeros(1, 1, 2, 2, dtype=torch.uint8),)), None, 0)
 
 
-@pytest.mark.parametrize("preset", ["logistic", "dcco", "fedema"])
+@pytest.mark.parametrize("preset", ["logistic", "dcco", "fedema", "ccl"])
 def test_judges_by_every_protocol_and_names_each(preset, monkeypatch):
     monkeypatch.setattr(evaluate.semi, "HIDDEN", 64)
     names = ("knn", "linear", "linear@6", "knn@6", "semi@20%", "finetune@30")
-    names += ("head", "per-client", "unlabeled")
+    names += ("head", "per-client", SHARE, "unlabeled")
     result = run(Evaluate(protocols=names, preset=preset), split(), split(seed=1))
     accuracies = {k: v for k, v in result.items() if k.endswith("_top1")}
     assert list(accuracies) == [f"{name}_top1" for name in names[:6]]

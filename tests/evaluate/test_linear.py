@@ -1,12 +1,23 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
+from fedssl.data.random import key, permutation
 from fedssl.evaluate import linear
-from fedssl.evaluate.linear import Training, batches, fit_logistic, train_adam, train_lars
+from fedssl.evaluate.linear import (
+    Training,
+    batches,
+    fit_logistic,
+    train_adam,
+    train_lars,
+    train_sgd,
+)
 
-PRESETS = ("logistic", "dcco", "fedema")
+PRESETS = ("logistic", "dcco", "fedema", "ccl")
 
 
 def blobs(n, classes, d, spread, seed):
@@ -16,7 +27,7 @@ def blobs(n, classes, d, spread, seed):
     return torch.eye(classes, d)[labels] + spread * torch.randn(n, d, generator=generator), labels
 
 
-@pytest.mark.parametrize("preset", ["logistic", "dcco"])
+@pytest.mark.parametrize("preset", ["logistic", "dcco", "ccl"])
 @pytest.mark.parametrize(("size", "offset"), [(1.0, 0.0), (1e-3, 0.0), (1e3, 0.0), (1.0, 30.0)])
 def test_learns_blobs_whatever_the_size_and_offset_of_the_features(preset, size, offset):
     train, labels = blobs(300, 5, 16, 0.15, seed=0)
@@ -126,9 +137,58 @@ def test_fedema_counts_epochs(n, steps, monkeypatch):
     assert {(r.optimizer, r.weight_decay) for r, _ in seen} == {("adam", 0.0)}
 
 
+@pytest.mark.parametrize("n", [40, 600])
+def test_ccl_is_torchs_sgd_with_mocos_rate_on_centred_features_of_unit_norm(n):
+    """He et al. 2020, section 4.1: rate 30, momentum 0.9, no decay, a tenth at epochs 60 and 80."""
+    x, labels = blobs(n, 3, 5, 0.4, seed=0)
+    x = 3 * x.double() + 2
+    weight, bias = train_sgd(x, labels, 3, seed=4)
+    centred = x - x.mean(0)
+    scale = centred.square().sum(1).mean().sqrt()
+    head = linear.zero_head(5, 3, x)
+    rule = torch.optim.SGD(head.parameters(), lr=30.0, momentum=0.9)
+    falls = torch.optim.lr_scheduler.MultiStepLR(rule, [60, 80], gamma=0.1)
+    cuts = [0, n] if n <= 256 else [0, 200, 400, 600]
+    for epoch in range(100):
+        order = torch.as_tensor(permutation(key(4, "probe", epoch), n))
+        for start, stop in pairwise(cuts):
+            part = order[start:stop]
+            rule.zero_grad()
+            loss = torch.nn.functional.cross_entropy(head(centred[part] / scale), labels[part])
+            loss.backward()
+            rule.step()
+        falls.step()
+    torch.testing.assert_close(weight, head.weight.detach() / scale)
+    torch.testing.assert_close(bias, head.bias.detach() - weight @ x.mean(0))
+    assert linear.accuracy(x, labels, x, labels, 3, "ccl", 4) > 90
+
+
+@pytest.mark.parametrize(("n", "steps"), [(256, 1), (257, 2), (600, 3)])
+def test_ccls_rate_falls_to_a_tenth_at_epochs_60_and_80(n, steps, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        linear.optim,
+        "step",
+        lambda rule, state, params, g, lr, layers: seen.append((rule, lr)) or g,
+    )
+    train_sgd(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
+    rates = [30.0] * 60 + [3.0] * 20 + [0.3] * 20
+    assert [lr for _, lr in seen] == pytest.approx([lr for lr in rates for _ in range(steps)])
+    assert {(r.optimizer, r.momentum, r.weight_decay) for r, _ in seen} == {("sgd", 0.9, 0.0)}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_digits_from_their_pixels(preset):
+    pixels, labels = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
+    pixels = pixels.float() / 16
+    sides = pixels[:1000], labels[:1000], pixels[1000:], labels[1000:]
+    assert linear.accuracy(*sides, 10, preset) > 85.0
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_preset_decides(preset, monkeypatch):
     own = {"logistic": "fit_logistic", "dcco": "train_lars", "fedema": "train_adam"}
+    own |= {"ccl": "train_sgd"}
     for name in set(own.values()) - {own[preset]}:
         monkeypatch.setattr(linear, name, None)
     data = blobs(20, 2, 3, 0.1, seed=0)

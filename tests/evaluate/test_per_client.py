@@ -182,7 +182,7 @@ def blobs(labels, classes, seed):
     return features + 0.1 * torch.randn(features.shape, generator=generator)
 
 
-@pytest.mark.parametrize("preset", ["logistic", "dcco", "fedema"])
+@pytest.mark.parametrize("preset", ["logistic", "dcco", "fedema", "ccl"])
 def test_scores_are_those_of_one_probe_on_each_clients_test_images(preset):
     labels, truth = torch.arange(60) % 3, torch.arange(30) % 3
     features, queries = blobs(labels, 3, 0), blobs(truth, 3, 1)

@@ -20,6 +20,7 @@ from fedssl.client import Client
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
 from fedssl.errors import UserError
+from fedssl.models.norms import BatchNorm
 from fedssl.objectives import deepcluster
 from fedssl.objectives.deepcluster import DeepCluster, Step, fill, kmeans
 from fedssl.session import prepare
@@ -224,7 +225,7 @@ def test_the_pass_that_fills_the_bank_leaves_no_trace() -> None:
     views = [work.augmentation.views(work.images[0][:9], state, v, work.dtype) for v in (0, 1)]
     conv, norm = (
         next((n, m) for n, m in work.network.named_modules() if isinstance(m, kind))
-        for kind in (nn.Conv2d, nn.BatchNorm2d)
+        for kind in (nn.Conv2d, BatchNorm)
     )
     expected = conv[1](torch.cat(views)).mean((0, 2, 3)).detach()
     step(engine, server, 0)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fedssl import config as configuration
 from fedssl.errors import UserError
+from fedssl.models.norms import BatchNorm
 from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
 from fedssl.session import prepare
 
@@ -206,7 +207,7 @@ def test_statistics_of_a_round_are_those_of_both_views_as_one_batch() -> None:
     views = [work.augmentation.views(work.images[0][:9], state, v, work.dtype) for v in (0, 1)]
     conv, norm = (
         next((n, m) for n, m in work.network.named_modules() if isinstance(m, kind))
-        for kind in (nn.Conv2d, nn.BatchNorm2d)
+        for kind in (nn.Conv2d, BatchNorm)
     )
     expected = conv[1](torch.cat(views)).detach()
     step(engine, server, 0)

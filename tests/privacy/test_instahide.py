@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.privacy.instahide import BOUND, Key, encrypt, mixture, weights
+from fedssl.privacy.instahide import BOUND, Key, distinct, encrypt, mixture, weights
 from fedssl.privacy.noise import from_the_system
 
 SHAPE = (3, 8, 8)
@@ -49,6 +49,13 @@ def test_an_image_is_mixed_with_different_others_of_which_any_may_be() -> None:
         partners = np.bincount(members[members[:, 0] == image][:, 1:].ravel(), minlength=6)
         assert partners[image] == 0
         np.testing.assert_allclose(np.delete(partners, image), 400 * 3 / 5, rtol=0.25)
+
+
+def test_all_sets_of_partners_are_as_likely() -> None:
+    rows = distinct(30_000, 6, 3, np.random.default_rng(0))
+    sets, counts = np.unique(np.sort(rows, axis=1), axis=0, return_counts=True)
+    assert len(sets) == 20 and all(len({*row}) == 3 for row in sets.tolist())
+    np.testing.assert_allclose(counts, 30_000 / 20, rtol=0.1)
 
 
 def test_as_many_images_as_are_mixed() -> None:

@@ -24,7 +24,7 @@ from fedssl.plan import on_device
 from fedssl.privacy.instahide import Key, encrypt
 from fedssl.privacy.noise import from_the_system
 from fedssl.trees import Tree, count_bytes
-from fedssl.workspace import Encoded, Workspace
+from fedssl.workspace import Encoded, Steps, Workspace
 
 
 class CCL(Algorithm):
@@ -41,7 +41,6 @@ class CCL(Algorithm):
     are in no exchange, and no deployment does this.
     """
 
-    own_loss = False
     gathers = ("share",)
     varying = ("share",)
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"census": ("alike", "held")}
@@ -194,6 +193,26 @@ class CCL(Algorithm):
         client.state |= step.counted()
         return {**reply, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
 
+    def loss(self, encoded: Encoded, remote: Tensor, chosen: Tensor) -> Tensor:
+        """L_contrast + λ L_neigh (Eq. 12), in both directions as MoCo's."""
+        params, memory = self.params, encoded.memory
+        loss = self.moco.contrast(encoded.encodings, *self.negatives(memory, remote))
+        if params.lambda_:
+            candidates = torch.cat((remote, memory["queue"]))[chosen]
+            for encoding in encoded.encodings[:2]:
+                query = F.normalize(encoding, dim=1)
+                near = matching(query, candidates, params.neighbours, params.temperature)
+                loss = loss + params.lambda_ * near
+        return loss
+
+    def negatives(self, memory: Memory, remote: Tensor) -> tuple[Tensor, Tensor]:
+        """Q_l ∪ Q_s (Eq. 3), or Q_s alone (Eq. 5), and which of them are not there."""
+        empty = self.moco.empty(memory)
+        there = empty.new_zeros(len(remote))
+        if self.params.remote == "only" and len(remote):
+            return remote, there
+        return torch.cat((memory["queue"], remote)), torch.cat((empty, there))
+
     def census(self, client: Client) -> dict[str, Tree]:
         """For the log of a simulation: how many features of its queue a sample is alike, of all."""
         return {name: client.state.get(name, torch.tensor(torch.nan)) for name in ("alike", "held")}
@@ -209,8 +228,8 @@ class CCL(Algorithm):
         assert work.target is not None
         work.target.params.copy_(cast(Tensor, client.state["target"]))
         chosen = choose(key(seed, "share", client.round, client.id), client.samples, self.features)
-        # In batches as in training, since batch norm looks at them.
-        batches = np.array_split(chosen, work.plan.batches(len(chosen)))
+        # Batch norm looks at them together. With no backward pass there is room for more at once.
+        batches = np.array_split(chosen, max(1, work.plan.batches(len(chosen)) // 4))
         images, secret = work.images[0][client.members], self.secret(client)
         return {"features": torch.cat([self.look(work, images, b, secret) for b in batches])}
 
@@ -235,33 +254,32 @@ class CCL(Algorithm):
         return F.normalize(features.to(work.dtype), dim=1)
 
 
-class Step:
-    """The loss of a client's steps, one after another: Eq. 12, in both directions as MoCo's."""
+class Step(Steps):
+    """A client's steps: which remote features there are, and the candidates drawn for each step."""
 
     def __init__(self, ccl: CCL, client: Client, remote: Tensor) -> None:
         self.ccl, self.client, self.remote = ccl, client, remote
+        self.function = ccl.loss
         self.number = 0
         memory: Any = client.state.get("memory", {"seen": 0})
         self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
-        # Which of the client's images the queue's keys are of.
+        # Which images the queue's keys are of.
         none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.work.device)
         self.origins = cast(Tensor, client.state.get("origins", none)).clone()
 
-    def __call__(self, encoded: Encoded) -> Tensor:
-        """L = L_contrast + λ L_neigh."""
-        params, memory = self.ccl.params, encoded.memory
-        loss = self.ccl.moco.contrast(encoded.encodings, *self.negatives(memory))
-        if params.lambda_:
-            candidates = self.candidates(memory["queue"])
-            for encoding in encoded.encodings[:2]:
-                query = F.normalize(encoding, dim=1)
-                near = matching(query, candidates, params.neighbours, params.temperature)
-                loss = loss + params.lambda_ * near
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
+        client, there = self.client, len(self.remote) + min(self.seen, len(self.origins))
+        drawn = key(client.work.config.seed, "neighbours", client.round, client.id, self.number)
+        most = self.ccl.features if self.ccl.params.lambda_ else 0
+        return self.remote, on_device(choose(drawn, there, most), self.remote.device)
+
+    def done(self, encodings: tuple[Tensor, ...]) -> None:
+        """The keys of both views are in the queue."""
         if self.client.work.census is not None:
             self.follow()
         self.number += 1
-        self.seen += sum(map(len, encoded.encodings[2:]))
-        return loss
+        self.seen += sum(map(len, encodings[2:]))
 
     def follow(self) -> None:
         """Which images' keys enter the queue: both views', as MoCo's ``remember`` has it."""
@@ -281,21 +299,6 @@ class Step:
         own, queue = census.count(client.members), census.count(self.origins[:held])
         alike = own @ queue / own.sum()
         return {"origins": self.origins, "alike": alike, "held": torch.tensor(float(held))}
-
-    def negatives(self, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Q_l ∪ Q_s (Eq. 3), or Q_s alone (Eq. 5), and which of them are not there."""
-        empty = self.ccl.moco.empty(memory)
-        there = empty.new_zeros(len(self.remote))
-        if self.ccl.params.remote == "only" and len(self.remote):
-            return self.remote, there
-        return torch.cat((memory["queue"], self.remote)), torch.cat((empty, there))
-
-    def candidates(self, queue: Tensor) -> Tensor:
-        """Q′ (Eq. 7): K of Q_s ∪ Q_l, drawn evenly; all while there are fewer."""
-        client = self.client
-        both = torch.cat((self.remote, queue[: self.seen]))
-        drawn = key(client.work.config.seed, "neighbours", client.round, client.id, self.number)
-        return both[on_device(choose(drawn, len(both), self.ccl.features), queue.device)]
 
 
 def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: float) -> Tensor:

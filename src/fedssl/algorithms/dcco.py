@@ -24,7 +24,7 @@ class DCCO(Algorithm):
     """
 
     objective: MomentObjective
-    own_loss = False
+    compiles = False
     means = ("locate", "encode", "descend")
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:

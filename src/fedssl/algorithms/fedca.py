@@ -43,7 +43,7 @@ class FedCA(Algorithm):
     norm sees that batch alone, and its running statistics do not.
     """
 
-    own_loss = False
+    compiles = False
     gathers = ("share",)
     varying = ("share",)
 

@@ -20,13 +20,14 @@ from fedssl.evaluate.unlabeled import Views
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
 ACCURACIES = ("knn", "linear")  # what evaluate.targets are compared with
-# head is the accuracy of a network's own classifier, and per-client needs the clients: whoever
-# trained them measures both, not judge.
-NAMES = (*FEW_LABEL, "semi", "head", "per-client", "unlabeled")
+SHARES = ("semi", "collaborative")  # these take a share of them, as in semi@10%
+# head is the accuracy of a network's own classifier, and the other two need the clients: whoever
+# trained them measures all three, not judge.
+NAMES = (*FEW_LABEL, *SHARES, "head", "per-client", "unlabeled")
 
 
 def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float | None]:
-    """Name of a protocol, and its number of labels, or the share of them that ``semi`` takes.
+    """Name of a protocol, and its number of labels, or the share of them that some take.
 
     >>> parse("linear@500"), parse("knn"), parse("semi@10%")
     (('linear', 500), ('knn', None), ('semi', 0.1))
@@ -39,14 +40,16 @@ def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float 
             f"{key}={spec}: unknown{hint}; choose of {', '.join(NAMES)}, "
             "with a number of labels as in linear@500 or a share as in semi@10%"
         )
-    if name == "semi":
-        return name, _share(spec, amount, key)
+    if name in SHARES:
+        return name, _share(spec, name, amount, key)
     if not at:
         return name, None
     if name not in FEW_LABEL:
         raise UserError(f"{key}={spec}: {name} takes no number of labels")
     if amount.endswith("%"):
-        raise UserError(f"{key}={spec}: a share is for semi; give a number, as in {name}@500")
+        raise UserError(
+            f"{key}={spec}: a share is for {' and '.join(SHARES)}; give a number, as in {name}@500"
+        )
     if not (amount.isascii() and amount.isdecimal() and int(amount) > 0):
         raise UserError(
             f"{key}={spec}: the number of labels must be a whole number above 0, as in {name}@500"
@@ -54,17 +57,25 @@ def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float 
     return name, int(amount)
 
 
-def _share(spec: str, text: str, key: str) -> float:
+def _share(spec: str, name: str, text: str, key: str) -> float:
     """The share that a percentage stands for."""
     # As 10e-2, so that 0.7 % is the same float as data.holdout=0.007; 0.7 / 100 is not.
     found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text, re.ASCII)
     share = float(f"{found[1]}e-2") if found else 0.0
     if not 0 < share < 1:
         raise UserError(
-            f"{key}={spec}: semi needs the share of the labels, above 0 % and below 100 %, "
-            "as in semi@10%"
+            f"{key}={spec}: {name} needs the share of the labels, above 0 % and below 100 %, "
+            f"as in {name}@10%"
         )
     return share
+
+
+def collaborations(settings: Evaluate) -> dict[str, float]:
+    """The shares of labels that ``collaborative`` is asked for, by the words that ask for them."""
+    keys = {"protocols": settings.protocols or (), "monitor": settings.monitor or ()}
+    words = [(f"evaluate.{key}", spec) for key in keys for spec in keys[key]]
+    parsed = {f"{key}={spec}": parse(spec, key) for key, spec in words}
+    return {k: float(share or 0) for k, (name, share) in parsed.items() if name == "collaborative"}
 
 
 def protocols(settings: Evaluate, train: Split, test: Split | None) -> tuple[str, ...]:
@@ -107,6 +118,8 @@ def _check_spec(
             f"use {key}=[unlabeled]"
         )
     _units(test)
+    if name == "collaborative":
+        return  # its labels are drawn from those of each client
     if name == "semi" and amount is not None and holdout:
         _check_holdout(where, amount, holdout, train)
     _draw(train, spec, classes, 0, key)

@@ -30,7 +30,7 @@ from fedssl.models.flat import Flat
 # DCCO, appendix B: 5,000 labels and 500 labels. Its rate suits weights that 100,000 rounds have
 # made large; it destroys an encoder of 2,000 rounds (results/measured.jsonl). The other presets
 # take a fifth of it.
-RATES = {"dcco": 5e-3, "logistic": 1e-3, "fedema": 1e-3}
+RATES = {"dcco": 5e-3, "logistic": 1e-3, "fedema": 1e-3, "ccl": 1e-3}
 MANY_LABELS = Training(Optimizer("adam", 5e-3), steps=100, batch=256)
 FEW_LABELS = Training(Optimizer("adam", 5e-3), steps=40, batch=128)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from fedssl.config import Optimizer
 from fedssl.evaluate.features import Labelled
 from fedssl.evaluate.finetune import Classifier, descent, features_like, score
-from fedssl.evaluate.linear import Training, constant, zero_head
+from fedssl.evaluate.linear import Training, constant, stairs, zero_head
 from fedssl.models.network import initialize
 
 # FedEMA, appendix B.3. Its "new two-layer MLP" is read as the one of B.2 (4096, batch norm, ReLU),
@@ -19,18 +20,17 @@ from fedssl.models.network import initialize
 HIDDEN = 4096
 MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=constant)
 
-
-def stairs(step: int, total: int) -> float:
-    """The factor of SwAV's rate: a fifth from epoch 12 of 20 on, a fifth of that from 16 on."""
-    return 0.2 ** ((5 * step >= 3 * total) + (5 * step >= 4 * total))
-
-
 # CCL, section 6: 20 epochs of SGD as in SwAV (Caron et al. 2020), whose program has batches of 256,
-# no weight decay, and these rates of the encoder and, 20 times as large, of the classifier. Its
-# command for 1 % of ImageNet's labels has 0.02 and 5 instead. With ten classes and few steps those
-# were far worse (digits, training images held out), so every share takes the program's default.
+# no weight decay, and these rates of the encoder and, 20 times as large, of the classifier: a fifth
+# from epoch 12 on, a fifth of that from 16 on. Its command for 1 % of ImageNet's labels has 0.02
+# and 5 instead. With ten classes and few steps those were far worse (digits, training images held
+# out), so every share takes the program's default.
 LINEAR = Training(
-    Optimizer("sgd", 0.01, momentum=0.9), epochs=20, batch=256, schedule=stairs, head=20.0
+    Optimizer("sgd", 0.01, momentum=0.9),
+    epochs=20,
+    batch=256,
+    schedule=functools.partial(stairs, factor=0.2),
+    head=20.0,
 )
 
 

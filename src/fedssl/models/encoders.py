@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config import Encoder
+from fedssl.models import fused
 from fedssl.models.norms import Norm
 
 
@@ -22,12 +23,12 @@ class Tiny(nn.Module):
         self.layers = nn.Sequential()
         for i, (inputs, outputs) in enumerate(pairwise(widths)):
             self.layers.append(norm.conv(inputs, outputs, 3, stride=1 if i == 2 else 2))
-            self.layers.append(norm.after_conv(outputs))
-            self.layers.append(nn.ReLU(inplace=True))
+            self.layers.append(norm.after_conv(outputs, relu=True))
+            self.layers.append(norm.activation())
 
     def forward(self, x: Tensor) -> Tensor:
         """Features ``[B, 96]``."""
-        return self.layers(x).mean(dim=(2, 3))
+        return self.layers(fused.layout(x)).mean(dim=(2, 3))
 
 
 class Block(nn.Module):
@@ -53,8 +54,8 @@ class Basic(Block):
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         body = nn.Sequential(
             norm.conv(inputs, width, 3, stride),
-            norm.after_conv(width),
-            nn.ReLU(inplace=True),
+            norm.after_conv(width, relu=True),
+            norm.activation(),
             norm.conv(width, width, 3),
             norm.after_conv(width),
         )
@@ -70,11 +71,11 @@ class Bottleneck(Block):
         outputs = width * self.expansion
         body = nn.Sequential(
             norm.conv(inputs, width, 1),
-            norm.after_conv(width),
-            nn.ReLU(inplace=True),
+            norm.after_conv(width, relu=True),
+            norm.activation(),
             norm.conv(width, width, 3, stride),
-            norm.after_conv(width),
-            nn.ReLU(inplace=True),
+            norm.after_conv(width, relu=True),
+            norm.activation(),
             norm.conv(width, outputs, 1),
             norm.after_conv(outputs),
         )
@@ -102,8 +103,8 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(
             norm.conv(channels, 64, 3) if stem == "small" else norm.conv(channels, 64, 7, 2),
-            norm.after_conv(64),
-            nn.ReLU(inplace=True),
+            norm.after_conv(64, relu=True),
+            norm.activation(),
         )
         if stem == "large":
             self.stem.append(nn.MaxPool2d(3, 2, 1))
@@ -119,7 +120,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features ``[B, 512]`` or ``[B, 2048]``."""
-        return self.stages(self.stem(x)).mean(dim=(2, 3))
+        return self.stages(self.stem(fused.layout(x))).mean(dim=(2, 3))
 
 
 RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {

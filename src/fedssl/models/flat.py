@@ -54,6 +54,14 @@ class Flat:
         """The part of the vector that is learned."""
         return self.vector[: self.parameters]
 
+    def differentiate(self, loss: Tensor, *others: Flat) -> None:
+        """Put the gradients of ``loss`` into ``gradient``, of other vectors too: one copy each."""
+        flats = (self, *others)
+        params = [p for flat in flats for p in flat.module.parameters()]
+        found = iter(torch.autograd.grad(loss, params, materialize_grads=True))
+        for flat in flats:
+            torch.cat([next(found).reshape(-1) for _ in flat.layers], out=flat.gradient)
+
     def of(self, *kinds: type[nn.Module]) -> list[Span]:
         """The parameters and buffers that modules of these types own."""
         return [span for span in self.spans if isinstance(span.owner, kinds)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from fedssl.config import Encoder
 from fedssl.data.random import key
 from fedssl.errors import UserError
 from fedssl.models.encoders import encoder as make_encoder
-from fedssl.models.norms import Norm
+from fedssl.models.norms import BatchNorm, Norm
 
 MakeHead = Callable[[int, Norm], nn.Module]
 MakePredictor = Callable[[Norm], nn.Module | None]
@@ -29,7 +30,8 @@ def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
     """
     layers = nn.Sequential()
     for width in widths[:-1]:
-        layers.extend([norm.linear(inputs, width), norm.after_linear(width), nn.ReLU(inplace=True)])
+        layers.extend([norm.linear(inputs, width), norm.after_linear(width, relu=True)])
+        layers.append(norm.activation())
         inputs = width
     layers.append(nn.Linear(inputs, widths[-1]))
     return layers
@@ -66,12 +68,31 @@ class Network(nn.Module):
         self.towers = nn.ModuleList(towers)
         self.predictors = nn.ModuleList(predictors)
         self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.modules())
+        self._stacked = False
+
+    @contextlib.contextmanager
+    def stacked(self, views: int) -> Iterator[None]:
+        """All views in one pass, batch norm by each view's own statistics: fewer, larger kernels.
+
+        The numbers are those of one pass a view. Where these are one batch anyway it does nothing.
+        """
+        norms = [m for m in self.modules() if isinstance(m, BatchNorm)]
+        apart = bool(norms) and len(self.towers) == 1 and views > 1 and not self.joint
+        self._stacked = apart
+        for norm in norms:
+            norm.views = views if apart else 1
+        try:
+            yield
+        finally:
+            self._stacked = False
+            for norm in norms:
+                norm.views = 1
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The encodings F and G of the two inputs, or of one input alone."""
         one_tower = len(self.towers) == 1 and len(inputs) > 1
         # Without batch norm the same numbers as one pass each: samples do not see each other.
-        one_pass = one_tower and (self.joint or not self.has_batch_norm)
+        one_pass = one_tower and (self._stacked or self.joint or not self.has_batch_norm)
         if one_pass and inputs[0].shape == inputs[1].shape:
             return self.towers[0](torch.cat(inputs)).chunk(len(inputs))
         return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
@@ -80,6 +101,8 @@ class Network(nn.Module):
         """The predictions from encodings, or these themselves where there is no predictor."""
         if not self.predictors:
             return encodings
+        if self._stacked:
+            return self.predictors[0](torch.cat(encodings)).chunk(len(encodings))
         return tuple(self.predictors[i % len(self.predictors)](z) for i, z in enumerate(encodings))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.errors import UserError
+from fedssl.models import fused
 
 STATISTICS_MOMENTUM = 0.1  # share of a batch in batch norm's running statistics
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # what algorithm.norm_policy is about
@@ -39,12 +40,61 @@ class StandardizedLinear(nn.Linear):
         return F.linear(x, standardize(self.weight), self.bias)
 
 
+class BatchNorm(_BatchNorm):
+    """Batch norm of a batch in which several views follow one another: each by its own statistics.
+
+    With ``views`` the numbers are those of one pass a view (running statistics too), in one pass.
+    """
+
+    views = 1
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        return  # feature maps and vectors alike
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize; ``views`` matters in training only."""
+        if self.views == 1 or not self.training:
+            return super().forward(input)
+        assert self.running_mean is not None and self.running_var is not None
+        x = input.unflatten(0, (self.views, -1)).to(torch.promote_types(input.dtype, torch.float32))
+        over = [1, *range(3, x.dim())]
+        variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+        shape = (1, 1, -1, *[1] * (x.dim() - 3))
+        y = (x - mean) * torch.rsqrt(variance + self.eps)
+        y = y * self.weight.view(shape) + self.bias.view(shape)
+        samples = x.numel() // (self.views * x.shape[2])
+        with torch.no_grad():
+            for m, v in zip(mean.flatten(1), variance.flatten(1), strict=True):
+                self.running_mean.lerp_(m, STATISTICS_MOMENTUM)
+                self.running_var.lerp_(v * (samples / (samples - 1)), STATISTICS_MOMENTUM)
+        return y.flatten(0, 1).to(input.dtype)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group norm, and with ``relu`` the ReLU after it: in one kernel where there is one."""
+
+    def __init__(self, groups: int, channels: int, relu: bool) -> None:
+        super().__init__(groups, channels)
+        self.relu = relu
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize, and cut off below 0."""
+        if fused.applies(input, self.num_groups):
+            return fused.group_norm(
+                input, self.weight, self.bias, self.num_groups, self.eps, self.relu
+            )
+        y = super().forward(input)
+        return F.relu(y, inplace=True) if self.relu else y
+
+
 @dataclass(frozen=True)
 class Norm:
     """Makes the layers of a network in its batch-norm or group-norm form.
 
     >>> Norm("group", groups=32).after_conv(64)
     GroupNorm(32, 64, eps=1e-05, affine=True)
+
+    With ``relu`` a ReLU follows, which is ``activation()``: group norm has it within.
     """
 
     kind: Literal["batch", "group"]
@@ -60,34 +110,37 @@ class Norm:
         layer = nn.Linear if self.kind == "batch" else StandardizedLinear
         return layer(inputs, outputs, bias=False)
 
-    def after_conv(self, channels: int) -> nn.Module:
-        """The norm of a feature map."""
-        if self.kind == "batch":
-            return _uncounted(nn.BatchNorm2d(channels, momentum=STATISTICS_MOMENTUM))
-        return self._group(channels)
+    def activation(self) -> nn.Module:
+        """What comes after a norm with ``relu``: a layer in any case, so that names stay."""
+        return nn.ReLU(inplace=True) if self.kind == "batch" else nn.Identity()
 
-    def after_linear(self, channels: int) -> nn.Module:
+    def after_conv(self, channels: int, relu: bool = False) -> nn.Module:
+        """The norm of a feature map."""
+        return _batch(channels) if self.kind == "batch" else self._group(channels, relu)
+
+    def after_linear(self, channels: int, relu: bool = False) -> nn.Module:
         """The norm of a vector."""
         if self.kind == "batch":
-            return _uncounted(nn.BatchNorm1d(channels, momentum=STATISTICS_MOMENTUM))
+            return _batch(channels)
         if channels < 2 * self.groups:
             raise UserError(
                 f"encoder.groups={self.groups}: groups of a vector of {channels} would hold one "
                 f"number each, and a normalized single number is always 0; take at most "
                 f"{channels // 2} groups or wider layers (objective.projector)"
             )
-        return self._group(channels)
+        return self._group(channels, relu)
 
-    def _group(self, channels: int) -> nn.Module:
+    def _group(self, channels: int, relu: bool) -> nn.Module:
         if channels % self.groups:
             raise UserError(
                 f"encoder.groups={self.groups}: a layer of {channels} channels cannot be divided "
                 f"into {self.groups} groups; take fewer groups or wider layers"
             )
-        return nn.GroupNorm(self.groups, channels)
+        return GroupNorm(self.groups, channels, relu)
 
 
-def _uncounted(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> nn.Module:
+def _batch(channels: int) -> BatchNorm:
     """Without the counter of batches: nothing reads it, and a resumed run would count anew."""
+    norm = BatchNorm(channels, momentum=STATISTICS_MOMENTUM)
     norm.num_batches_tracked = None
     return norm

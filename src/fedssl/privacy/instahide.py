@@ -38,12 +38,21 @@ class Key:
         generator: np.random.Generator,
     ) -> Key:
         """For the images ``own`` among ``count``, with k − 1 different others each, any of them."""
-        picks = [generator.choice(count - 1, k - 1, replace=False) for _ in own]
-        others = np.stack(picks).astype(np.int64)
+        others = distinct(len(own), count - 1, k - 1, generator)
         others += others >= own[:, None]  # past the image itself
         signs = generator.integers(0, 2, (len(own), *shape), dtype=np.int8) * 2 - 1
         members = np.concatenate((own[:, None], others), axis=1)
         return cls(members, weights(len(own), k, generator), signs)
+
+
+def distinct(rows: int, count: int, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """In each row k different numbers below ``count``, any set as likely (Floyd's algorithm)."""
+    drawn = np.empty((rows, k), dtype=np.int64)
+    for column, last in enumerate(range(count - k, count)):
+        new = generator.integers(0, last + 1, rows)
+        taken = (drawn[:, :column] == new[:, None]).any(1)
+        drawn[:, column] = np.where(taken, last, new)
+    return drawn
 
 
 def weights(count: int, k: int, generator: np.random.Generator) -> NDArray[np.float64]:

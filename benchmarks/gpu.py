@@ -1,0 +1,123 @@
+"""Our engine beside a bare centralized loop of the same step, on a GPU.
+
+    python benchmarks/gpu.py [--rows silo dcco] [--samples 9984] [--repeats 5] [--warm]
+
+``silo``: FedBYOL, ResNet-18, 5 clients, batches of 128, one local epoch. ``dcco``: ResNet-14,
+128 clients of 4 images and 512 of 1. The bare loop calls the same compiled step on all images as
+one data set: no clients, no states, no averaging. Engine and loop run in turn; times are the
+fastest of the repeats. ``--warm`` only compiles (into torch's cache, for a later call).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import engine_of, even, made, rounds_of, seconds
+
+from fedssl import config as configuration
+from fedssl import optim
+from fedssl.data.random import key, mix
+from fedssl.engines.local import LocalEngine
+
+CLIENTS, BATCH, PIXELS = 5, 128, 32
+Row = tuple[str, int, Callable[[], None], Callable[[], None]]
+
+
+def silo(samples: int) -> Row:
+    """Images in a round, our round, and the same images in a bare loop."""
+    tree: dict[str, Any] = {
+        "augment": {"name": "fedema"},
+        "encoder": {"name": "resnet18", "norm": "batch"},
+        "objective": {"name": "byol"},
+        "algorithm": {"name": "fedavg", "local_epochs": 1, "batch": BATCH},
+        "client": {"lr": 0.032, "momentum": 0.9, "weight_decay": 5e-4},
+        "server": {"optimizer": "sgd", "lr": 1.0},
+    }
+    images = CLIENTS * samples
+    engine, server = build(tree, images, CLIENTS, samples)
+    engine.work.compiles = True
+    work = engine.work
+
+    def bare() -> None:
+        replay = work.replay(BATCH, None)
+        assert replay is not None
+        replay.begin(0.032, None)
+        order = torch.randperm(images, device=work.device)
+        for chosen in order.split(BATCH):
+            replay(chosen, mix(key(0, "augment", 0), chosen))
+        float(replay.total)
+
+    return "FedBYOL, ResNet-18, 5 clients", images, rounds_of(engine, server), bare
+
+
+def dcco(clients: int, each: int) -> Row:
+    """As above, for a merged cohort: a round is one step."""
+    tree: dict[str, Any] = {
+        "augment": {"name": "dcco"},
+        "encoder": {"name": "resnet14", "norm": "group"},
+        "objective": {"name": "cco"},
+        "algorithm": {"name": "dcco"},
+        "server": {"optimizer": "adam", "lr": 1e-3},
+    }
+    engine, server = build(tree, clients * each, clients, each)
+    work = engine.work
+    work.compile_passes()
+    assert engine.merges
+    members = torch.arange(clients * each, device=work.device)
+    rule_state = optim.start(work.config.server, work.flat.params)
+
+    def bare() -> None:
+        flat = work.flat
+        seen = work.look(members, mix(key(0, "augment", 0), members))
+        loss = work.objective.loss(seen.encodings, None, None)
+        flat.differentiate(loss)
+        step = optim.step(
+            work.config.server, rule_state, flat.params, flat.gradient, 1e-3, flat.layers
+        )
+        flat.params.add_(step)
+        float(loss.detach())
+
+    return f"DCCO, ResNet-14, {clients} × {each}", clients * each, rounds_of(engine, server), bare
+
+
+def build(tree: dict[str, Any], images: int, clients: int, each: int) -> tuple[LocalEngine, Any]:
+    """An engine on images of noise."""
+    settings = {"device": "cuda", "precision": "bf16", "rounds": 1_000_000, "schedule": "constant"}
+    config = configuration.build({**tree, **settings})
+    return engine_of(config, made(images, 3, PIXELS), even(clients, each))
+
+
+def main() -> None:
+    """One table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", default=["silo", "dcco"], choices=["silo", "dcco"])
+    parser.add_argument("--samples", type=int, default=9984, help="of a client of silo")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm", action="store_true")
+    o = parser.parse_args()
+    makers: list[Callable[[], Row]] = []
+    if "silo" in o.rows:
+        makers.append(lambda: silo(2 * BATCH if o.warm else o.samples))
+    if "dcco" in o.rows:
+        makers += [lambda: dcco(128, 4), lambda: dcco(512, 1)]
+    for maker in makers:
+        name, images, ours, bare = maker()
+        for work in (ours, bare):
+            seconds(work, "cuda")
+            seconds(work, "cuda")
+        if o.warm:
+            continue
+        times = [[seconds(work, "cuda") for work in (ours, bare)] for _ in range(o.repeats)]
+        us, loop = (min(column) for column in zip(*times, strict=True))
+        print(
+            f"{name:32} ours {images / us:8.0f} images/s, {1e3 * us:8.1f} ms a round;  "
+            f"bare {images / loop:8.0f} images/s, {1e3 * loop:8.1f} ms;  ratio {loop / us:.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""Protocol ``collaborative``: who has which labels, and that it is plain supervised FedAvg."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import groups_of, made_split, settings
+from safetensors.torch import load_file
+from torch import nn
+
+from fedssl import config, run
+from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.random import key, permutation
+from fedssl.deployment import Introduction, server_session
+from fedssl.errors import UserError
+from fedssl.evaluate import collaborations, collaborative, finetune
+from fedssl.evaluate.collaborative import draw
+from fedssl.models.flat import Flat
+from fedssl.reevaluate import evaluate
+from fedssl.session import assemble, prepare
+
+SPEC = "collaborative@50%"
+CLASSES = tuple("abcd")
+
+
+def made(*words, sizes=(40,), test=24, spec=SPEC):
+    """A session of made images, of which clients hold ``sizes``."""
+    train = made_split(sum(sizes))
+    dataset = Dataset("made", train, made_split(test), CLASSES)
+    words = (f"evaluate.protocols={spec}", "augment.name=digits", "engine.threads=1", *words)
+    return assemble(settings(*words), dataset, groups_of(*sizes))
+
+
+def digits(*words):
+    small = ("rounds=2", "cohort.size=null", "partition.name=iid", "partition.clients=5")
+    small += ("objective.projector=32,32,16", "evaluate.baselines=[]", "engine.threads=1")
+    recipe = config.read_recipe(None)
+    return config.resolve(recipe, [*small, "evaluate.protocols=collaborative@10%", *words])
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Two rounds, so that a session can be judged often."""
+    monkeypatch.setattr(collaborative, "ROUNDS", 2)
+
+
+# Which images -----------------------------------------------------------------------------------
+
+
+def labels_of(*labels):
+    images = torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8)
+    return Split((images,), torch.tensor(labels))
+
+
+def owned(drawn, groups):
+    for k in range(len(groups)):
+        assert set(drawn[k].tolist()) <= set(groups[k].tolist())
+    assert len(set(drawn.members.tolist())) == len(drawn.members)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_client_labels_its_share_of_each_of_its_classes(seed):
+    train = labels_of(*[0] * 100, *[0] * 30, *[1] * 70, *[c for c in range(10) for _ in range(29)])
+    groups = groups_of(100, 100, 290)
+    drawn = draw(settings(f"seed={seed}"), groups, train, 0.1)
+    assert drawn.sizes.tolist() == [10, 10, 29]
+    owned(drawn, groups)
+    counts = [np.bincount(train.labels.numpy()[drawn[k]], minlength=10) for k in range(3)]
+    assert counts[0][0] == 10
+    assert counts[1][:2].tolist() == [3, 7]
+    assert set(counts[2]) <= {2, 3}
+
+
+def test_shares_are_rounded_down_but_not_to_nothing():
+    train = labels_of(*np.arange(146) % 3)
+    groups = groups_of(29, 100, 9, 1, 7)
+    sizes = draw(settings(), groups, train, 0.29).sizes.tolist()
+    assert sizes == [8, 29, 2, 1, 2]
+    assert draw(settings(), groups, train, 0.01).sizes.tolist() == [1, 1, 1, 1, 1]
+    batch = draw(settings("encoder.norm=batch"), groups, train, 0.01)
+    assert batch.sizes.tolist() == [2, 2, 2, 0, 2]
+    owned(batch, groups)
+
+
+def test_only_images_with_a_label_count():
+    train = labels_of(*[-1] * 30, *np.arange(20) % 2, *[-1] * 10, 0)
+    groups = groups_of(50, 10, 1)
+    drawn = draw(settings(), groups, train, 0.5)
+    assert drawn.sizes.tolist() == [10, 0, 1]
+    assert (train.labels.numpy()[drawn.members] >= 0).all()
+
+
+def test_which_images_depends_on_the_seed_alone_and_all_have_the_same_chance():
+    train, groups = labels_of(*np.arange(60) % 4), groups_of(40, 20)
+    drawn = [draw(settings(f"seed={s}"), groups, train, 0.1) for s in (0, 0, *range(400))]
+    assert np.array_equal(drawn[0].members, drawn[1].members)
+    seen = np.bincount(np.concatenate([d.members for d in drawn[2:]]), minlength=60)
+    assert seen.min() > 15 and seen.max() < 70  # 40 on average
+    assert len({tuple(d.members.tolist()) for d in drawn}) == 400  # and in any company
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def slow(tower, images, labels, groups, head, seed):
+    """FedAvg of SGD with two rates, client by client and batch by batch."""
+    for round in range(collaborative.ROUNDS):
+        factor = 0.5 * (1 + np.cos(np.pi * round / collaborative.ROUNDS))
+        replies = []
+        for client in range(len(groups)):
+            model, own = copy.deepcopy((tower, head)), groups[client]
+            body, top = (m.train() for m in model)
+            lr = collaborative.RULE.lr * factor
+            rates = [
+                {"params": body.parameters(), "lr": lr},
+                {"params": top.parameters(), "lr": 20 * lr},
+            ]
+            rule = torch.optim.SGD(rates, momentum=0.9)
+            for epoch in range(collaborative.EPOCHS):
+                order = np.arange(len(own))
+                if len(own) > collaborative.BATCH:
+                    number = round * collaborative.EPOCHS + epoch
+                    order = permutation(key(seed, "shuffle", client, number), len(own))
+                batch = min(collaborative.BATCH, len(own))
+                for start in range(0, len(own) - batch + 1, batch):
+                    chosen = own[order[start : start + batch]]
+                    loss = nn.functional.cross_entropy(top(body(images[chosen])), labels[chosen])
+                    rule.zero_grad()
+                    loss.backward()
+                    rule.step()
+            replies.append(model)
+        sizes = groups.sizes / groups.sizes.sum()
+        for i, part in enumerate((tower, head)):
+            states = [reply[i].state_dict() for reply in replies]
+            mean = {n: sum(w * s[n] for w, s in zip(sizes, states, strict=True)) for n in states[0]}
+            part.load_state_dict(mean, strict=False)  # torch adds batch norm's counter
+    return tower, head
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize("sizes", [(40,), (26, 6, 14)])
+def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch):
+    """With one client, centralized training on its labelled images."""
+    monkeypatch.setattr(collaborative, "ROUNDS", 3)
+    monkeypatch.setattr(collaborative, "BATCH", 5)
+    session = made(f"encoder.norm={norm}", "seed=3", sizes=sizes)
+    encoder = session.body(session.work.initial).encoder
+    drawn = draw(session.config, session.clients, session.dataset.train, 0.5)
+    assert drawn.sizes.tolist() == [n // 2 for n in sizes]
+    head = nn.Linear(encoder.features, 4, dtype=torch.float64)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    images = session.dataset.train.images[0].double() / 255
+    start = copy.deepcopy(encoder).double()
+    body, top = slow(start, images, session.dataset.train.labels, drawn, head, 3)
+    score = session.judge(session.work.initial)[f"{SPEC}_top1"]
+    nested = session.tuned[SPEC]
+    found = nested.work.flat.named(collaborative.train(nested, encoder))
+    expected = Flat(body).named()
+    assert (expected["layers.0.weight"] - encoder.layers[0].weight).abs().max() > 1e-4
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[f"towers.0.encoder.{name}"], tensor, atol=1e-9, rtol=1e-7, msg=name
+        )
+    scale = 20**0.5
+    torch.testing.assert_close(scale * found["towers.0.head.layer.weight"], top.weight.detach())
+    torch.testing.assert_close(scale * found["towers.0.head.layer.bias"], top.bias.detach())
+    test = session.dataset.test
+    with torch.no_grad():
+        logits = top.eval()(body.eval()(test.images[0].double() / 255))
+    right = (logits.argmax(1) == test.labels).double().mean().item()
+    assert score == pytest.approx(100 * right)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm, monkeypatch):
+    monkeypatch.setattr(collaborative, "ROUNDS", 0)
+    session = made(f"encoder.norm={norm}", "precision=fp32")
+    weights = session.work.initial + 0.01 * torch.arange(len(session.work.initial)).sin()
+    judged = session.judge(session.work.initial)  # what was judged before leaves nothing
+    assert judged == {f"{SPEC}_top1": 25.0}
+    encoder = session.body(weights).encoder
+    nested = session.tuned[SPEC]
+    collaborative.train(nested, session.body(session.work.initial).encoder)
+    found = nested.work.flat.named(collaborative.train(nested, encoder))
+    for name, tensor in Flat(encoder).named().items():
+        assert torch.equal(found[f"towers.0.encoder.{name}"], tensor)
+    assert not found["towers.0.head.layer.weight"].any()
+    assert not found["towers.0.head.layer.bias"].any()
+
+
+def test_every_judgement_starts_anew_and_changes_nothing_here(short):
+    session = made("encoder.norm=batch", "client.momentum=0.9", sizes=(20, 20))
+    other = session.work.initial * 0.5
+    before, random = session.work.initial.clone(), torch.get_rng_state()
+    first = session.judge(session.work.initial)
+    session.judge(other)
+    nested = session.tuned[SPEC]
+    assert session.judge(session.work.initial) == first
+    assert session.tuned[SPEC] is nested
+    encoder = session.body(before).encoder
+    start = copy.deepcopy(encoder.state_dict())
+    weights = [collaborative.train(nested, encoder) for _ in range(2)]
+    assert torch.equal(*weights)
+    assert all(torch.equal(start[n], v) for n, v in encoder.state_dict().items())
+    assert torch.equal(session.work.initial, before)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_trained_encoder_is_worth_more_than_a_random_one(monkeypatch):
+    """At equal steps: one that has already been tuned on other labels starts far ahead."""
+    monkeypatch.setattr(collaborative, "ROUNDS", 8)
+    session = prepare(digits("evaluate.protocols=collaborative@40%"))
+    with monkeypatch.context() as untrained:
+        untrained.setattr(collaborative, "accuracy", lambda session, encoder: 0.0)
+        session.judge(session.work.initial)
+    random = session.body(session.work.initial).encoder
+    nested = session.tuned["collaborative@40%"]
+    trained = nested.body(collaborative.train(nested, random)).encoder
+    monkeypatch.setattr(collaborative, "ROUNDS", 4)
+    session = prepare(digits())
+    scores = [session._fine_tune(e, "collaborative@10%", 0.1) for e in (random, trained)]
+    assert scores[1] > scores[0] + 20
+
+
+# The federation ---------------------------------------------------------------------------------
+
+
+def test_of_the_run_only_the_federation_stays():
+    given = settings(
+        "encoder.towers=2", "encoder.norm=batch", "algorithm.norm_policy=local",
+        "cohort.size=30", "cohort.minimum=4", "cohort.average=median", "privacy.noise=1",
+        "engine.name=flower", "engine.updates=fp16", "engine.max_norm=3", "engine.merge=off",
+        "seed=7", "precision=bf16", "evaluate.size=24", "rounds=9",
+    )  # fmt: skip
+    own = collaborative.settings(given, clients=12)
+    assert (own.algorithm.name, own.objective.name) == ("fedavg", "supervised")
+    assert (own.algorithm.norm_policy, own.algorithm.batch) == ("average", 32)
+    assert own.algorithm.local_epochs == 2 and own.rounds == 50
+    assert own.cohort == config.Cohort(size=12)
+    assert own.privacy == config.Privacy() and own.evaluate.size is None
+    assert own.engine == replace(config.Engine(), merge="off")
+    assert own.encoder == replace(given.encoder, towers=1)
+    assert (own.client.optimizer, own.client.lr, own.client.momentum) == ("sgd", 0.03, 0.9)
+    assert (own.server.optimizer, own.server.lr, own.schedule) == ("sgd", 1.0, "cosine")
+    assert (own.seed, own.precision) == (7, "bf16")
+    assert collaborative.settings(settings("cohort.fraction=0.2"), 12).cohort.fraction == 0.2
+
+
+@pytest.mark.parametrize(
+    ("words", "flip"),
+    [
+        (("augment.name=digits",), 0.0),
+        (("augment.name=fedema",), 0.5),
+        (("augment.name=fedema", "augment.flip=0"), 0.0),
+    ],
+)
+def test_images_are_flipped_where_the_run_flips_them(words, flip):
+    assert collaborative.settings(settings(*words), 5).augment == config.Augment("none", flip=flip)
+
+
+@pytest.fixture
+def nested(monkeypatch):
+    """The federations that are built, instead of training in them; each scores its number."""
+    seen = []
+
+    def score(session, encoder):
+        seen.append((session, encoder))
+        return float(len(seen))
+
+    monkeypatch.setattr(collaborative, "accuracy", score)
+    return seen
+
+
+def test_clients_without_labels_are_left_out_and_noted(nested):
+    train = made_split(36)
+    train.labels[20:30] = -1
+    dataset = Dataset("made", train, made_split(8), CLASSES)
+    words = ("evaluate.protocols=collaborative@10%", "evaluate.monitor=collaborative@10%")
+    session = assemble(settings(*words, "cohort.size=4"), dataset, groups_of(20, 10, 3, 3))
+    assert list(session.notes()) == [
+        "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
+        "collaborative@10%: small clients label more than their share, in all 15.4 % of the images",
+    ]
+    session.judge(session.work.initial)
+    ((own, _),) = nested
+    assert own.engine.groups.sizes.tolist() == [2, 1, 1] and own.cohort == 3
+    assert list(made(sizes=(20, 20)).notes()) == []
+
+
+def test_centralized_training_is_tuned_in_the_partition(nested):
+    words = ("algorithm.name=centralized", "partition.name=classes", "partition.clients=5")
+    session = prepare(digits(*words))
+    session.judge(session.work.initial)
+    ((own, _),) = nested
+    assert len(own.engine.groups) == 5
+    labels = own.dataset.train.labels.numpy()
+    kinds = [set(labels[own.engine.groups[k]].tolist()) for k in range(5)]
+    assert max(map(len, kinds)) == 2 and len(set.union(*kinds)) == 10
+
+
+def test_held_out_images_are_nobodys(nested):
+    session = prepare(digits("data.holdout=0.5"))
+    session.judge(session.work.initial)
+    assert len(nested[0][0].dataset.train) == 70  # 10 % of 143 or 144 for each of five
+
+
+def test_the_judged_tower_sees_its_own_images(nested):
+    words = ("encoder.towers=2", "data.halves=true", "evaluate.tower=second")
+    session = prepare(digits(*words))
+    session.judge(session.work.initial)
+    ((own, encoder),) = nested
+    part = draw(session.config, session.clients, session.dataset.train, 0.1).members
+    for ours, whole in ((own.dataset.train, part), (own.dataset.test, slice(None))):
+        split = session.dataset.train if ours is own.dataset.train else session.dataset.test
+        assert len(ours.images) == 1
+        assert torch.equal(ours.images[0], split.images[1][whole])
+        assert torch.equal(ours.labels, split.labels[whole])
+    second = session.encoder(1).encoder
+    assert torch.equal(next(encoder.parameters()), next(second.parameters()))
+    assert len(own.work.network.towers) == 1
+
+
+def test_images_have_the_size_of_judging_and_the_network_stays(nested, short):
+    session = prepare(digits("evaluate.size=24", "encoder.name=resnet14"))
+    session.judge(session.work.initial)
+    ((own, _),) = nested
+    assert own.dataset.train.images[0].shape[2:] == (24, 24)
+    assert own.dataset.test.images[0].shape[2:] == (24, 24)
+    large = replace(session.dataset, train=made_split(20, size=96), test=made_split(8, size=96))
+    session = assemble(session.config, large, groups_of(20))
+    assert session.encoder().encoder.stem[0].kernel_size == (7, 7)
+    session.judged_splits = (made_split(20), made_split(8))
+    session.judge(session.work.initial)
+    assert nested[1][0].encoder().encoder.stem[0].kernel_size == (7, 7)
+
+
+def test_personal_models_are_averaged(nested):
+    words = ("algorithm.name=standalone", "objective.name=simclr", "objective.projector=32,16")
+    session = prepare(digits(*words, "evaluate.protocols=collaborative@10%,collaborative@5%"))
+    session.server.round = 0
+    session.algorithm.round(session.server, session.engine.cohort(np.arange(5), 0))
+    result = session.judge_result()
+    assert result == {"collaborative@10%_top1": 5.0, "collaborative@5%_top1": 6.0}
+    sessions = [own for own, _ in nested]
+    assert len(sessions) == 10 and len({id(s) for s in sessions}) == 2
+
+
+# Runs -------------------------------------------------------------------------------------------
+
+MOCO = (
+    "objective.name=moco", "objective.projector=32,16", "objective.queue=64", "rounds=2",
+    "algorithm.name=fedavg", "algorithm.local_epochs=1",
+    "encoder.norm=batch", "client.momentum=0.9", "server.optimizer=sgd", "server.lr=1",
+    "evaluate.every=1", "checkpoint.seconds=0", "data.labels=400", "algorithm.batch=32",
+)  # fmt: skip
+
+
+def test_watching_a_run_does_not_change_it(short, tmp_path):
+    lines, states = {}, {}
+    for name in ("knn", "collaborative@10%"):
+        out = tmp_path / name
+        words = ("evaluate.protocols=knn", f"evaluate.monitor={name}")
+        run.run(digits(*MOCO, *words), out)
+        text = (out / "metrics.jsonl").read_text().splitlines()
+        lines[name] = [json.loads(line) for line in text]
+        states[name] = load_file(out / "checkpoint" / "state.safetensors")
+    plain, watched = lines.values()
+    assert all(0 < line["collaborative@10%_top1"] <= 100 for line in watched)
+    assert [a["loss"] for a in plain] == [a["loss"] for a in watched]
+    a, b = states.values()
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    first, second = (load_file(tmp_path / n / "encoder.safetensors") for n in lines)
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
+    first = run.run(digits("rounds=1", "data.labels=400"), tmp_path / "a")
+    words = ("rounds=0", "data.labels=400", f"encoder.init={tmp_path / 'a'}")
+    after = run.run(digits(*words), tmp_path / "b")
+    assert set(first["result"]) == {"collaborative@10%_top1"}
+    assert after["initial"] == after["result"] == first["result"]
+    assert after["untrained"] == first["untrained"]
+    again = evaluate(tmp_path / "a", ["evaluate.protocols=collaborative@10%,collaborative@20%"])
+    assert set(again["result"]) == {"collaborative@10%_top1", "collaborative@20%_top1"}
+    assert again["result"]["collaborative@10%_top1"] == first["collaborative@10%_top1"]
+    with pytest.raises(UserError, match=r"collaborative@10%: fine-tunes at the run's own clients"):
+        evaluate(tmp_path / "a", ["data.size=12"])
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+def refusal(dataset, *words, groups=None):
+    groups = groups or groups_of(len(dataset.train))
+    with pytest.raises(UserError) as caught:
+        assemble(settings(*words), dataset, groups)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["protocols", "monitor"])
+def test_what_could_not_be_tuned_is_refused_before_training(name):
+    words = ("evaluate.protocols=unlabeled", f"evaluate.{name}=collaborative@5%")
+    start = f"evaluate.{name}=collaborative@5%: "
+    train, test = made_split(40), made_split(8)
+    cases = replace(train, cases=np.arange(40) % 20, labels=torch.arange(40) % 20 % 4)
+    for sides in ((cases, test), (train, replace(test, cases=np.arange(8)))):
+        text = refusal(Dataset("made", *sides, CLASSES), *words)
+        assert text.startswith(start + "fine-tunes on single images, and this data has cases; use")
+    text = refusal(Dataset("made", train, replace(test, labels=None), CLASSES), *words)
+    assert text.startswith(start + "the test split has no labels")
+    text = refusal(Dataset("made", train, None, CLASSES), *words)
+    assert text.startswith(start + "there is no test split")
+    train.labels[4:] = -1
+    few = Dataset("made", train, test, CLASSES)
+    text = refusal(few, *words)
+    assert text == start + (
+        "the clients' labelled images would all be of one class; take a larger share"
+    )
+    nobody = Groups(np.arange(4, 40), np.array([0, 36]))
+    text = refusal(few, *words, groups=nobody)
+    assert text == start + "no client holds a labelled training image; use semi or linear"
+    single = Groups(np.array([0, 4, 5, 1, 6, 7]), np.array([0, 3, 6]))
+    for algorithm in ("dcco", "centralized"):
+        own = (f"algorithm.name={algorithm}", "encoder.norm=batch")
+        text = refusal(few, *words, *own, groups=single)
+        assert text == start + "no client holds two labelled training images; use semi or linear"
+
+
+def test_a_deployments_server_refuses_before_the_first_round():
+    sites = [Introduction(f"{k}", f"ward {k}", 10, (1,), 8, 8) for k in range(2)]
+    words = ("engine.name=flower", "engine.sites=2", f"evaluate.protocols={SPEC}")
+    with pytest.raises(UserError) as caught:
+        server_session(settings(*words), sites)
+    assert str(caught.value) == (
+        f"evaluate.protocols={SPEC}: fine-tunes on the clients' images, which a deployment's "
+        "server does not have; leave it out"
+    )
+    assert server_session(settings(*words[:2]), sites).site_names == ["ward 0", "ward 1"]
+
+
+def test_collaborations_are_found_in_both_keys():
+    settings = config.Evaluate(protocols=("knn", "collaborative@1%"), monitor=("semi@10%", SPEC))
+    assert collaborations(settings) == {
+        "evaluate.protocols=collaborative@1%": 0.01,
+        f"evaluate.monitor={SPEC}": 0.5,
+    }
+    assert collaborations(config.Evaluate()) == {}
+
+
+def test_a_scaled_layer_learns_faster_by_the_square_of_the_factor():
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
+    layers = [finetune.zero_head(3, 2, x) for _ in range(2)]
+    heads = (layers[0], collaborative.Scaled(layers[1], 3.0))
+    for head, lr in zip(heads, (0.9, 0.1), strict=True):
+        rule = torch.optim.SGD(head.parameters(), lr=lr, momentum=0.9)
+        for _ in range(4):
+            rule.zero_grad()
+            nn.functional.cross_entropy(head(x), y).backward()
+            rule.step()
+    torch.testing.assert_close(heads[0](x), heads[1](x))
