@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=["silo", "dcco"], choices=["silo", "dcco"])
     parser.add_argument("--samples", type=int, default=9984, help="of a client of silo")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="compile only")
     o = parser.parse_args()
     makers: list[Callable[[], Row]] = []
     if "silo" in o.rows:

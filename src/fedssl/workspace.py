@@ -82,6 +82,7 @@ class Steps(ABC):
     """
 
     function: Callable[..., Tensor]
+    lasting = True  # whether inputs of these shapes will come again
 
     @abstractmethod
     def inputs(self) -> tuple[Tensor, ...]:
@@ -268,7 +269,8 @@ class Workspace:
         function = None if loss is None else loss.function
         shapes = (batch, weight, function, *(i.shape for i in inputs))
         self._met[shapes] += 1
-        if shapes not in self._replays and (loss is None or self._met[shapes] > SELDOM):
+        often = loss is None or (loss.lasting and self._met[shapes] > SELDOM)
+        if shapes not in self._replays and often:
             self._replays[shapes] = Replay(self, batch, weight, function, inputs)
         return self._replays.get(shapes)
 

@@ -112,7 +112,7 @@ def test_two_towers_start_differently_and_one_is_shared() -> None:
     assert not torch.equal(*weights)
     x = torch.rand(3, 1, 8, 8)
     f, g = network(0)((x, x))
-    assert torch.equal(f, g)
+    torch.testing.assert_close(f, g)  # of one pass: sums of a batch's rows may differ in order
     f, g = two((x, x))
     assert not torch.equal(f, g)
 

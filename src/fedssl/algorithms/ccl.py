@@ -260,6 +260,7 @@ class Step(Steps):
     def __init__(self, ccl: CCL, client: Client, remote: Tensor) -> None:
         self.ccl, self.client, self.remote = ccl, client, remote
         self.function = ccl.loss
+        self.lasting = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
         memory: Any = client.state.get("memory", {"seen": 0})
         self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
