@@ -182,13 +182,28 @@ class Client:
                 encodings = replay.encodings
             else:
                 assert loss is not None
-                encoded = work.look(members, state)
-                encodings, value = encoded.encodings, loss.function(encoded, *inputs)
-                work.descend(value, encodings, self.lr, pull)
-                total += value.detach()
+                value, encodings = self._plain(loss, inputs, members, state, pull)
+                total += value
             if loss is not None:
                 loss.done(encodings)
         return sum((replay.total for replay in used), total)
+
+    def _plain(
+        self,
+        loss: Steps,
+        inputs: tuple[Tensor, ...],
+        members: Tensor,
+        state: Tensor,
+        pull: Pull | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A step of shapes that are not compiled: its loss and encodings, as mere values.
+
+        A graph of operations that outlives its step would be in the way of the next one's capture.
+        """
+        encoded = self.work.look(members, state)
+        value = loss.function(encoded, *inputs)
+        self.work.descend(value, encoded.encodings, self.lr, pull)
+        return value.detach(), tuple(e.detach() for e in encoded.encodings)
 
     def _batches(self, weights: Tensor, steps: int) -> Iterator[Encoded]:
         """The batches of a round after the network; a remembered forward pass is not made again."""

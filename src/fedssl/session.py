@@ -453,7 +453,7 @@ def compiles(
 ) -> bool:
     """Whether local training goes through a compiled step (``engine.compile``)."""
     mode = config.engine.compile
-    own = algorithm.compiles and work.objective.of_batches
+    own = algorithm.compiles != "off" and work.objective.of_batches
     possible = work.plan.batch is not None and own
     merged = algorithm.exact_on_union(work) and config.engine.merge == "auto"
     if mode == "on" and not possible and not merged:
@@ -463,7 +463,7 @@ def compiles(
             "loss of one client's batches, all of one size; "
             + ("use engine.compile=auto" if not own else "set algorithm.batch")
         )
-    if mode != "auto" or not possible:
+    if mode != "auto" or not possible or algorithm.compiles == "on":
         return mode == "on" and possible
     steps = config.rounds * cohort * work.plan.count(int(np.median(groups.sizes)))
     return work.device.type == "cuda" and steps >= WORTH_COMPILING

@@ -206,6 +206,7 @@ class Workspace:
     def compile_passes(self) -> None:
         """From now on: for merged cohorts of one size, whose loss is not theirs alone."""
         self.augmentation.table(self.device)
+        torch.backends.cudnn.benchmark = True  # one shape for all rounds
         self._compiled = compiled(self.passes)
 
     def encode(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -371,9 +372,10 @@ class Replay:
     def _step(self) -> None:
         """As ``Workspace.descend``."""
         with self.work.stacked():
-            loss, self.encodings = self._forward(self.members, self.state, *self.inputs)
+            loss, encodings = self._forward(self.members, self.state, *self.inputs)
         self.work.differentiate(loss)
         self._advance()
+        self.encodings = tuple(e.detach() for e in encodings)
         self.work.objective.remember(self.work.memory, self.encodings)
         self.total += loss.detach()
 

@@ -277,7 +277,8 @@ class Algorithm(ABC):
     pools_data: ClassVar[bool] = False  # all data at the server: nothing is federated
     judges: ClassVar[Literal["global", "personal"]] = "global"  # which model is the result
     passes: ClassVar[int] = 1  # how often a round trains on a client's images
-    compiles: ClassVar[bool] = True  # whether a client's steps can be compiled
+    # Whether a client's steps can be compiled, and whether they are without being asked.
+    compiles: ClassVar[Literal["auto", "on", "off"]] = "auto"
     has_global: ClassVar[bool] = True  # whether there is a global model at all
     # The tasks that a client answers: those that the server learns only the mean of, those that it
     # sees each reply of, and those of single numbers for the log.

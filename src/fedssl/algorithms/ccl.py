@@ -41,6 +41,7 @@ class CCL(Algorithm):
     are in no exchange, and no deployment does this.
     """
 
+    compiles = "on"  # not by itself before it was seen at full size on a GPU
     gathers = ("share",)
     varying = ("share",)
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"census": ("alike", "held")}

@@ -24,7 +24,7 @@ class DCCO(Algorithm):
     """
 
     objective: MomentObjective
-    compiles = False
+    compiles = "off"
     means = ("locate", "encode", "descend")
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:

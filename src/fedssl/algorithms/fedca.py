@@ -43,7 +43,7 @@ class FedCA(Algorithm):
     norm sees that batch alone, and its running statistics do not.
     """
 
-    compiles = False
+    compiles = "off"
     gathers = ("share",)
     varying = ("share",)
 
