@@ -103,6 +103,7 @@ def main() -> None:
         makers.append(lambda: silo(2 * BATCH if o.warm else o.samples))
     if "dcco" in o.rows:
         makers += [lambda: dcco(128, 4), lambda: dcco(512, 1)]
+    torch.backends.cudnn.benchmark = True  # as a run has it
     for maker in makers:
         name, images, ours, bare = maker()
         for work in (ours, bare):

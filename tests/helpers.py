@@ -78,6 +78,7 @@ def engine_of(
     if algorithm_class.pools_data:
         config, groups = pooled(config, groups, len(groups))
     algorithm = algorithm_class(config.algorithm, objective)
+    algorithm.found(len(groups), config)
     images = split.images[0]
     size = (images.shape[2], images.shape[3])
     channels = tuple(i.shape[1] for i in split.images)

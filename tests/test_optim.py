@@ -55,6 +55,14 @@ def test_adam_is_torchs(decay: float) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_is_torchs(decay: float) -> None:
+    theirs = walk_with(lambda p: torch.optim.AdamW(p, 0.01, weight_decay=decay))
+    torch.testing.assert_close(
+        walk(Optimizer("adamw", 0.01, 0.0, decay)), theirs, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lars_is_timms(decay: float) -> None:
     """timm adapts every tensor of a group, so weights and biases are two groups for it."""
 

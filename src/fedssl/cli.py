@@ -111,10 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("words", nargs="*", metavar="key=value", help="evaluate.* or data.* keys")
     evaluate.set_defaults(command=_evaluate)
 
-    partition = commands.add_parser("partition", help="who holds what, as a table")
+    partition = commands.add_parser("partition", help="who holds what, as a table and a picture")
     _add_words(partition)
+    partition.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="draw it: a bar a client, a colour a class"
+    )
     partition.set_defaults(command=_partition)
+    _add_detect(commands)
     _add_deploy(commands)
+    _add_theory(commands)
     return parser
 
 
@@ -134,6 +139,24 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.set_defaults(command=_reproduce)
 
 
+def _add_detect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    detect = commands.add_parser(
+        "detect", help="fine-tune Mask R-CNN from a run's encoder, on data in COCO's format"
+    )
+    detect.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    detect.add_argument(
+        "data", type=Path, metavar="DIR", help="annotations/instances_{train,val}*.json, images"
+    )
+    detect.add_argument("--steps", type=int, default=9000)
+    detect.add_argument("--batch", type=int, default=4)
+    detect.add_argument("--lr", type=float, default=0.005)
+    detect.add_argument("--size", type=int, default=256, help="the shorter side of images")
+    detect.add_argument("--seed", type=int, default=0)
+    detect.add_argument("--random", action="store_true", help="random weights, to compare with")
+    detect.add_argument("--device", default="auto")
+    detect.set_defaults(command=_detect)
+
+
 def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     deploy = commands.add_parser("deploy", help="run a recipe on real machines, through Flower")
     actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -147,6 +170,18 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
     init.add_argument("words", nargs="*", metavar="key=value", help="keys to change")
     init.set_defaults(command=_deploy_init)
+
+
+def _add_theory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    theory = commands.add_parser("theory", help="the Dec-SSL paper's linear model, solved")
+    actions = theory.add_subparsers(title="actions", required=True, metavar="ACTION")
+    shown = actions.add_parser(
+        "representability", help="which directions each source's solution has (Figure 3)"
+    )
+    shown.add_argument("--d", type=int, default=256, help="dimension of the data")
+    shown.add_argument("--k", type=int, default=3, help="number of sources")
+    shown.add_argument("--seed", type=int, default=0)
+    shown.set_defaults(command=_representability)
 
 
 def _add_words(parser: argparse.ArgumentParser) -> None:
@@ -173,9 +208,30 @@ def _deploy_init(options: argparse.Namespace) -> int:
     return 0
 
 
+def _detect(options: argparse.Namespace) -> int:
+    from fedssl import detection
+    from fedssl.session import pick_device
+
+    names = ("steps", "batch", "lr", "size", "seed", "random")
+    settings = detection.Settings(**{name: getattr(options, name) for name in names})
+    found = detection.detect(options.run, options.data, settings, pick_device(options.device))
+    print("   ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in found.items()))
+    return 0
+
+
+def _representability(options: argparse.Namespace) -> int:
+    from fedssl import theory
+
+    print(theory.report(options.d, options.k, options.seed))
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.resume and options.out is None:
         raise UserError("--resume: say which run with --out DIR")
+    swept = _swept(options)
+    if swept is not None:
+        return _sweep(*swept, options)
     known = options.out / "config.yaml" if options.resume else None
     if known is not None and known.exists() and not (options.words and "=" not in options.words[0]):
         # Without a recipe's name, words change the run's own configuration.
@@ -194,6 +250,35 @@ def _run(options: argparse.Namespace) -> int:
     print(tables.result(summary, settings))
     print(f"\n{tables.closing(summary)}\n{out}")
     return 0
+
+
+def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree] | None:
+    """A recipe's name and tree if it is a sweep: keys hold lists, or --out is a sweep's folder."""
+    named = bool(options.words) and "=" not in options.words[0]
+    words = options.words[1:] if named else options.words
+    known = options.out / "sweep.yaml" if options.resume else None
+    if known is not None and known.exists() and not named:
+        return "sweep", configuration.merged(configuration.read_yaml(known), words)
+    if known is not None and not named:
+        return None  # a run goes on
+    name = options.words[0] if named else "default"
+    tree = configuration.merged(configuration.read_recipe(name), words)
+    return (name, tree) if configuration.swept(tree) else None
+
+
+def _sweep(name: str, tree: configuration.Tree, options: argparse.Namespace) -> int:
+    from fedssl import run, sweep
+
+    out = options.out or _fresh_folder(name)
+    try:
+        found = sweep.sweep(tree, out, options.resume)
+    except run.Interrupted:
+        print(f"fedssl: stopped; continue with: fedssl run --resume --out {out}", file=sys.stderr)
+        return 130
+    if found:
+        print(sweep.table(found))
+    print(f"\n{len(found)} of {len(sweep.runs(tree))} runs\n{out}")
+    return 0 if len(found) == len(sweep.runs(tree)) else 1
 
 
 def _fresh_folder(name: str) -> Path:
@@ -240,16 +325,23 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _partition(options: argparse.Namespace) -> int:
     _, settings = _resolve(options.words)
+    if options.out is not None and options.out.suffix.lower() != ".png":
+        raise UserError(f"--out {options.out}: a picture is a PNG file; use a name such as out.png")
 
-    from fedssl.data import datasets
-    from fedssl.data.partition import Folder, table
-    from fedssl.session import client_data
+    from fedssl.data import datasets, picture, sources
+    from fedssl.data.partition import Folder, table, uneven
+    from fedssl.session import client_data, pick_device
 
     dataset = datasets.load(settings.data, settings.seed)
-    train = dataset.train
-    groups = client_data(settings, dataset)
-    labels = None if train.labels is None else train.labels.numpy()
+    found = sources.assign(settings, dataset, pick_device(settings.device))
+    groups = client_data(settings, dataset, found)
+    labels = None if found.of is None else found.of.numpy()
     by_folder = isinstance(settings.partition, Folder.Params)
     names = dataset.clients if by_folder and len(dataset.clients) >= len(groups) else ()
-    print(table(groups, labels, dataset.classes, len(train), names))
+    print(table(groups, labels, found.names, len(dataset.train), names, found.word))
+    for note in uneven(settings.partition, groups.sizes):
+        print(f"fedssl: {note}", file=sys.stderr)
+    if options.out is not None:
+        picture.draw(options.out, groups, labels, found.names, names)
+        print(f"\n{options.out}")
     return 0

@@ -15,7 +15,7 @@ from fedssl.data.random import key, mix
 from fedssl.models.norms import STATISTICS_MOMENTUM
 from fedssl.plan import on_device
 from fedssl.trees import Tree, mean
-from fedssl.workspace import Encoded, Pull, Replay, State, Steps, Workspace
+from fedssl.workspace import WATCHED, Encoded, Pull, Replay, State, Steps, Workspace
 
 Loss = Callable[[Encoded], Tensor]
 
@@ -107,6 +107,8 @@ class Client:
     def reply(self, trained: Trained, received: Tensor) -> dict[str, Tree]:
         """What the server gets to see: the change from what it sent, and the mean loss."""
         work, change = self.work, trained.moved
+        if work.watched is not None and len(self.sizes) == 1 and len(work.watched) < WATCHED:
+            work.watched[self.id] = trained.weights
         if trained.start is not received:
             change = change + (trained.start - self.open(received))
         if work.config.algorithm.norm_policy == "reset":

@@ -77,19 +77,33 @@ class PartitionParams:
     """Keys of every partition."""
 
     name: str
-    # Share of its samples that a client keeps (FedEMA, Table 12).
+    # Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).
     fraction: float = field(default=1.0, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceParams(PartitionParams):
+    """Keys of partitions in which clients differ in a source of each image (Dec-SSL, C.2)."""
+
+    # Its class; the cluster of its features; or how it was turned or stylized, which clients then
+    # train on.
+    source: Literal["labels", "clusters", "rotation", "style"] = "labels"
+    sources: int = 5  # how many, of all but labels
+    # Of clusters: encoder.safetensors, or a run's folder; none: untrained, of the run's own kind.
+    encoder: str | None = None
 
 
 @dataclass(frozen=True)
 class Encoder:
     """The network that is kept."""
 
-    name: Literal["tiny", "resnet14", "resnet18", "resnet50"] = "tiny"
+    name: Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"] = "tiny"
+    # vit-tiny has layer norms by nature; there it is the norm of projectors and predictors only.
     norm: Literal["batch", "group"] = "group"
     groups: int = 32
     towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
     init: str | None = None  # encoder.safetensors, or a run's folder
+    patch: int = 2  # pixels a side of vit-tiny's patches
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,7 @@ class Privacy:
 class Optimizer:
     """An update rule; momentum is that of SGD and LARS."""
 
-    optimizer: Literal["sgd", "adam", "lars"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "lars"] = "sgd"
     lr: float = 1.0
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -189,6 +203,7 @@ class Evaluate:
     size: int | None = None  # image size when judging; none: data.size
     tower: Literal["first", "second"] = "first"
     baselines: tuple[str, ...] = ()  # algorithms to train the same way and show beside
+    drift: bool = False  # log how far local models are from the global one (Dec-SSL, B.3)
 
 
 @dataclass(frozen=True)
@@ -230,6 +245,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "samples": "fedssl.data.partition:Samples",
         "classes": "fedssl.data.partition:Classes",
         "dirichlet": "fedssl.data.partition:Dirichlet",
+        "skew": "fedssl.data.partition:Skew",
         "folder": "fedssl.data.partition:Folder",
     },
     "objective": {
@@ -242,6 +258,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "rotation": "fedssl.objectives.rotation:Rotation",
         "deepcluster": "fedssl.objectives.deepcluster:DeepCluster",
         "swav": "fedssl.objectives.swav:SwAV",
+        "mae": "fedssl.objectives.mae:MAE",
         "supervised": "fedssl.objectives.supervised:Supervised",
     },
     "algorithm": {
@@ -250,6 +267,9 @@ VARIANTS: dict[str, dict[str, str]] = {
         "fedu": "fedssl.algorithms.fedu:FedU",
         "fedema": "fedssl.algorithms.fedema:FedEMA",
         "ditto": "fedssl.algorithms.ditto:Ditto",
+        "fedprox": "fedssl.algorithms.fedprox:FedProx",
+        "featarc": "fedssl.algorithms.featarc:FeatARC",
+        "gossip": "fedssl.algorithms.gossip:Gossip",
         "ccl": "fedssl.algorithms.ccl:CCL",
         "fedca": "fedssl.algorithms.fedca:FedCA",
         "centralized": "fedssl.algorithms.centralized:Centralized",
@@ -401,10 +421,55 @@ def read_yaml(path: Path) -> Tree:
 
 def resolve(recipe: Tree, words: typing.Sequence[str] = ()) -> Config:
     """A complete configuration from a recipe and the ``key=value`` words that override it."""
+    return build(merged(recipe, words))
+
+
+def merged(recipe: Tree, words: typing.Sequence[str]) -> Tree:
+    """A recipe with the ``key=value`` words that override it, as a tree."""
     overrides: Tree = {}
     for word in words:
         _put(overrides, *_split(word))
-    return build(_merge(recipe, overrides))
+    return _merge(recipe, overrides)
+
+
+def swept(tree: Tree) -> dict[str, list[Any]]:
+    """Keys with a list of values where one is expected (``fedssl.sweep``).
+
+    Of a key that takes a list itself, a list of lists.
+    """
+    found: dict[str, list[Any]] = {}
+    for section, given in tree.items():
+        kinds = _kinds(section, given)
+        nested = {f"{section}.{k}": v for k, v in given.items()} if isinstance(given, dict) else {}
+        for key, value in (nested or {section: given}).items():
+            if not isinstance(value, list) or not value or key not in kinds:
+                continue
+            if not _takes_list(kinds[key]) or all(isinstance(item, list) for item in value):
+                found[key] = value
+    return found
+
+
+def _kinds(section: str, given: Any) -> dict[str, Any]:
+    """The types of a section's keys, by their full names."""
+    kind = _fields(Config).get(section)
+    if section in VARIANTS and isinstance(given, dict):
+        name = given.get("name", DEFAULT_NAMES[section])
+        kind = _params(section, str(name[0] if isinstance(name, list) and name else name))
+    if dataclasses.is_dataclass(kind):
+        return {f"{section}.{key}": own for key, own in _fields(kind).items()}
+    return {section: kind}
+
+
+def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
+    """A recipe with other values of some keys."""
+    overrides: Tree = {}
+    for name, value in values.items():
+        _put(overrides, name, value)
+    return _merge(tree, overrides)
+
+
+def _takes_list(kind: Any) -> bool:
+    return typing.get_origin(kind) is tuple or any(map(_takes_list, typing.get_args(kind)))
 
 
 def build(tree: Tree) -> Config:
@@ -460,6 +525,11 @@ def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def without_public(algorithm: AlgorithmParams) -> AlgorithmParams:
+    """The same algorithm where there are no public images, for judging only."""
+    return dataclasses.replace(algorithm, public=0, align=0.0)  # type: ignore[call-arg]
+
+
 def with_algorithm(config: Config, name: str) -> Config:
     """The same run under another algorithm (its own keys keep their defaults)."""
     tree = _merge(to_tree(config), {"algorithm": {"name": name}})
@@ -495,6 +565,7 @@ def _check(config: Config) -> None:
     _positive("evaluate.size", config.evaluate.size)
     _positive("evaluate.k", config.evaluate.k)
     _positive("encoder.groups", config.encoder.groups)
+    _positive("encoder.patch", config.encoder.patch)
     _positive("evaluate.temperature", config.evaluate.temperature)
     if cohort.fraction is not None and not 0 < cohort.fraction <= 1:
         raise UserError(f"cohort.fraction={cohort.fraction}: must be above 0 and at most 1")
@@ -503,6 +574,9 @@ def _check(config: Config) -> None:
             f"cohort.minimum={cohort.minimum}: more than cohort.size={cohort.size}; "
             "no round could ever count"
         )
+    patch, size = config.encoder.patch, config.evaluate.size
+    if config.encoder.name == "vit-tiny" and size is not None and size % patch:
+        raise UserError(f"encoder.patch={patch}: does not divide evaluate.size={size}; change one")
     _check_privacy(config.privacy)
     for name, value in (
         ("rounds", config.rounds),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedssl import __version__
 from fedssl import config as configuration
@@ -23,6 +24,7 @@ SOON = "export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1  # a site looks for its own
 APP = '''"""{about}"""
 
 from pathlib import Path
+from typing import Any
 
 from fedssl.engines.flower import {name}
 
@@ -168,8 +170,7 @@ def _license() -> str:
 
 def exchanges(config: Config) -> str:
     """What leaves a site, as a list: from what the algorithm declares and ``privacy.*``."""
-    kind = configuration.variant("algorithm", config.algorithm.name)
-    privacy = config.privacy
+    kind, privacy = _algorithm(config), config.privacy
     shown = "masked, so that the server learns only the sum over the sites"
     if not privacy.secure:
         shown = "the server computes the mean, and could see each site's own"
@@ -185,16 +186,39 @@ def exchanges(config: Config) -> str:
     for task in kind.gathers:
         lines.append(f"- `{task}`: {_about(kind, task)} (the server sees each site's own)")
     if kind.logs and not privacy.secure and privacy.noise is None:
-        for task in kind.logs:
+        for task in (task for task in kind.logs if task not in kind.simulated):
             lines.append(f"- `{task}`, for the log: {_about(kind, task)} (single numbers)")
+    if public := getattr(config.algorithm, "public", 0):
+        lines.append(
+            f"- nothing more; but the site gets {public} images of the server's, in a round"
+        )
     lines.append("- when something fails: one line that says what (it may name a folder or a file)")
     return "\n".join(lines)
 
 
-def _about(kind: type, task: str) -> str:
+def _about(kind: object, task: str) -> str:
     """The first sentence that the algorithm says of a task."""
     text = (getattr(kind, task, None).__doc__ or task).strip().splitlines()[0]
     return text.rstrip(".")
+
+
+def _algorithm(config: Config) -> Any:
+    """The algorithm as configured: what it asks for depends on its keys."""
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    return configuration.variant("algorithm", config.algorithm.name)(config.algorithm, objective)
+
+
+def _hidden(config: Config) -> str:
+    """What InstaHide is, where there is a choice of it."""
+    mix = getattr(config.algorithm, "mix", None)
+    if mix is None:
+        return " The images are taken as they are."
+    if mix == 1:
+        return " The images are taken as they are (`algorithm.share_plain=true`)."
+    return (
+        f"\nBefore, each image is mixed with {mix - 1} others and its signs are flipped (InstaHide), "
+        "**which is no proof of privacy**:\npublished attacks recover images from mixtures."
+    )
 
 
 def _protection(config: Config) -> str:
@@ -205,6 +229,12 @@ def _protection(config: Config) -> str:
             "Secure sums are on (`privacy.secure`): what a site sends is masked with keys that the "
             "sites agree on,\nand the server can only unmask the sum, if at least "
             f"{privacy.threshold:.0%} of the sites answer."
+        )
+    elif _algorithm(config).gathers:
+        lines.append(
+            f"Secure sums are not possible with `{config.algorithm.name}`: **the server sees what "
+            "stands above for each site by itself, one\nrow for an image, and passes it on to all "
+            "sites**. Features are not images, but they can tell much about them." + _hidden(config)
         )
     else:
         lines.append(

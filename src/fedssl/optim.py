@@ -22,7 +22,7 @@ LARS_TRUST = 0.001  # η of You et al. 2017, section 4
 
 def start(rule: Optimizer, params: Tensor) -> State:
     """The state before the first step."""
-    if rule.optimizer == "adam":
+    if rule.optimizer in ("adam", "adamw"):
         steps = torch.zeros((), dtype=torch.float64, device=params.device)
         return {"m": torch.zeros_like(params), "v": torch.zeros_like(params), "steps": steps}
     return {"momentum": torch.zeros_like(params)} if rule.momentum else {}
@@ -45,10 +45,13 @@ def step(
     """
     if rule.optimizer == "lars":
         gradient = _trusted(gradient, params, rule.weight_decay, layers)
-    elif rule.weight_decay:
+    elif rule.weight_decay and rule.optimizer != "adamw":
         gradient = gradient.add(params, alpha=rule.weight_decay)
     if rule.optimizer == "adam":
         return _adam(state, gradient, lr)
+    if rule.optimizer == "adamw":
+        # Loshchilov and Hutter 2019, Algorithm 2: the decay does not go through the moments.
+        return _adam(state, gradient, lr).sub_(params * (lr * rule.weight_decay))
     if "momentum" in state:
         gradient = state["momentum"].mul_(rule.momentum).add_(gradient)
     return gradient * -lr

@@ -42,6 +42,8 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
                 f"{words_of}: fine-tunes at the run's own clients, so on its own data; leave the "
                 "data.* keys out"
             )
+        if getattr(settings.algorithm, "public", 0):
+            settings = replace(settings, algorithm=config.without_public(settings.algorithm))
         whole = config.build({"partition": {"name": "iid", "clients": 1}})
         settings = replace(
             settings,
@@ -50,7 +52,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             engine=replace(settings.engine, name="local", max_norm=None, updates="full"),
             privacy=whole.privacy,
         )
-    session = prepare(settings)
+    session = prepare(settings, trains=False)
     session.engine.open(run)
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")

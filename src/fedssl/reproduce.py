@@ -116,7 +116,7 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
 
 def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished; a run that diverges is said and passed over. Returns those."""
-    check_data(job for job in jobs if job.summary() is None)
+    check_data((job.name, job.settings) for job in jobs if job.summary() is None)
     failed = []
     for number, job in enumerate(jobs, 1):
         label = f"[{number}/{len(jobs)}] {job.name}"
@@ -135,18 +135,17 @@ def work(jobs: Sequence[Job]) -> list[Job]:
     return failed
 
 
-def check_data(jobs: Iterable[Job]) -> None:
+def check_data(runs: Iterable[tuple[str, Config]]) -> None:
     """Refuse, before the first run, data that is not there or not to be divided as asked."""
     loaded: dict[tuple[config.Data, int], Dataset] = {}
-    for job in jobs:
-        settings = job.settings
+    for name, settings in runs:
         place = (settings.data, settings.seed)
         try:
             if place not in loaded:
                 loaded[place] = datasets.load(*place)
             client_data(settings, loaded[place])
         except UserError as error:
-            raise UserError(f"{job.name}: {error}") from None
+            raise UserError(f"{name}: {error}") from None
 
 
 def scaled(settings: Config, share: float) -> Config:

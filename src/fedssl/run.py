@@ -19,6 +19,7 @@ from fedssl import __version__, checkpoint, config
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
+from fedssl.evaluate import drift
 from fedssl.files import save, write_json, write_text
 from fedssl.metrics import FILE as METRICS
 from fedssl.metrics import Metrics
@@ -141,7 +142,8 @@ def train(session: Session, out: Path, stop: list[int]) -> None:
     ):
         for note in session.notes():
             progress.say(note)
-        if session.work.compiles and server.round < settings.rounds:
+        compiles = session.work.compiles or session.work.compiles_passes
+        if compiles and server.round < settings.rounds:
             progress.say("compiling the training step, once: about a minute")
         if not (out / checkpoint.FILE).exists():
             session.algorithm.prepare(server, session.public)
@@ -174,11 +176,14 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
     server.log.clear()
     server.clients.clear()
     server.warnings.clear()
+    if session.work.watched is not None:
+        session.work.watched.clear()
     cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
     asked = len(cohort.ids)
     skipped = False
     try:
-        session.algorithm.round(server, cohort)
+        with session.work.tuned():
+            session.algorithm.round(server, cohort)
     except TooFewReplies as reason:
         skipped = True
         progress.say(f"round {server.round + 1} skipped: {reason}")
@@ -214,7 +219,9 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         **({"faults": {str(k): v for k, v in faults.items()}} if faults else {}),
         **traffic_line(cohort, asked),
         **session.engine.average.spent(),
+        **{name: float(value) for name, value in server.log.items() if name != "loss"},
         **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
+        **drift.measure(session),
     }
 
 
@@ -247,6 +254,8 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         rows["initial"] = session.judge(session.work.initial)
     result = session.judge_result() if session.judged else {}
     export(session, out)
+    if session.work.watched:
+        drift.picture(drift.looks(session), out / "local-features.png")
     totals = Metrics.totals(out)
     settings = session.config.evaluate
     watched = settings.monitor or (session.protocols if session.judged else ())

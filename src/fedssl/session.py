@@ -19,10 +19,10 @@ from fedssl import privacy
 from fedssl.algorithms.base import Algorithm, Average, Server
 from fedssl.client import Client
 from fedssl.config import Config
-from fedssl.data import datasets
+from fedssl.data import datasets, sources
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups, Split
-from fedssl.data.partition import Folder, partition
+from fedssl.data.partition import Folder, partition, uneven
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.base import Engine
 from fedssl.engines.local import LocalEngine
@@ -128,6 +128,8 @@ class Session:
                 f"{self.config.algorithm.name}: the server sees each client's own reply to "
                 f"{', '.join(self.algorithm.gathers)}, not only means (docs/privacy.md)"
             )
+        if self.algorithm.note is not None:
+            yield self.algorithm.note
         if self.site_names is not None:
             return
         named, given = self.config.partition.name, self.dataset.clients
@@ -136,6 +138,7 @@ class Session:
                 f"the data has folders of {len(given)} clients, and partition.name={named} makes "
                 f"{len(self.engine.groups)} others of it; partition.name=folder follows the folders"
             )
+        yield from uneven(self.config.partition, self.clients.sizes)
         if "per-client" in (*self.protocols, *(self.config.evaluate.monitor or ())):
             without = [self.names[k] for k in np.flatnonzero(self.client_tests.sizes == 0)]
             if without:
@@ -293,16 +296,18 @@ class Session:
         )
 
     def personal_weights(self, client: int) -> Tensor | None:
-        """A client's own model: kept by the algorithm, or the global one with its own norms."""
+        """A client's own model: the algorithm's, or the server's for it with its own norms."""
         states, path = self.engine.states, self.algorithm.personal
-        if path is not None:
-            return states.get_leaf(client, path)
+        own = None if path is None else states.get_leaf(client, path)
+        if path is not None and (own is None or own.ndim):
+            return own
+        weights = self.server.weights
+        if own is not None:  # the number of one of the server's models
+            weights = self.algorithm.numbered(self.server, int(own))
+        if self.work.kept is None:
+            return None if own is None else weights
         norm = states.get_leaf(client, ("norm",))
-        if self.work.kept is None or norm is None:
-            return None
-        weights = self.server.weights.clone()
-        weights[self.work.kept] = norm.to(weights)
-        return weights
+        return None if norm is None else weights.index_copy(0, self.work.kept, norm.to(weights))
 
     def personal(self, most: int) -> dict[int, Tensor]:
         """The models of up to ``most`` clients that have one."""
@@ -327,7 +332,7 @@ class Session:
         settings = self.config.evaluate
         if settings.size is None or settings.size == self.config.data.size:
             return self.dataset.train, self.dataset.test
-        other = datasets.load(self.config.data, self.config.seed, settings.size)
+        other = load_data(self.config, settings.size)
         return other.train, other.test
 
     def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:
@@ -337,10 +342,15 @@ class Session:
         return augmentation.views(images, state, view)
 
 
-def prepare(config: Config) -> Session:
+def load_data(config: Config, size: int | None = None) -> Dataset:
+    """The data set; training images are turned or stylized where clients differ in that."""
+    return sources.altered(config, datasets.load(config.data, config.seed, size))
+
+
+def prepare(config: Config, trains: bool = True) -> Session:
     """Load the data, build the network, and refuse what could not run."""
-    dataset = datasets.load(config.data, config.seed)
-    session = assemble(config, dataset, client_data(config, dataset))
+    dataset = load_data(config)
+    session = assemble(config, dataset, client_data(config, dataset), trains=trains)
     labels, groups = dataset.train.labels, session.engine.groups
     if labels is not None and bool((labels[groups.members] >= 0).all()):
         census = Census(labels.to(session.work.device), groups, len(dataset.classes))
@@ -355,11 +365,12 @@ def assemble(
     groups: Groups,
     federation: int | None = None,
     network: Network | None = None,
+    trains: bool = True,
 ) -> Session:
     """A session of data that is here, or of a deployment's server, whose data is elsewhere.
 
     On a site, ``groups`` is its own data alone, one client of the ``federation``'s. Without a
-    ``network`` one is made.
+    ``network`` one is made. What only judges (not ``trains``) need not have the run's clients.
     """
     check_deployment(config)
     device = pick_device(config.device)
@@ -380,6 +391,8 @@ def assemble(
     algorithm.check_clients(groups.sizes)
     if federation is None:
         check_cohort(config, objective, groups, size)
+    if federation is None and trains:
+        algorithm.found(len(groups), config)
     height, width = train.images[0].shape[2:]
     channels = tuple(images.shape[1] for images in train.images)
     augmentation = Augmentation.from_config(config.augment, channels[0], (height, width))
@@ -393,8 +406,11 @@ def assemble(
     work.compiles = compiles(config, algorithm, work, groups, size)
     average = privacy.average(config, algorithm, clients, size)
     engine = make_engine(work, algorithm, groups, average)
-    if compiles_passes(config, engine, size):
+    if config.evaluate.drift:
+        watch(engine)
+    if compiles_passes(config, engine):
         work.compile_passes()
+    check_compiled(config, work)
     return Session(config, dataset, engine, Server(work), size)
 
 
@@ -420,31 +436,49 @@ def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: 
 
 
 def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
-    """Which training images are everybody's (``algorithm.public`` of algorithms that have it)."""
-    count = getattr(config.algorithm, "public", 0)
-    return np.sort(choose(key(config.seed, "public"), len(dataset.train), count))
+    """Which training images are everybody's (``algorithm.public`` of algorithms that have it).
+
+    They are trained on, so none of them is held out.
+    """
+    count, held = getattr(config.algorithm, "public", 0), held_out(config, dataset)
+    free = np.setdiff1d(np.arange(len(dataset.train)), held)
+    return free[choose(key(config.seed, "public"), len(free), count)]
 
 
-def client_data(config: Config, dataset: Dataset) -> Groups:
-    """The training images of each client; public ones and those held out for ``semi`` are not."""
-    train, share, classes = dataset.train, config.data.holdout, len(dataset.classes)
-    public = public_images(config, dataset)
-    if len(public) and len(public) == len(train):
-        raise UserError(
-            f"algorithm.public={len(public)}: leaves the clients nothing of {len(train)} images"
-        )
-    if not share and not len(public):
-        return partition(config.partition, train, classes, config.seed)
+def held_out(config: Config, dataset: Dataset) -> NDArray[np.int64]:
+    """The training images that ``data.holdout`` keeps for fine-tuning."""
+    train, share = dataset.train, config.data.holdout
+    if not share:
+        return np.empty(0, dtype=np.int64)
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
-    held = datasets.held_out(labels, share, classes, config.seed).numpy()
+    return datasets.held_out(labels, share, len(dataset.classes), config.seed).numpy()
+
+
+def client_data(config: Config, dataset: Dataset, found: sources.Sources | None = None) -> Groups:
+    """The training images of each client; public ones and those held out for ``semi`` are not.
+
+    ``found`` is what the partition goes by, where it is known already.
+    """
+    train, public, held = dataset.train, public_images(config, dataset), held_out(config, dataset)
+    if len(public) and len(public) + len(held) == len(train):
+        count = getattr(config.algorithm, "public", 0)
+        raise UserError(
+            f"algorithm.public={count}: leaves the clients nothing of {len(train)} images; give "
+            "fewer, or set algorithm.align=0 and algorithm.public=0"
+        )
+    found = found or sources.assign(config, dataset, pick_device(config.device))
+    if not len(held) and not len(public):
+        whole = replace(train, labels=found.of)
+        return partition(config.partition, whole, len(found.names), config.seed)
+    labels = torch.full((len(train),), -1) if train.labels is None else train.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
-        labels[kept],
+        labels[kept] if found.of is None else found.of[kept],
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
-    groups = partition(config.partition, part, classes, config.seed)
+    groups = partition(config.partition, part, len(found.names), config.seed)
     return Groups(kept[groups.members], groups.offsets)
 
 
@@ -455,21 +489,24 @@ def compiles(
     mode = config.engine.compile
     own = algorithm.compiles != "off" and work.objective.of_batches
     possible = work.plan.batch is not None and own
-    merged = algorithm.exact_on_union(work) and config.engine.merge == "auto"
-    if mode == "on" and not possible and not merged:
-        raise UserError(
-            f"engine.compile=on with algorithm.name={config.algorithm.name} and "
-            f"objective.name={config.objective.name}: what is compiled is local training on a "
-            "loss of one client's batches, all of one size; "
-            + ("use engine.compile=auto" if not own else "set algorithm.batch")
-        )
     if mode != "auto" or not possible or algorithm.compiles == "on":
         return mode == "on" and possible
     steps = config.rounds * cohort * work.plan.count(int(np.median(groups.sizes)))
     return work.device.type == "cuda" and steps >= WORTH_COMPILING
 
 
-def compiles_passes(config: Config, engine: Engine, cohort: int) -> bool:
+def check_compiled(config: Config, work: Workspace) -> None:
+    """What was asked for is done, or refused."""
+    if config.engine.compile == "on" and not work.compiles and not work.compiles_passes:
+        raise UserError(
+            f"engine.compile=on with algorithm.name={config.algorithm.name} and "
+            f"objective.name={config.objective.name}: what is compiled is local training in "
+            "batches of one size (algorithm.batch) on a loss of these, or merged cohorts of "
+            "clients of one size; use engine.compile=auto"
+        )
+
+
+def compiles_passes(config: Config, engine: Engine) -> bool:
     """Whether merged cohorts go through compiled passes: one shape for all rounds.
 
     A step of 512 images of ResNet-14 took 94 ms plain and 19 ms compiled (an H200), so that the
@@ -482,6 +519,18 @@ def compiles_passes(config: Config, engine: Engine, cohort: int) -> bool:
     return mode == "on" or (engine.work.device.type == "cuda" and config.rounds >= WORTH_COMPILING)
 
 
+def watch(engine: Engine) -> None:
+    """Keep a round's local models, for ``evaluate.drift``."""
+    where = "evaluate.drift=true: compares clients' models after local training"
+    if engine.work.config.engine.name != "local":
+        raise UserError(f"{where}, and these never come here whole; use engine.name=local")
+    if engine.algorithm.pools_data:
+        raise UserError(f"{where}; algorithm.name={engine.algorithm.params.name} has no clients")
+    if engine.merges:
+        raise UserError(f"{where}, and a merged cohort has none; set engine.merge=off")
+    engine.work.watched = {}
+
+
 def build_network(
     config: Config, objective: Objective, channels: tuple[int, ...], size: int, classes: int
 ) -> Network:
@@ -490,7 +539,9 @@ def build_network(
         config.encoder,
         channels,
         size,
-        lambda features, norm: objective.head(features, norm, classes),
+        lambda features, norm: objective.head_for(
+            config.encoder, channels[0], features, norm, classes
+        ),
         config.seed,
         objective.predictor,
         objective.joint,
@@ -566,6 +617,12 @@ def check_norms(config: Config, network: Network) -> None:
 def check_deployment(config: Config) -> None:
     """A deployment's server holds none of its clients' images."""
     if config.engine.name == "flower" and config.engine.sites is not None:
+        source = getattr(config.partition, "source", "labels")
+        if source != "labels":
+            raise UserError(
+                f"partition.source={source}: sites have their own data, which nobody divides or "
+                "alters; leave it out"
+            )
         for words in collaborations(config.evaluate):
             raise UserError(
                 f"{words}: fine-tunes on the clients' images, which a deployment's server does not "

@@ -28,6 +28,8 @@ from fedssl.trees import Tree
 
 PairLoss = Callable[[tuple[Tensor, ...], Tensor | None, Memory | None], Tensor]
 State = dict[str, Tree]
+WATCHED = 10  # clients of a round whose models are kept for a look at them
+MOST_SHAPES = 6  # compiled steps of a run whose inputs vary; torch gives up after eight
 SELDOM = 64  # steps of the same shapes, up to which they are not compiled
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -140,6 +142,7 @@ class Workspace:
             self.target_state = optim.start(config.client, self.target.params)
         self.compiles = False  # whether local training goes through ``replay``
         self._compiled: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
+        self.watched: dict[int, Tensor] | None = None  # local models of a round, where asked for
         self.census: Census | None = None  # of a simulation, for measures that only it can make
         self._replays: dict[tuple[Any, ...], Replay] = {}
         self._met: Counter[tuple[Any, ...]] = Counter()
@@ -201,18 +204,22 @@ class Workspace:
             )
             for view in range(self.objective.inputs)
         )
-        return self.encode(self.objective.present(views))
+        return self.encode(self.objective.present(views), state)
+
+    @property
+    def compiles_passes(self) -> bool:
+        """Whether ``look`` is compiled."""
+        return self._compiled is not None
 
     def compile_passes(self) -> None:
         """From now on: for merged cohorts of one size, whose loss is not theirs alone."""
         self.augmentation.table(self.device)
-        torch.backends.cudnn.benchmark = True  # one shape for all rounds
         self._compiled = compiled(self.passes)
 
-    def encode(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def encode(self, inputs: tuple[Tensor, ...], state: Tensor | None = None) -> tuple[Tensor, ...]:
         """The network's encodings: bfloat16 inside if asked, at least float32 outside."""
         with self._autocast():
-            projections = self.network(inputs)
+            projections = self.objective.project(self.network, inputs, state)
             encodings = self.network.predict(projections + self.objective.recall(self.memory))
             if self.objective.siamese:
                 encodings += projections if self.target is None else self._targets(inputs)
@@ -270,10 +277,18 @@ class Workspace:
         function = None if loss is None else loss.function
         shapes = (batch, weight, function, *(i.shape for i in inputs))
         self._met[shapes] += 1
-        often = loss is None or (loss.lasting and self._met[shapes] > SELDOM)
-        if shapes not in self._replays and often:
+        room = loss.lasting and len(self._replays) < MOST_SHAPES if loss is not None else True
+        often = loss is None or self._met[shapes] > SELDOM
+        if shapes not in self._replays and room and often:
             self._replays[shapes] = Replay(self, batch, weight, function, inputs)
         return self._replays.get(shapes)
+
+    def tuned(self) -> contextlib.AbstractContextManager[object]:
+        """While merged cohorts of one shape train, cuDNN tries which convolutions are fastest."""
+        cudnn = torch.backends.cudnn
+        if not self.compiles_passes or self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return cudnn.flags(enabled=True, benchmark=True, allow_tf32=cudnn.allow_tf32)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:

@@ -403,6 +403,36 @@ def test_a_bank_that_is_not_finite_is_dropped_and_the_round_goes_on(
     assert torch.equal(watched.received(2)[0], expected)
 
 
+def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one client could outweigh all others' negatives."""
+    engine, server = made()
+    step(engine, server, 0)
+    before, share = dict(banks(server)), CCL.share
+    monkeypatch.setattr(
+        CCL, "share", lambda a, c: {"features": share(a, c)["features"] * (1e4 if c.id == 1 else 1)}
+    )
+    step(engine, server, 1)
+    assert server.warnings == [
+        "client 1 shared features that are longer than 1: its last bank stays"
+    ]
+    assert torch.equal(banks(server)["1"], before["1"])
+
+
+def test_without_sharing_nothing_is_gathered_and_secure_sums_are_possible() -> None:
+    off = ("algorithm.remote=off", "algorithm.lambda=0", "engine.name=flower")
+    session = prepare(small(*off, "privacy.secure=true", "cohort.size=5"))
+    assert session.algorithm.gathers == ()
+
+
+def test_robust_means_do_not_cover_features() -> None:
+    with pytest.raises(UserError, match="cohort.average=median with algorithm.name=ccl"):
+        prepare(small("cohort.average=median"))
+
+
+def test_neighbours_matter_only_to_matching() -> None:
+    prepare(small("algorithm.lambda=0", "algorithm.features=3"))
+
+
 def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
     engine, server = made("algorithm.features=6")
     model, momentum = 8 * len(server.weights), 8 * server.flat.parameters
@@ -490,7 +520,7 @@ def test_a_whole_run_with_keys_of_the_system(tmp_path: Path) -> None:
     [
         ("algorithm.neighbours=20", "algorithm.neighbours=20: must be below the 20 candidates"),
         ("algorithm.features=3", "algorithm.neighbours=3: must be below the 3 candidates"),
-        ("algorithm.features=0", "must be below the 0 candidates"),
+        ("algorithm.features=0", "algorithm.features=0: must be at least 1"),
         ("algorithm.neighbours=0", "algorithm.neighbours=0: must be at least 1"),
         ("algorithm.lambda=-0.1", "algorithm.lambda=-0.1: must be finite and not negative"),
         ("algorithm.temperature=0", "algorithm.temperature=0.0: must be above 0"),
@@ -540,9 +570,20 @@ def test_a_deployment_says_what_leaves_a_site() -> None:
 
 def ratios(session: Any) -> dict[int, float]:
     one_round(session)
-    assert "census" not in {*session.server.log}
     found: Any = session.server.clients.pop("false_negatives")
     return dict(found)
+
+
+def test_what_is_known_of_a_queue_that_is_longer_than_a_round() -> None:
+    """Keys of earlier rounds stay in it: 16 images, 12 of them and both views a round."""
+    words = ("partition.name=classes", "partition.classes=4", "cohort.size=null")
+    session = prepare(small(*words, "objective.queue=60", "algorithm.features=16"))
+    for _ in range(4):
+        one_round(session)
+    states: Any = session.engine.states
+    origins, seen = states[0]["origins"], int(states[0]["memory"]["seen"])
+    assert seen == 96 and {*origins.tolist()} <= {*session.engine.groups[0].tolist()}
+    assert int((origins == 0).sum()) <= 4  # every place is known
 
 
 EXCLUSIVE = (
@@ -641,6 +682,7 @@ def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.Monke
         one_round(plain)
         one_round(fast)
     assert plain.server.clients == fast.server.clients
+    torch.testing.assert_close(plain.server.log, fast.server.log, rtol=1e-9, atol=1e-11)
     for name, leaf in flatten(plain.server.state).items():
         torch.testing.assert_close(flatten(fast.server.state)[name], leaf, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(fast.server.weights, plain.server.weights, rtol=1e-9, atol=1e-11)
@@ -649,6 +691,17 @@ def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.Monke
         r.function == fast.algorithm.loss for r in replays.values()
     )  # type: ignore[attr-defined]
     assert not plain.work._replays
+
+
+def test_no_more_shapes_are_compiled_than_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(workspace, "SELDOM", 0)
+    words = ("partition.name=dirichlet", "partition.clients=12", "algorithm.mix=1")
+    more = ("algorithm.share_plain=true", "cohort.size=null", "algorithm.batch=2")
+    session = prepare(small(*words, *more, "engine.compile=on"))
+    for _ in range(3):
+        one_round(session)
+    assert len(session.work._replays) == workspace.MOST_SHAPES
 
 
 def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

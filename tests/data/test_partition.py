@@ -19,7 +19,18 @@ from numpy.typing import NDArray
 from fedssl.config import PartitionParams
 from fedssl.data import partition as module
 from fedssl.data.dataset import Groups, Split
-from fedssl.data.partition import Classes, Dirichlet, Folder, Iid, Samples, partition, table
+from fedssl.data.partition import (
+    Classes,
+    Dirichlet,
+    Folder,
+    Iid,
+    Samples,
+    Skew,
+    distance,
+    partition,
+    table,
+    uneven,
+)
 from fedssl.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("error")  # numpy warns where it divides 0 by 0
@@ -76,6 +87,9 @@ EACH = [
     Samples.Params("samples", samples=4, alpha=INF),
     Classes.Params("classes", clients=5, classes=4),
     Dirichlet.Params("dirichlet", clients=5, alpha=0.5),
+    Dirichlet.Params("dirichlet", clients=5, alpha=0.1, balanced=True),
+    Skew.Params("skew", clients=5, beta=0.3),
+    Skew.Params("skew", clients=20, beta=0.0),
 ]
 names = pytest.mark.parametrize("params", EACH, ids=str)
 
@@ -114,6 +128,12 @@ def test_members_are_not_in_the_order_of_the_data(params: PartitionParams) -> No
         (Iid.Params("iid", clients=3), [0, 6, 1, 2, 7, 8, 5, 4, 9, 3]),
         (Samples.Params("samples", samples=3, alpha=0.0), [0, 1, 4, 3, 7, 5, 6, 2, 8]),
         (Samples.Params("samples", samples=3, alpha=1.0), [0, 1, 4, 3, 6, 7, 2, 8, 5]),
+        # As they were before there were sources, and so are the papers' recipes.
+        (
+            Dirichlet.Params("dirichlet", clients=3, alpha=0.5),
+            [0, 6, 2, 7, 8, 5, 1, 4, 9, 3],
+        ),
+        (Classes.Params("classes", clients=3, classes=1), [0, 1, 4, 3, 6, 2, 8, 7, 5, 9]),
     ],
     ids=str,
 )
@@ -468,6 +488,216 @@ def test_dirichlet_gives_up_at_once_where_it_is_hopeless() -> None:
         assert draw.call_count == 1
 
 
+@settings(deadline=None)
+@given(
+    counts=COUNTS,
+    clients=st.integers(1, 6),
+    alpha=st.sampled_from([0.02, 0.5, 5.0, INF]),
+    seed=SEEDS,
+)
+def test_balanced_dirichlet_uses_all_and_is_the_first_balanced_draw_or_the_best(
+    counts: list[int], clients: int, alpha: float, seed: int
+) -> None:
+    """Against a plain search: every draw made in full, and its sizes counted."""
+    split = data(counts, seed)
+    assume(clients <= len(split))
+    params = Dirichlet.Params("dirichlet", clients=clients, alpha=alpha, balanced=True)
+    order = module._shuffle(len(split), seed)
+    by_class = Groups.from_labels(labels_of(split)[order], len(counts))
+    mean, best, wanted = len(split) / clients, (INF, INF), None
+    for attempt in range(20):
+        owners = Dirichlet(params)._draw(by_class, module._generator(seed, attempt))
+        sizes = np.bincount(owners, minlength=clients)
+        if sizes.min() >= mean / 2 and sizes.max() <= 1.5 * mean:
+            wanted = sizes
+            break
+        if ((sizes == 0).sum(), sizes.std()) < best:
+            best, wanted = ((sizes == 0).sum(), sizes.std()), sizes
+    assert wanted is not None
+    with patch.object(module, "_BALANCED_TRIES", 20):
+        if wanted.min() == 0:
+            with pytest.raises(UserError, match="would get no sample"):
+                partition(params, split, len(counts), seed)
+            return
+        groups = partition(params, split, len(counts), seed)
+        said = list(uneven(params, groups.sizes))
+    check_all_used(groups, len(split))
+    assert groups.sizes.tolist() == wanted.tolist()
+    assert bool(said) == (groups.sizes.min() < mean / 2 or groups.sizes.max() > 1.5 * mean)
+
+
+def test_dirichlet_as_dec_ssl_draws_it() -> None:
+    """Five clients of CIFAR-10 are always balanced, a plain draw is not."""
+    split, plain = data([500] * 10), 0
+    for seed in range(20):
+        params = Dirichlet.Params("dirichlet", clients=5, alpha=0.02, balanced=True)
+        sizes = partition(params, split, 10, seed).sizes
+        assert sizes.min() >= 500 and sizes.max() <= 1500
+        assert not list(uneven(params, sizes))
+        try:
+            sizes = partition(dataclasses.replace(params, balanced=False), split, 10, seed).sizes
+            plain += sizes.min() >= 500 and sizes.max() <= 1500
+        except UserError:
+            pass
+    assert plain < 15
+
+
+def test_where_balance_is_out_of_reach_it_is_said() -> None:
+    """20 clients, α = 0.02: a class goes to few clients, and most are not within the range."""
+    split = data([5000] * 10)
+    params = Dirichlet.Params("dirichlet", clients=20, alpha=0.02, balanced=True)
+    groups = partition(params, split, 10, 0)
+    check_all_used(groups, 50_000)
+    (note,) = uneven(params, groups.sizes)
+    low, high = groups.sizes.min(), groups.sizes.max()
+    assert re.search(f"none of 1000 draws .* {low} to {high} samples", note)
+    assert "\n" not in note
+    assert not list(uneven(dataclasses.replace(params, balanced=False), groups.sizes))
+    assert not list(uneven(Iid.Params("iid"), groups.sizes))
+
+
+# The distance of clients to the whole (issue: near uniform, near one class, monotone).
+
+
+def test_distance_is_half_the_sum_of_differences() -> None:
+    labels = np.array([0, 0, 0, 1, 1, 2, -1, 2])
+    groups = groups_of([0, 1, 3], [4, 5, 6], [2])
+    # Of all six: 1/2, 1/3, 1/6. Clients: (2/3, 1/3, 0), (0, 1/2, 1/2), (1, 0, 0).
+    assert distance(groups, labels) == pytest.approx((1 / 6 + 1 / 2 + 1 / 2) / 3)
+    assert distance(groups_of([0, 3], [1, 4]), labels) == 0
+    # A client without any label says nothing.
+    assert distance(groups_of([0, 3], [1, 4], [6]), labels) == 0
+
+
+def mean_distance(params: PartitionParams, split: Split, classes: int) -> float:
+    labels = labels_of(split)
+    return float(
+        np.mean([distance(partition(params, split, classes, s), labels) for s in range(10)])
+    )
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_dirichlet_goes_from_uniform_to_one_class(balanced: bool) -> None:
+    """Ten classes, ten clients: from 0 to 0.9, which is one class each."""
+    split = data([200] * 10)
+    alphas = [1000.0, 100.0, 5.0, 1.0, 0.3, 0.1, 0.05]
+    found = [
+        mean_distance(
+            Dirichlet.Params("dirichlet", clients=10, alpha=alpha, balanced=balanced), split, 10
+        )
+        for alpha in alphas
+    ]
+    assert found[0] < 0.03
+    assert found[-1] > 0.7
+    assert np.all(np.diff(found) > 0)
+
+
+def test_dirichlet_at_small_alpha_is_near_one_class() -> None:
+    """Two classes and clients, balanced: at α → 0 each client has a class, 1/2 from the whole."""
+    split = data([500] * 2)
+    params = Dirichlet.Params("dirichlet", clients=2, alpha=0.005, balanced=True)
+    assert mean_distance(params, split, 2) > 0.49
+
+
+# skew
+
+
+@settings(deadline=None)
+@given(
+    counts=COUNTS,
+    clients=st.integers(1, 30),
+    beta=st.sampled_from([0.0, 0.01, 0.3, 0.5, 0.99, 1.0]),
+    seed=SEEDS,
+)
+def test_skew_uses_all_and_leaves_no_client_empty(
+    counts: list[int], clients: int, beta: float, seed: int
+) -> None:
+    split = data(counts, seed)
+    assume(clients <= len(split))
+    params = Skew.Params("skew", clients=clients, beta=beta)
+    try:
+        groups = partition(params, split, len(counts), seed)
+    except UserError as error:
+        assert "use fewer partition.clients" in str(error)
+        assert beta < 1
+        return
+    check_all_used(groups, len(split))
+    assert len(groups) == clients
+    assert groups.sizes.min() >= 1
+
+
+@given(total=st.integers(1, 100), clients=st.integers(1, 100), seed=SEEDS)
+def test_skew_at_beta_1_is_iid(total: int, clients: int, seed: int) -> None:
+    assume(clients <= total)
+    split = unlabeled(np.arange(total) % 3)
+    skew = partition(Skew.Params("skew", clients=clients, beta=1.0), split, 3, seed)
+    iid = partition(Iid.Params("iid", clients=clients), split, 3, seed)
+    assert np.array_equal(skew.members, iid.members)
+    assert np.array_equal(skew.offsets, iid.offsets)
+
+
+@settings(deadline=None)
+@given(
+    counts=st.lists(st.integers(30, 60), min_size=1, max_size=10),
+    clients=st.integers(1, 30),
+    seed=SEEDS,
+)
+def test_skew_at_beta_0_is_exclusive(counts: list[int], clients: int, seed: int) -> None:
+    """No class of two clients, or no client of two classes; classes of unequal sizes too."""
+    split, classes = data(counts, seed), len(counts)
+    groups = partition(Skew.Params("skew", clients=clients, beta=0.0), split, classes, seed)
+    check_all_used(groups, len(split))
+    held = module.counts(groups, labels_of(split))
+    if clients <= classes:
+        assert ((held > 0).sum(axis=0) == 1).all()
+        each = (held > 0).sum(axis=1)
+        assert set(each) <= {classes // clients, -(-classes // clients)}
+        assert all(np.ptp(np.flatnonzero(row)) + 1 == n for row, n in zip(held, each, strict=True))
+    else:
+        assert ((held > 0).sum(axis=1) == 1).all()
+        sharing = (held > 0).sum(axis=0)
+        assert set(sharing) <= {clients // classes, -(-clients // classes)}
+        for column in held.T:  # and its clients divide a class evenly
+            assert np.ptp(column[column > 0]) <= 1
+
+
+@pytest.mark.parametrize(("clients", "own"), [(5, 0.5), (10, 0.5), (100, 0.5)])
+def test_skew_in_between(clients: int, own: float) -> None:
+    """Each client has β of its samples as the whole has them, the rest of its own classes."""
+    split = data([1000] * 10)
+    groups = partition(Skew.Params("skew", clients=clients, beta=1 - own), split, 10, 1)
+    assert np.ptp(groups.sizes) <= 1
+    held = module.counts(groups, labels_of(split)) / groups.sizes[:, None]
+    mine = max(1, 10 // clients)
+    top = np.sort(held, axis=1)[:, -mine:].sum(axis=1)
+    assert top == pytest.approx(np.full(clients, own + (1 - own) * mine / 10), abs=0.12)
+    assert top.mean() == pytest.approx(own + (1 - own) * mine / 10, abs=0.02)
+
+
+def test_distance_falls_with_beta() -> None:
+    split = data([100] * 10)
+    betas = [0.0, 0.2, 0.5, 0.8, 1.0]
+    found = [mean_distance(Skew.Params("skew", clients=5, beta=beta), split, 10) for beta in betas]
+    assert found[0] == pytest.approx(0.8)  # two classes of ten each
+    assert found[-1] < 0.1
+    assert np.all(np.diff(found) < 0)
+
+
+# One class a client (Dec-SSL, B.6), and more clients than classes.
+
+
+@pytest.mark.parametrize("clients", [10, 20, 100])
+def test_one_class_a_client_shared_by_several(clients: int) -> None:
+    split = data([203] * 10)
+    groups = partition(Classes.Params("classes", clients=clients, classes=1), split, 10, 0)
+    check_all_used(groups, len(split))
+    held = module.counts(groups, labels_of(split))
+    assert ((held > 0).sum(axis=1) == 1).all()
+    assert ((held > 0).sum(axis=0) == clients // 10).all()
+    assert np.ptp(groups.sizes) <= 1
+    assert distance(groups, labels_of(split)) == pytest.approx(0.9, abs=0.01)
+
+
 # folder
 
 
@@ -596,6 +826,27 @@ HALF = Split(unlabeled(180).images, torch.tensor([0, -1] * 90))
             HALF,
             "partition.name=dirichlet: needs labels",
         ),
+        (
+            Dirichlet.Params("dirichlet", clients=5, alpha=1.0),
+            unlabeled(180),
+            "partition.source=clusters$",
+        ),
+        (Skew.Params("skew", clients=0), DIGITS, "partition.clients=0: .*at least 1"),
+        (Skew.Params("skew", clients=181), DIGITS, "partition.clients=181: .*at most 180"),
+        (Skew.Params("skew", beta=-0.1), DIGITS, "partition.beta=-0.1: .*0 to 1"),
+        (Skew.Params("skew", beta=1.1), DIGITS, "partition.beta=1.1: .*0 to 1"),
+        (Skew.Params("skew", beta=math.nan), DIGITS, "partition.beta=nan: .*0 to 1"),
+        (Skew.Params("skew"), unlabeled(180), "name=skew: needs labels.*source=clusters"),
+        (
+            Skew.Params("skew", clients=100),
+            data([90, 2]),
+            "partition.clients=100: more than the 92",
+        ),
+        (
+            Skew.Params("skew", clients=50),
+            data([90, 2]),
+            "partition.clients=50: .*2 classes do not go round; use fewer",
+        ),
         (Folder.Params("folder"), DIGITS, "partition.name=folder: .*data.levels must contain"),
         (PartitionParams("foldr"), DIGITS, "partition.name=foldr: unknown.*folder"),
     ],
@@ -655,6 +906,7 @@ def test_table_of_few_classes_has_a_column_each() -> None:
         "samples            6 used, 2 left out",
         "samples a client   1 smallest, 2 median, 3 largest",
         "classes a client   1 smallest, 1 median, 2 largest",
+        "distance           0.356 on average (earth mover's, of a client's classes to all)",
         "",
         "client  samples  cat  a very lon",
         "     0        3    2           1",
@@ -671,6 +923,13 @@ def test_table_of_many_classes_shows_the_three_most_frequent() -> None:
         "     0        7  c3×3, c12×2, c1×1, …",
         "     1        2  c2×1",
     ]
+
+
+def test_table_of_another_source() -> None:
+    lines = table(groups_of([0, 1], [2]), np.array([0, 1, 1]), ["0°", "180°"], word="rotations")
+    assert "rotations a client 1 smallest, 1.5 median, 2 largest" in lines
+    assert "a client's rotations" in lines
+    assert "client  samples  0°  180°" in lines
 
 
 def test_table_lists_twenty_clients() -> None:

@@ -84,11 +84,9 @@ def test_parse(spec, expected):
         ("head@5", r"protocols=head@5: head takes no number"),
         ("per-client@5", r"protocols=per-client@5: per-client takes no number"),
         ("per-cleint", r"did you mean per-client\?"),
-        (
-            "linear@1%",
-            r"=linear@1%: a share is for semi and collaborative; give a number, as in linear@500$",
-        ),
-        ("finetune@10%", r"protocols=finetune@10%: a share is for semi"),
+        ("linear@0%", r"=linear@0%: linear needs the share .* as in linear@10%$"),
+        ("finetune@100%", r"protocols=finetune@100%: finetune needs the share"),
+        ("head@10%", r"protocols=head@10%: head takes no number"),
         *(
             (f"{n}{rest}", rf"protocols={n}{rest}: {n} needs the share .* as in {n}@10%$")
             for n in ("semi", "collaborative")
@@ -144,7 +142,7 @@ def test_labelled_protocols_without_labels_are_refused(spec, key):
     ("monitor", "message"),
     [
         (("knnn",), r"^evaluate\.monitor=knnn: unknown \(did you mean knn\?\)"),
-        (("knn", "linear@1%"), r"^evaluate\.monitor=linear@1%: a share is for semi"),
+        (("knn", "linear@1%"), r"^evaluate\.monitor=linear@1%: less than one"),
         (("linear@31",), r"^evaluate\.monitor=linear@31: labels=31: must be a multiple"),
         (("semi@1%",), r"^evaluate\.monitor=semi@1%: less than one"),
         (("semi@20%",), r"^evaluate\.monitor=semi@20%: data\.holdout=0\.1 keeps fewer"),
@@ -259,6 +257,14 @@ def test_few_labels_are_drawn_by_seed():
     assert scores[0] == scores[1]
     for name in scores[0]:
         assert len({score[name] for score in scores}) > 1, name
+
+
+def test_a_share_of_the_labels_is_that_many_of_each_class():
+    """As many as linear@30 of 60, and so the same images in both."""
+    train, test = split(), split(seed=1)
+    found = run(Evaluate(protocols=("linear@50%", "linear@30", "knn@10%", "knn@6")), train, test)
+    assert found["linear@50%_top1"] == found["linear@30_top1"]
+    assert found["knn@10%_top1"] == found["knn@6_top1"]
 
 
 def test_samples_without_a_label_are_never_used():

@@ -110,10 +110,14 @@ class Server:
         assert isinstance(change, Tensor)
         if isinstance(loss, Tensor):
             self.log["loss"] = loss
+        self.weights = self.moved(self.weights, self.rule_state, change)
+
+    def moved(self, weights: Tensor, state: optim.State, change: Tensor) -> Tensor:
+        """Where clients' mean change takes a model by the server's rule."""
         if self.shared is not None:
-            change = torch.zeros_like(self.weights).index_copy_(0, self.shared, change)
+            change = torch.zeros_like(weights).index_copy_(0, self.shared, change)
         rule, (lr, _) = self.config.server, learning_rates(self.config, self.round)
-        self.weights = apply(rule, self.rule_state, self.weights, change, lr, self.flat)
+        return apply(rule, state, weights, change, lr, self.flat)
 
 
 @dataclass
@@ -283,17 +287,31 @@ class Algorithm(ABC):
     # The tasks that a client answers: those that the server learns only the mean of, those that it
     # sees each reply of, and those of single numbers for the log.
     means: ClassVar[tuple[str, ...]] = ("train",)
-    gathers: ClassVar[tuple[str, ...]] = ()
+    gathers: tuple[str, ...] = ()
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # with the names of the numbers
+    simulated: ClassVar[tuple[str, ...]] = ()  # tasks of the log that no deployment asks for
     # Those whose replies have a row for each of the client's own things: as many as reply_like has,
     # or fewer.
     varying: ClassVar[tuple[str, ...]] = ()
-    # Where in a client's state its personal model is; none: clients have none.
+    # Where in a client's state its personal model is, or the number of that of the server's models
+    # which is its (:meth:`numbered`); none: clients have none.
     personal: ClassVar[tuple[str, ...] | None] = None
+    note: ClassVar[str | None] = None  # what a user should know before the first round
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         self.params = params
         self.objective = objective
+
+    def found(self, clients: int, config: Config) -> None:
+        """Refuse what so many clients cannot do, or what other keys of the run make impossible.
+
+        A site, which knows its own data alone, is not asked.
+        """
+        return
+
+    def numbered(self, server: Server, number: int) -> Tensor:
+        """The server's model of this number, where it has several."""
+        return server.weights
 
     def prepare(self, server: Server, public: Client | None) -> None:
         """Before the first round, with the images that the server itself has, as a client's."""

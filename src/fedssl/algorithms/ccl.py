@@ -42,9 +42,10 @@ class CCL(Algorithm):
     """
 
     compiles = "on"  # not by itself before it was seen at full size on a GPU
-    gathers = ("share",)
+    gathers: tuple[str, ...] = ("share",)
     varying = ("share",)
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"census": ("alike", "held")}
+    simulated = ("census",)
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
@@ -98,10 +99,14 @@ class CCL(Algorithm):
                 "MoCo's queue and momentum model; use objective.name=moco"
             )
         self.moco = objective
+        if self.params.remote == "off":
+            self.gathers = ()
         given = self.params.features
         self.features = objective.params.queue if given is None else given
         self.width = objective.params.projector[-1]
-        if self.params.neighbours >= self.features:
+        if self.features < 1:
+            raise UserError(f"algorithm.features={self.features}: must be at least 1")
+        if self.params.lambda_ and self.params.neighbours >= self.features:
             raise UserError(
                 f"algorithm.neighbours={self.params.neighbours}: must be below the "
                 f"{self.features} candidates (algorithm.features, else objective.queue)"
@@ -331,13 +336,18 @@ def momentum_places(work: Workspace) -> Tensor:
 
 
 def finite(replies: Mapping[int, Mapping[str, Tensor]], server: Server) -> dict[str, Tensor]:
-    """The new banks, by client; one with a feature that is no number is dropped."""
+    """The new banks, by client; one with a feature that is no number, or too long, is dropped.
+
+    Features have length 1: a longer one would outweigh those of all other clients.
+    """
     banks: dict[str, Tensor] = {}
     for client, reply in replies.items():
-        if bool(torch.isfinite(reply["features"]).all()):
+        lengths = torch.linalg.vector_norm(reply["features"], dim=1)
+        if bool((lengths < 1.01).all()):  # a number that is none is not below
             banks[str(client)] = reply["features"]
-        else:
-            server.warnings.append(
-                f"client {client} shared features that are not finite: its last bank stays"
-            )
+            continue
+        what = "longer than 1" if bool(torch.isfinite(lengths).all()) else "not finite"
+        server.warnings.append(
+            f"client {client} shared features that are {what}: its last bank stays"
+        )
     return banks

@@ -44,7 +44,7 @@ class FedCA(Algorithm):
     """
 
     compiles = "off"
-    gathers = ("share",)
+    gathers: tuple[str, ...] = ("share",)
     varying = ("share",)
 
     @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class FedCA(Algorithm):
                 "adds to SimCLR's negatives; use objective.name=simclr"
             )
         self.simclr = objective
+        if not self.params.dictionary:
+            self.gathers = ()
         self.width = objective.params.projector[-1]
 
     def prepare(self, server: Server, public: Client | None) -> None:

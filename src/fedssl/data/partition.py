@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.config import PartitionParams, variant
+from fedssl.config import PartitionParams, SourceParams, variant
 from fedssl.data.dataset import Groups, Split
 from fedssl.data.random import key, mix, permutation
 from fedssl.errors import UserError
@@ -25,6 +25,8 @@ Shares = NDArray[np.floating[Any]]
 
 _WINDOW = 8192  # places drawn at once: bounds the work that a class running out undoes
 _TRIES = 50  # draws of the dirichlet partition before it gives up
+_BALANCED_TRIES = 1000  # the same, where clients of about the same size are asked for
+_UNLABELED = ", and so does partition.source=clusters"
 _ROWS = 20  # clients that the table lists
 _COLUMNS = 12  # the most classes that get a column each
 
@@ -129,14 +131,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class Classes:
-    """Every client holds l classes (FedEMA, appendix B.1).
+    """Every client holds l classes, or sources (FedEMA, appendix B.1; Dec-SSL, B.6).
 
     K clients take Kl sets. Each of the C classes is cut into Kl/C sets, equal to within one sample,
     and a client gets l random sets of different classes.
     """
 
     @dataclass(frozen=True)
-    class Params(PartitionParams):
+    class Params(SourceParams):
         """``classes``: of each client."""
 
         clients: int = 5
@@ -149,7 +151,7 @@ class Classes:
         clients, each = self.params.clients, self.params.classes
         _check_clients(clients, len(split))
         order = _shuffle(len(split), seed)
-        labels = _labels(split, "classes")[order]
+        labels = _labels(split, "classes", _UNLABELED)[order]
         _, labels, counts = np.unique(labels, return_inverse=True, return_counts=True)
         self._check(counts)
         sets = clients * each // len(counts)
@@ -185,15 +187,18 @@ class Classes:
 class Dirichlet:
     """Each class is divided over all clients by proportions ~ Dir(α, …, α); sizes vary.
 
-    A draw that leaves a client without a sample is drawn again.
+    A draw that leaves a client without a sample is drawn again. So is, if ``balanced``, one with a
+    client smaller than half or larger than one and a half of the mean, as in Dec-SSL; where that
+    is out of reach, the most balanced draw is kept (see ``uneven``).
     """
 
     @dataclass(frozen=True)
-    class Params(PartitionParams):
+    class Params(SourceParams):
         """``alpha``: small for clients that differ, large for clients that are alike."""
 
         clients: int = 10
         alpha: float = 0.5
+        balanced: bool = False
 
     params: Params
 
@@ -208,8 +213,9 @@ class Dirichlet:
                 "partition.name=samples or partition.name=classes"
             )
         order = _shuffle(len(split), seed)
-        labels = Groups.from_labels(_labels(split, "dirichlet")[order], classes)
-        for attempt in range(_TRIES):
+        labels = Groups.from_labels(_labels(split, "dirichlet", _UNLABELED)[order], classes)
+        balanced = self.params.balanced
+        for attempt in [self._balanced(labels.sizes, seed)] if balanced else range(_TRIES):
             owners = self._draw(labels, _generator(seed, attempt))
             empty = clients - len(np.unique(owners))
             if not empty:
@@ -224,12 +230,96 @@ class Dirichlet:
     def _draw(self, labels: Groups, generator: np.random.Generator) -> Ints:
         """The client of each sample, given the samples of each class."""
         owners = np.empty(len(labels.members), np.int64)
-        for c in range(len(labels)):
-            shares = _dirichlet(self.params.alpha, self.params.clients, generator)
-            # One random offset for all cuts: the expected size of every piece is its share.
-            cuts = np.floor(np.cumsum(shares) * labels.sizes[c] + generator.random())
+        for c, cuts in enumerate(self._cuts(labels.sizes, generator)):
             owners[labels[c]] = np.searchsorted(cuts, np.arange(labels.sizes[c]), side="right")
         return owners
+
+    def _cuts(self, sizes: Ints, generator: np.random.Generator) -> Iterator[Shares]:
+        """Where each class is cut into the clients' pieces."""
+        for size in sizes:
+            shares = _dirichlet(self.params.alpha, self.params.clients, generator)
+            # One random offset for all cuts: the expected size of every piece is its share.
+            yield np.floor(np.cumsum(shares) * size + generator.random())
+
+    def _balanced(self, sizes: Ints, seed: int) -> int:
+        """The first draw with sizes in the range, else the one with the least uneven ones."""
+        clients = self.params.clients
+        best, least = 0, (clients + 1, math.inf)
+        for attempt in range(_BALANCED_TRIES):
+            cuts = np.stack(list(self._cuts(sizes, _generator(seed, attempt))))
+            held = np.diff(np.minimum(cuts, sizes[:, None]), axis=1, prepend=0).sum(axis=0)
+            if _even(held):
+                return attempt
+            spread = (int((held == 0).sum()), float(held.std()))
+            if spread < least:
+                best, least = attempt, spread
+        return best
+
+
+def _even(sizes: Shares | Ints) -> bool:
+    """Within half to one and a half of the mean (Dec-SSL)."""
+    mean = sizes.mean()
+    return bool(sizes.min() >= mean / 2 and sizes.max() <= 1.5 * mean)
+
+
+def uneven(params: PartitionParams, sizes: Ints) -> Iterator[str]:
+    """What to say of clients that were to be of about the same size, and are not."""
+    if isinstance(params, Dirichlet.Params) and params.balanced and not _even(sizes):
+        yield (
+            f"partition.balanced=true: none of {_BALANCED_TRIES} draws had all clients within half "
+            f"to one and a half of the mean size; the most balanced one is kept, with clients of "
+            f"{sizes.min()} to {sizes.max()} samples"
+        )
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Of each class a share β goes to all clients evenly, the rest to its own (Dec-SSL, C.2).
+
+    At β = 1 that is ``iid``. At β = 0 clients take neighbouring classes whole; where there are
+    more clients than classes, each has one, and its clients divide it evenly.
+    """
+
+    @dataclass(frozen=True)
+    class Params(SourceParams):
+        """``beta``: the share of each class that is independent of the client."""
+
+        clients: int = 5
+        beta: float = 0.0
+
+    params: Params
+
+    def split(self, split: Split, classes: int, seed: int) -> Groups:
+        """Needs labels; every sample is used."""
+        clients, beta = self.params.clients, self.params.beta
+        _check_clients(clients, len(split))
+        if not 0 <= beta <= 1:
+            raise UserError(f"partition.beta={beta}: must be a number from 0 to 1")
+        order = _shuffle(len(split), seed)
+        labels = _labels(split, "skew", _UNLABELED)[order]
+        _, labels, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        rank, own = _rank(labels), np.rint((1 - beta) * counts).astype(np.int64)
+        even = rank >= own[labels]
+        owners = np.empty(len(order), np.int64)
+        owners[~even] = self._owners(labels[~even], rank[~even], own)
+        # Shuffled already; equal sizes to within one.
+        cuts = np.arange(1, clients) * even.sum() // clients
+        owners[even] = np.searchsorted(cuts, np.arange(even.sum()), side="right")
+        if len(np.unique(owners)) < clients:
+            raise UserError(
+                f"partition.clients={clients}: some would get no sample, as {len(counts)} "
+                f"{'classes' if self.params.source == 'labels' else 'sources'} do not go round; "
+                "use fewer partition.clients"
+            )
+        return _grouped(order, owners, clients)
+
+    def _owners(self, labels: Ints, rank: Ints, own: Ints) -> Ints:
+        """The client that has each sample of its own classes."""
+        clients, classes = self.params.clients, len(own)
+        if clients <= classes:
+            return labels * clients // classes
+        edges = -(-np.arange(classes + 1) * clients // classes)  # a class's first client
+        return edges[labels] + rank * np.diff(edges)[labels] // own[labels]
 
 
 @dataclass(frozen=True)
@@ -263,29 +353,30 @@ def table(
     classes: Sequence[str],
     total: int | None = None,
     names: Sequence[str] = (),
+    word: str = "classes",
 ) -> str:
     """Who holds what, in plain text; ``total`` (samples in all) is only needed without labels.
 
-    ``names`` are those of the clients, where they have any.
+    ``names`` are those of the clients, where they have any; ``word`` is what ``labels`` are.
     """
     if labels is not None:
         total = len(labels)
         if (labels < 0).all():
             labels = None
-    lines = _summary(groups, labels, total)
+    lines = _summary(groups, labels, total, word)
     shown = [groups[k] for k in range(min(len(groups), _ROWS))]
     called = names or [str(k) for k in range(len(shown))]
     rows = [["client", "samples"], *([called[k], str(len(s))] for k, s in enumerate(shown))]
     if labels is not None:
         held = [Counter(labels[s][labels[s] >= 0].tolist()) for s in shown]
-        rows = [a + b for a, b in zip(rows, _class_cells(held, classes), strict=True)]
+        rows = [a + b for a, b in zip(rows, _class_cells(held, classes, word), strict=True)]
     lines += ["", *_align(rows)]
     if len(groups) > _ROWS:
         lines.append(f"… and {len(groups) - _ROWS} more clients")
     return "\n".join(lines)
 
 
-def _summary(groups: Groups, labels: Ints | None, total: int | None) -> list[str]:
+def _summary(groups: Groups, labels: Ints | None, total: int | None, word: str) -> list[str]:
     used = len(groups.members)
     lines = [
         f"clients            {len(groups)}",
@@ -293,24 +384,45 @@ def _summary(groups: Groups, labels: Ints | None, total: int | None) -> list[str
         f"samples a client   {_spread(groups.sizes)}",
     ]
     if labels is not None:
-        held = labels[groups.members]
-        span = labels.max() + 1
-        pairs = np.repeat(np.arange(len(groups)), groups.sizes) * span + held
-        distinct = np.bincount(np.unique(pairs[held >= 0]) // span, minlength=len(groups))
-        lines.append(f"classes a client   {_spread(distinct)}")
+        distinct = (counts(groups, labels) > 0).sum(axis=1)
+        lines.append(f"{word + ' a client':<19}{_spread(distinct)}")
+        lines.append(
+            f"distance           {distance(groups, labels):.3f} on average (earth mover's, of a "
+            f"client's {word} to all)"
+        )
     return lines
+
+
+def counts(groups: Groups, labels: Ints) -> Ints:
+    """How many samples of each class every client has, ``[clients, classes]``; -1 is no class."""
+    span = max(int(labels.max()) + 1, 1)
+    owners, held = np.repeat(np.arange(len(groups)), groups.sizes), labels[groups.members]
+    pairs = (owners * span + held)[held >= 0]
+    return np.bincount(pairs, minlength=len(groups) * span).reshape(-1, span)
+
+
+def distance(groups: Groups, labels: Ints) -> float:
+    """The mean earth mover's distance from a client's classes to all clients' (Dec-SSL, Figure 17).
+
+    Any two classes are at distance 1, so it is half the sum of the absolute differences of the
+    shares: 0 for clients that are all alike, 1 - 1/C for one class of C equal ones each.
+    """
+    held = counts(groups, labels)
+    held = held[held.sum(axis=1) > 0]
+    shares = held / held.sum(axis=1, keepdims=True)
+    return float(np.abs(shares - held.sum(axis=0) / held.sum()).sum(axis=1).mean() / 2)
 
 
 def _spread(values: Ints) -> str:
     return f"{values.min()} smallest, {np.median(values):g} median, {values.max()} largest"
 
 
-def _class_cells(held: list[Counter[int]], classes: Sequence[str]) -> list[list[str]]:
+def _class_cells(held: list[Counter[int]], classes: Sequence[str], word: str) -> list[list[str]]:
     """A heading and a row a client: a column a class, or one column with the most frequent."""
     if len(classes) <= _COLUMNS:
         rows = [[str(counts[c]) for c in range(len(classes))] for counts in held]
         return [[name[:10] for name in classes], *rows]
-    lines = [["most frequent classes"]]
+    lines = [[f"most frequent {word}"]]
     for counts in held:
         ranked = sorted(counts, key=lambda c: (-counts[c], c))
         names = [f"{classes[c]}×{counts[c]}" for c in ranked[:3]]

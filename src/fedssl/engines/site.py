@@ -104,7 +104,9 @@ class Site:
                 f"task {request.task}: this site answers only "
                 + ("in secure sums" if privacy.secure else "in the open")
             )
-        logs = algorithm.logs if self.session.engine.average.logs else ()
+        logs = tuple(algorithm.logs) if self.session.engine.average.logs else ()
+        if self.session.work.census is None:  # a real site
+            logs = tuple(task for task in logs if task not in algorithm.simulated)
         allowed = algorithm.means if request.weight is not None else (*algorithm.gathers, *logs)
         if request.task not in allowed:
             raise UserError(

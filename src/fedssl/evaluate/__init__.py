@@ -29,8 +29,8 @@ NAMES = (*FEW_LABEL, *SHARES, "head", "per-client", "unlabeled")
 def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float | None]:
     """Name of a protocol, and its number of labels, or the share of them that some take.
 
-    >>> parse("linear@500"), parse("knn"), parse("semi@10%")
-    (('linear', 500), ('knn', None), ('semi', 0.1))
+    >>> parse("linear@500"), parse("knn"), parse("semi@10%"), parse("linear@1%")
+    (('linear', 500), ('knn', None), ('semi', 0.1), ('linear', 0.01))
     """
     name, at, amount = spec.partition("@")
     if name not in NAMES:
@@ -40,16 +40,12 @@ def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float 
             f"{key}={spec}: unknown{hint}; choose of {', '.join(NAMES)}, "
             "with a number of labels as in linear@500 or a share as in semi@10%"
         )
-    if name in SHARES:
+    if name in SHARES or (name in FEW_LABEL and amount.endswith("%")):
         return name, _share(spec, name, amount, key)
     if not at:
         return name, None
     if name not in FEW_LABEL:
         raise UserError(f"{key}={spec}: {name} takes no number of labels")
-    if amount.endswith("%"):
-        raise UserError(
-            f"{key}={spec}: a share is for {' and '.join(SHARES)}; give a number, as in {name}@500"
-        )
     if not (amount.isascii() and amount.isdecimal() and int(amount) > 0):
         raise UserError(
             f"{key}={spec}: the number of labels must be a whole number above 0, as in {name}@500"
@@ -243,13 +239,13 @@ def _draw(
     """Which cases have a label: all, or as many as the protocol says, the same for each of them."""
     from fedssl.data.datasets import draw_labels, held_out
 
-    name, amount = parse(spec, key)
+    _, amount = parse(spec, key)
     groups, labels = _units(train)
     where = f"{key}={spec}"
     if amount is None:
         return np.arange(len(labels))
-    if name != "semi":
-        return draw_labels(labels, int(amount), classes, seed, f"{where}: labels").numpy()
+    if isinstance(amount, int):
+        return draw_labels(labels, amount, classes, seed, f"{where}: labels").numpy()
     if train.cases is not None:
         return held_out(labels, amount, classes, seed, where).numpy()
     # By the images' own numbers, as data.holdout draws: so they are among those that it keeps.

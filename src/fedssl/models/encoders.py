@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedssl.config import Encoder
 from fedssl.models import fused
 from fedssl.models.norms import Norm
+from fedssl.models.vit import ViT, check_patch
 
 
 class Tiny(nn.Module):
@@ -131,10 +132,13 @@ RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
 LARGE_IMAGE = 96  # pixels a side from which a residual network has the large stem
 
 
-def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet:
+def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT:
     """The encoder that the configuration names, for images of ``size`` pixels a side."""
     norm = Norm(settings.norm, settings.groups)
     if settings.name == "tiny":
         return Tiny(channels, norm)
+    if settings.name == "vit-tiny":
+        check_patch(settings.patch, size, size)
+        return ViT(channels, settings.patch)
     stem: Literal["small", "large"] = "large" if size >= LARGE_IMAGE else "small"
     return ResNet(*RESNETS[settings.name], channels, norm, stem)

@@ -6,14 +6,14 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from fedssl.config import ObjectiveParams
+from fedssl.config import Encoder, ObjectiveParams
 from fedssl.errors import UserError
-from fedssl.models.network import mlp
+from fedssl.models.network import Network, mlp
 from fedssl.models.norms import Norm
 
 if TYPE_CHECKING:
@@ -68,6 +68,12 @@ class Objective(ABC):
         """What the network sees: the views, or what a task makes of them."""
         return views
 
+    def project(
+        self, network: Network, inputs: tuple[Tensor, ...], state: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The network's projections; random numbers of a sample's own come from its ``state``."""
+        return cast("tuple[Tensor, ...]", network(inputs))
+
     def recall(self, memory: Memory) -> tuple[Tensor, ...]:
         """Projections out of the memory that go through the predictor too, after the batch's."""
         return ()
@@ -78,6 +84,12 @@ class Objective(ABC):
         It may use the network before the first step: training loads ``start`` after it.
         """
         return None
+
+    def head_for(
+        self, encoder: Encoder, channels: int, features: int, norm: Norm, classes: int
+    ) -> nn.Module:
+        """The head on this encoder, for images of so many channels."""
+        return self.head(features, norm, classes)
 
     @abstractmethod
     def head(self, features: int, norm: Norm, classes: int) -> nn.Module:

@@ -34,6 +34,12 @@ def check(config: Config, algorithm: Algorithm) -> None:
     privacy, rule = config.privacy, config.cohort.average
     if rule != "mean":
         _check_robust(rule, algorithm)
+    if rule != "mean" and algorithm.gathers:
+        raise UserError(
+            f"cohort.average={rule} with algorithm.name={algorithm.params.name}: its server passes "
+            f"on each client's own reply ({', '.join(algorithm.gathers)}), which no robust mean "
+            "looks at; use cohort.average=mean"
+        )
     asked = "privacy.secure=true" if privacy.secure else f"privacy.noise={privacy.noise}"
     if not privacy.secure and privacy.noise is None:
         return

@@ -1,0 +1,263 @@
+"""Feature alignment regularization and clustering (Dec-SSL, section 5, Algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl import optim
+from fedssl.algorithms.base import Algorithm, Cohort, Server
+from fedssl.algorithms.fedca import in_batches, plain
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams, Config
+from fedssl.data.random import key
+from fedssl.errors import UserError
+from fedssl.models.flat import Flat
+from fedssl.models.network import Network, Tower, initialize, load_encoders
+from fedssl.objectives.base import Objective
+from fedssl.trees import Tree
+from fedssl.workspace import Encoded, Steps, Workspace
+
+
+class FeatARC(Algorithm):
+    """C models at the server; a client trains the one whose features are nearest to its own.
+
+    Clients are not weighed by samples (Algorithm 1, line 18). An empty cluster keeps its model. A
+    reply has a slot for each cluster, zeros in all but one, so that sums are all the server needs
+    to learn; it costs C models' bytes each way. Of two towers or modalities the first is looked at.
+    A client that changes its cluster leaves its target network and memory behind.
+
+    A client is judged by its cluster's model (C.1). There is no global one: what is reported and
+    exported as such is that of cluster 0, which starts as the run's own network. The others start
+    from seeds of their own, or with ``encoder.init`` from the same encoder.
+    """
+
+    judges = "personal"
+    personal = ("cluster",)
+    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("cluster",)}
+
+    @dataclass(frozen=True)
+    class Params(AlgorithmParams):
+        """``clusters``: C; 1 is alignment only. ``lambda``: λ; 0 is clustering only."""
+
+        clusters: int = 2
+        lambda_: float = 1.0
+
+        def __post_init__(self) -> None:
+            if self.clusters < 1:
+                raise UserError(f"algorithm.clusters={self.clusters}: must be at least 1")
+            if not 0 <= self.lambda_ < float("inf"):
+                raise UserError(f"algorithm.lambda={self.lambda_}: must be finite and not negative")
+
+    params: Params
+
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        if self.params.lambda_ and type(objective).project is not Objective.project:
+            raise UserError(
+                f"algorithm.lambda={self.params.lambda_} with objective.name="
+                f"{objective.params.name}: it has no projection of an image to align; set "
+                "algorithm.lambda=0"
+            )
+
+    def found(self, clients: int, config: Config) -> None:
+        """A client for each cluster, and a mean that slots of zeros do not mislead."""
+        if self.params.clusters > clients:
+            raise UserError(
+                f"algorithm.clusters={self.params.clusters}: more than the {clients} clients; "
+                f"take at most {clients}"
+            )
+        asked = [f"cohort.average={config.cohort.average}"] * (config.cohort.average != "mean")
+        asked += [f"privacy.noise={config.privacy.noise}"] * (config.privacy.noise is not None)
+        for words in asked:
+            raise UserError(
+                f"{words} with algorithm.name={self.params.name}: it needs exact sums, to divide "
+                "each cluster's by its members; leave it out"
+            )
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """All models down, changes up, and a mean for each cluster (Algorithm 1)."""
+        models, shared = self.models(server), server.shared
+        sent = {str(j): m if shared is None else m[shared] for j, m in enumerate(models)}
+        update = cohort.mean("train", sent, weight="uniform")
+        server.log["loss"] = update["loss"]
+        answered = len(cohort.ids)
+        for j, share in enumerate(update["members"].tolist()):
+            members = round(share * answered)
+            if members:
+                self.move(server, j, update["change"][j] * (answered / members))
+            else:
+                self.tell(server, j)
+        server.note(cohort.gather("report", log=True))
+
+    def models(self, server: Server) -> list[Tensor]:
+        """The cluster models: the server's own is the first, the others are made before round 1."""
+        if "clusters" not in server.state and self.params.clusters > 1:
+            rule, n = server.config.server, server.flat.parameters
+            starts = {str(j): another_start(server, j) for j in range(1, self.params.clusters)}
+            server.state["clusters"] = {
+                j: {"weights": start, "rule": cast("dict[str, Tree]", optim.start(rule, start[:n]))}
+                for j, start in starts.items()
+            }
+        return [self.numbered(server, j) for j in range(self.params.clusters)]
+
+    def numbered(self, server: Server, number: int) -> Tensor:
+        """The model of a cluster."""
+        return cast(Tensor, _cluster(server, number)["weights"]) if number else server.weights
+
+    def move(self, server: Server, number: int, change: Tensor) -> None:
+        """By the server's rule, of which each cluster has its own state."""
+        if number == 0:
+            server.weights = server.moved(server.weights, server.rule_state, change)
+            return
+        own = _cluster(server, number)
+        rule = cast(optim.State, own.get("rule", {}))  # files keep no empty trees
+        own["weights"] = server.moved(cast(Tensor, own["weights"]), rule, change)
+
+    def tell(self, server: Server, number: int) -> None:
+        """Say once of each cluster what happens when nobody is in it."""
+        told = cast("dict[str, Tree]", server.state.setdefault("empty", {}))
+        if str(number) not in told:
+            told[str(number)] = torch.tensor(float(server.round))
+            server.warnings.append(f"cluster {number} has no members: it keeps its model")
+
+    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+        """A slot for each cluster, whose it is, and the loss."""
+        plain, count = super().reply_like(task, work), self.params.clusters
+        change = cast(Tensor, plain["change"])
+        return {**plain, "change": change.expand(count, -1), "members": change.new_zeros(count)}
+
+    def train(self, client: Client, models: Mapping[str, Tensor]) -> dict[str, Tree]:
+        """Choose a cluster and train its model; the change goes into its slot."""
+        chosen, frozen = self.assign(client, models)
+        received = models[str(chosen)]
+        if "cluster" in client.state and int(cast(Tensor, client.state["cluster"])) != chosen:
+            for name in ("target", "memory"):  # they follow another model
+                client.state.pop(name, None)
+        client.state["cluster"] = torch.tensor(chosen)
+        start = client.open(received)
+        loss = None if frozen is None else Aligned(self, client, start, frozen)
+        trained = client.train(start, client.state, loss)
+        if self.params.clusters > 1:
+            client.state["network"] = trained.weights
+        reply = client.reply(trained, received)
+        change = cast(Tensor, reply["change"])
+        slots = change.new_zeros(self.params.clusters, len(change))
+        slots[chosen] = change
+        members = change.new_zeros(self.params.clusters)
+        members[chosen] = 1
+        return {**reply, "change": slots, "members": members}
+
+    def assign(self, client: Client, models: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
+        """The cluster of a client (lines 6 to 14), and what its model makes of the client's images.
+
+        The largest mean cosine with the features of the client's last local model; before it has
+        one, its number modulo C.
+        """
+        count, aligned = self.params.clusters, self.params.lambda_ > 0
+        last = cast("Tensor | None", client.state.get("network"))
+        if count == 1 or last is None:
+            chosen = client.id % count
+            frozen = look(client, models[str(chosen)], aligned)[1] if aligned else None
+            return chosen, frozen
+        own = features(client, last)
+        seen = [look(client, models[str(j)], aligned) for j in range(count)]
+        near = torch.stack([cosine(own, found) for found, _ in seen])
+        chosen = int(near.argmax())
+        return chosen, seen[chosen][1] if aligned else None
+
+    def loss(self, encoded: Encoded, frozen: Tensor) -> Tensor:
+        """The objective's loss and λ × alignment (Algorithm 2, line 10)."""
+        own = self.objective.loss(encoded.encodings, encoded.labels, encoded.memory)
+        return own + self.misaligned(encoded, frozen)
+
+    def misaligned(self, encoded: Encoded, frozen: Tensor) -> Tensor:
+        """−λ × the mean cosine of each view's encoding with the frozen one of its image."""
+        views = encoded.encodings[: self.objective.inputs]
+        return -self.params.lambda_ * torch.stack([cosine(v, frozen) for v in views]).mean()
+
+    def report(self, client: Client) -> dict[str, Tensor]:
+        """For the log: the client's cluster."""
+        return {"cluster": cast(Tensor, client.state["cluster"])}
+
+
+class Aligned(Steps):
+    """A client's steps: what the cluster model as received makes of the images of each."""
+
+    def __init__(self, featarc: FeatARC, client: Client, start: Tensor, frozen: Tensor) -> None:
+        self.client, self.frozen, self.number = client, frozen, 0
+        self.function = featarc.loss
+        beyond = client.work.objective.local(client, start)
+        if beyond is not None:  # a loss that looks beyond the batch is not compiled
+            self.function = lambda e, frozen: beyond(e) + featarc.misaligned(e, frozen)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The frozen features of the next step's images."""
+        client = self.client
+        _, chosen = client.work.plan.indices(client.round, self.number, client.id, client.samples)
+        return (self.frozen[chosen],)
+
+    def done(self, encodings: tuple[Tensor, ...]) -> None:
+        """The next step."""
+        self.number += 1
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """The mean cosine between rows."""
+    return F.cosine_similarity(a, b, dim=1).mean()
+
+
+def features(client: Client, weights: Tensor) -> Tensor:
+    """The backbone's features of a client's images without augmentation."""
+    return _pass(client, weights, False)[0]
+
+
+def look(client: Client, received: Tensor, aligned: bool) -> tuple[Tensor, Tensor]:
+    """The same of a model that was sent, and what encodings are aligned with.
+
+    That is the backbone's features if encodings are as wide, else the model's own encodings.
+    """
+    found, encodings = _pass(client, client.open(received), aligned)
+    return found, found if found.shape == encodings.shape else encodings
+
+
+@torch.no_grad()
+def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor]:
+    """Features, and encodings where they are needed; batch norm goes by the client's images.
+
+    Running statistics that this changes are not kept: training loads its start anew.
+    """
+    work = client.work
+    work.load(weights)
+    network, tower = work.network, cast(Tower, work.network.towers[0])
+    half, found = work.config.precision == "bf16", []
+    images = work.images[0][client.members]
+    with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
+        for part in in_batches(work, images):
+            one = tower.encoder(plain(work, part))
+            found.append((one, network.predict((tower.head(one),))[0] if encode else one))
+    first, second = (torch.cat(parts).to(work.dtype) for parts in zip(*found, strict=True))
+    return first, second
+
+
+def another_start(server: Server, cluster: int) -> Tensor:
+    """The run's network initialized anew, on the host: the same on every device."""
+    config = server.config
+    network = cast(Network, copy.deepcopy(server.flat.module).cpu().float())
+    flat = Flat(network)
+    flat.vector.copy_(server.weights)
+    initialize(network, key(config.seed, "cluster", cluster) % 2**63)
+    if config.encoder.init is not None:
+        load_encoders(network, config.encoder.init)
+    return flat.vector.to(server.weights)
+
+
+def _cluster(server: Server, number: int) -> dict[str, Tree]:
+    clusters = cast("dict[str, dict[str, Tree]]", server.state["clusters"])
+    return clusters[str(number)]

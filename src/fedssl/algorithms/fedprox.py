@@ -1,0 +1,43 @@
+"""FedAvg with a proximal term (FedProx, Li et al. 2020; Dec-SSL paper, appendix B.9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedssl.algorithms.fedavg import FedAvg
+from fedssl.client import Client
+from fedssl.errors import UserError
+from fedssl.trees import Tree
+from fedssl.workspace import Pull
+
+
+class FedProx(FedAvg):
+    """FedAvg in which a client trains on l_k(w) + μ/2 ‖w − w_received‖².
+
+    Normalization layers that stay with a client (``norm_policy=local``) are held to where they are
+    at the start of the round. A first step feels no pull, so cohorts merge as in FedAvg.
+    """
+
+    @dataclass(frozen=True)
+    class Params(FedAvg.Params):
+        """``mu``: how strongly local models are held to the global one (our reading: 0.01)."""
+
+        mu: float = 0.01
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.mu < float("inf"):
+                raise UserError(f"algorithm.mu={self.mu}: must be finite and not negative")
+
+    params: Params
+
+    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+        """The change that local training makes; at μ = 0 that of FedAvg."""
+        if not self.params.mu:
+            return super().train(client, received)
+        if self.replaces_target:
+            client.state.pop("target", None)
+        start = client.open(received)
+        trained = client.train(start, client.state, pull=Pull(self.params.mu, start))
+        return client.reply(trained, received)

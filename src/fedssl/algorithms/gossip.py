@@ -1,0 +1,170 @@
+"""Peer to peer: local training, then a mean with one's neighbours (Dec-SSL, 6.1 and B.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.algorithms.base import Algorithm, Cohort, Server, per_client
+from fedssl.client import Client
+from fedssl.config import AlgorithmParams, Config
+from fedssl.data.random import key
+from fedssl.errors import UserError
+from fedssl.trees import Tree
+
+Graph: TypeAlias = Any  # networkx has no types
+TOPOLOGIES = ("star", "cycle", "tree", "random", "complete")
+
+
+class Gossip(Algorithm):
+    """Every client trains a model of its own and then mixes: x_i ← Σ_j W_ij x_j (section 6.1).
+
+    W has Metropolis weights: 1 / (1 + the larger degree) for an edge, the rest on the diagonal. A
+    client that is not asked, or does not answer, neither trains nor mixes: the weight of its edges
+    goes to the diagonal. The mean of all models is judged as the global one.
+
+    The exchange is routed through the server, under either engine: it keeps every client's model,
+    mixes them, and sees each. Traffic is one model a client each way, where real peers would send
+    one to each neighbour. With ``norm_policy=local`` normalization layers do not travel or mix.
+    """
+
+    gathers = ("train",)
+    means = ()
+    note = "gossip: models go through the server, which does the mixing; peers do not connect"
+
+    @dataclass(frozen=True)
+    class Params(AlgorithmParams):
+        """``topology``: star (client 0 is the hub), cycle, tree (binary), random, complete, a file.
+
+        A file has an edge a line: two clients' numbers. ``edge_probability``: of random (B.5).
+        """
+
+        topology: str = "cycle"
+        edge_probability: float = 0.7
+
+        def __post_init__(self) -> None:
+            if not 0 < self.edge_probability <= 1:
+                raise UserError(
+                    f"algorithm.edge_probability={self.edge_probability}: must be above 0 and at "
+                    "most 1"
+                )
+
+    params: Params
+    weights: NDArray[np.float64]  # W, known when the number of clients is
+
+    def found(self, clients: int, config: Config) -> None:
+        """Draw the graph; refuse one that is not connected, and rules that would have no say."""
+        import networkx as nx
+
+        rule, name = config.server, self.params.name
+        if (rule.optimizer, rule.lr, rule.momentum, rule.weight_decay) != ("sgd", 1, 0, 0):
+            raise UserError(
+                f"server.optimizer={rule.optimizer} with server.lr={rule.lr:g} and "
+                f"algorithm.name={name}: there is no server's model to update; use "
+                "server.optimizer=sgd, server.lr=1, without momentum and weight decay"
+            )
+        if config.cohort.average != "mean":
+            raise UserError(
+                f"cohort.average={config.cohort.average} with algorithm.name={name}: neighbours "
+                "mix by the graph's weights; use cohort.average=mean"
+            )
+        graph = self.graph(clients, config.seed)
+        if not nx.is_connected(graph):
+            kind, parts = self.params.topology, nx.number_connected_components(graph)
+            fix = "raise algorithm.edge_probability, or change seed"
+            raise UserError(
+                f"algorithm.topology={kind}: the graph has {parts} parts that never meet; "
+                + (fix if kind == "random" else "connect them")
+            )
+        self.weights = metropolis(graph)
+
+    def graph(self, clients: int, seed: int) -> Graph:
+        """The clients and who talks to whom."""
+        import networkx as nx
+
+        kind = self.params.topology
+        if kind not in TOPOLOGIES:
+            graph = from_file(Path(kind), clients)
+        elif kind == "star":
+            graph = nx.star_graph(clients - 1)
+        elif kind == "cycle":
+            graph = nx.cycle_graph(clients)
+        elif kind == "tree":
+            graph = nx.full_rary_tree(2, clients)
+        elif kind == "random":
+            state = key(seed, "topology") % 2**32
+            graph = nx.gnp_random_graph(clients, self.params.edge_probability, seed=state)
+        else:
+            graph = nx.complete_graph(clients)
+        graph.remove_edges_from(list(nx.selfloop_edges(graph)))  # a cycle of one has one
+        return graph
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """Each client's model down and its change up; then all who answered mix."""
+        everyone = len(self.weights)
+        before = cast(Tensor, server.state.get("models", server.sent.expand(everyone, -1)))
+        sent = {int(k): before[int(k)] for k in cohort.ids}
+        replies: dict[int, Any] = cohort.gather("train", per_client(sent))
+        ids = sorted(replies)
+        trained = torch.stack([sent[k] + replies[k]["change"] for k in ids])
+        models = before.clone()
+        models[ids] = torch.from_numpy(among(self.weights, ids)).to(trained) @ trained
+        mean = models.mean(0)
+        server.state["models"] = models
+        if server.shared is None:
+            server.weights = mean
+        else:
+            server.weights = server.weights.index_copy(0, server.shared, mean)
+        server.log["loss"] = torch.stack([replies[k]["loss"] for k in ids]).mean()
+        server.log["consensus"] = (models - mean).norm(dim=1).mean()
+
+    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+        """The change that local training makes to the client's own model."""
+        return client.descend(received)
+
+
+def metropolis(graph: Graph) -> NDArray[np.float64]:
+    """Metropolis weights: symmetric, and every row adds up to 1."""
+    weights = np.zeros((len(graph), len(graph)))
+    for i, j in graph.edges:
+        weights[i, j] = weights[j, i] = 1 / (1 + max(graph.degree[i], graph.degree[j]))
+    return among(weights, list(range(len(graph))))
+
+
+def among(weights: NDArray[np.float64], ids: list[int]) -> NDArray[np.float64]:
+    """The weights of some clients; those of edges to others go to the diagonal."""
+    own = weights[np.ix_(ids, ids)]
+    np.fill_diagonal(own, 0.0)
+    np.fill_diagonal(own, 1 - own.sum(1))
+    return own
+
+
+def from_file(path: Path, clients: int) -> Graph:
+    """A graph from a file with an edge a line, as in ``0 1``; # starts a comment."""
+    import networkx as nx
+
+    where = f"algorithm.topology={path}"
+    if not path.is_file():
+        raise UserError(
+            f"{where}: no such file; name one with an edge a line, or {', '.join(TOPOLOGIES)}"
+        )
+    graph = nx.empty_graph(clients)
+    for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or not all(word.isdecimal() for word in words):
+            raise UserError(f"{where}: line {number}: expected two clients' numbers, as in 0 1")
+        if max(map(int, words)) >= clients:
+            raise UserError(
+                f"{where}: line {number}: client {max(map(int, words))} is unknown; there are "
+                f"{clients} clients, numbered from 0"
+            )
+        graph.add_edge(*map(int, words))
+    return graph

@@ -1,0 +1,102 @@
+"""Vision transformers (Dosovitskiy et al. 2020): the encoder of the Dec-SSL paper's MAE (C.1)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedssl.errors import UserError
+
+WIDTH, LAYERS, HEADS = 192, 12, 3  # ViT-Tiny
+EPSILON = 1e-6  # of its layer norms
+
+
+def check_patch(patch: int, height: int, width: int) -> None:
+    """Refuse images that are not at least two whole patches a side."""
+    if height % patch or width % patch or min(height, width) < 2 * patch:
+        raise UserError(
+            f"encoder.patch={patch}: images of {height} by {width} pixels are not two or more "
+            "whole patches a side; use another patch or size (data.size, evaluate.size)"
+        )
+
+
+def patches(images: Tensor, patch: int) -> Tensor:
+    """The pixels of each patch, row by row: ``[B, N, C · patch²]``."""
+    check_patch(patch, *images.shape[2:])
+    cut = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # B, C, rows, p, columns, p
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def positions(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Sines and cosines of each patch's column and row, ``[N, WIDTH]`` (He et al. 2021, A.1).
+
+    Nothing is learned and nothing stored, so that any image size works.
+    """
+    count = WIDTH // 4
+    exponents = torch.arange(count, dtype=like.dtype, device=like.device) / count
+    grid = torch.meshgrid(
+        torch.arange(rows, dtype=like.dtype, device=like.device),
+        torch.arange(columns, dtype=like.dtype, device=like.device),
+        indexing="ij",
+    )
+    angles = [axis.flatten()[:, None] / 10000**exponents for axis in (grid[1], grid[0])]
+    return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
+
+
+class Attention(nn.Module):
+    """Every token looks at every other, in several heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens ``[B, N, WIDTH]`` from tokens."""
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Attention, then an MLP of four times the width, both on normalized tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(WIDTH, EPSILON)
+        self.attention = Attention()
+        self.before_mlp = nn.LayerNorm(WIDTH, EPSILON)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens from tokens."""
+        x = x + self.attention(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class ViT(nn.Module):
+    """ViT-Tiny, whose features are the mean of its tokens: there is no class token.
+
+    MAE's loss would not reach one but by the way of the others, and He et al. (2021, A.1) found
+    the mean as good.
+    """
+
+    features = WIDTH
+
+    def __init__(self, channels: int, patch: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.embed = nn.Linear(channels * patch**2, WIDTH)
+        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH, EPSILON)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features ``[B, 192]``."""
+        places = positions(x.shape[2] // self.patch, x.shape[3] // self.patch, x)
+        return self.tokens(patches(x, self.patch), places).mean(1)
+
+    def tokens(self, patches: Tensor, places: Tensor) -> Tensor:
+        """Tokens of some patches, which may be a part of an image's, from where they are."""
+        return self.norm(self.layers(self.embed(patches) + places))

@@ -1,0 +1,452 @@
+"""What clients differ in: labels, clusters of features, rotations and styles; and the picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import made_split
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from rounds import assert_both_engines_agree
+from safetensors.torch import save_file
+
+from fedssl import config as configuration
+from fedssl.cli import main
+from fedssl.config import Config
+from fedssl.data import datasets, picture, sources
+from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.partition import counts
+from fedssl.data.random import key
+from fedssl.data.sources import STYLES, altered, assign, clusters
+from fedssl.errors import UserError
+from fedssl.evaluate.features import extract
+from fedssl.models.network import Tower, build
+from fedssl.session import check_deployment, client_data, load_data, prepare
+
+ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
+STYLE = ("partition.name=skew", "partition.source=style", "partition.sources=10")
+CLUSTERS = ("partition.name=skew", "partition.source=clusters", "partition.sources=3")
+
+
+def resolved(*words: str) -> Config:
+    return configuration.resolve(configuration.read_recipe(None), words)
+
+
+def made(count: int = 40, channels: int = 1, size: int = 8) -> Dataset:
+    split = made_split(count, channels, size)
+    return Dataset("made", split, split, ("a", "b", "c", "d"))
+
+
+def held_sources(config: Config, dataset: Dataset) -> NDArray[np.int64]:
+    found = assign(config, dataset)
+    assert found.of is not None
+    return counts(client_data(config, dataset, found), found.of.numpy())
+
+
+# Rotation and style ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [ROTATION, STYLE])
+def test_sources_are_even_drawn_by_seed_and_independent_of_the_class(words: tuple[str]) -> None:
+    dataset = made(4003)
+    found = assign(resolved(*words), dataset)
+    of = found.of
+    assert of is not None and dataset.train.labels is not None
+    sizes = torch.bincount(of, minlength=len(found.names))
+    assert int(sizes.max() - sizes.min()) <= 1
+    for c in range(4):
+        share = torch.bincount(of[dataset.train.labels == c]) / 1000
+        assert float((share - 1 / len(sizes)).abs().max()) < 0.06
+    again, other = (assign(resolved(*words, f"seed={s}"), dataset).of for s in (0, 1))
+    assert again is not None and other is not None
+    assert torch.equal(of, again) and not torch.equal(of, other)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_each_image_is_turned_by_its_sources_angle(channels: int) -> None:
+    """Four sources are quarter turns, which torch does without arithmetic."""
+    config, dataset = resolved(*ROTATION), made(channels=channels)
+    found, turned = assign(config, dataset), altered(config, dataset)
+    assert found.names == ("0°", "90°", "180°", "270°") and found.of is not None
+    for i, k in enumerate(found.of.tolist()):
+        before, after = dataset.train.images[0][i], turned.train.images[0][i]
+        assert torch.equal(after, torch.rot90(before, k, (1, 2)))  # counter-clockwise
+
+
+def test_five_angles_divide_the_circle() -> None:
+    """As in Figure 10; a spot at the right edge moves counter-clockwise by 2π/5 a source."""
+    config = resolved("partition.name=dirichlet", "partition.source=rotation")
+    images = torch.zeros(50, 1, 33, 33, dtype=torch.uint8)
+    images[:, :, 15:18, 27:30] = 255
+    dataset = Dataset("spot", Split((images,)), None)
+    found, turned = assign(config, dataset), altered(config, dataset).train.images[0]
+    assert found.names == ("0°", "72°", "144°", "216°", "288°") and found.of is not None
+    for i, k in enumerate(found.of.tolist()):
+        y, x = (np.average(np.arange(33), weights=turned[i, 0].sum(1 - d)) for d in (0, 1))
+        angle = np.degrees(np.arctan2(16 - y, x - 16)) % 360
+        assert abs((angle - 72 * k + 180) % 360 - 180) < 1.5
+        assert np.hypot(16 - y, x - 16) == pytest.approx(12, abs=0.2)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    channels=st.integers(1, 4),
+    height=st.integers(1, 9),
+    width=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_styles_keep_type_and_shape(channels: int, height: int, width: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (20, channels, height, width)
+    images = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+    dataset, before = Dataset("made", Split((images,)), None), images.clone()
+    once, twice = (altered(resolved(*STYLE), dataset).train.images[0] for _ in range(2))
+    assert once.dtype == torch.uint8 and once.shape == images.shape
+    assert torch.equal(once, twice)
+    assert torch.equal(images, before)  # it may be the cache's own memory
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_styles_are_all_different_and_the_images_own(channels: int) -> None:
+    """An image's style is its source's; the first style is none, and no two are near."""
+    config, dataset = resolved(*STYLE), made(count=100, channels=channels, size=12)
+    found, styled = assign(config, dataset), altered(config, dataset).train.images[0]
+    assert found.names == tuple(STYLES) and found.of is not None
+    plain = dataset.train.images[0]
+    for i, k in enumerate(found.of.tolist()):
+        every = [style(plain[i : i + 1].float()).clamp(0, 255) for style in STYLES.values()]
+        apart = [float((styled[i] - image).abs().mean()) for image in every]
+        assert apart[k] < 0.51
+        assert min(apart[:k] + apart[k + 1 :]) > 5
+    assert torch.equal(styled[found.of == 0], plain[found.of == 0])
+
+
+def test_a_style_is_the_same_whatever_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = made(channels=3)
+    whole = altered(resolved(*STYLE), dataset).train.images[0]
+    monkeypatch.setattr(sources, "_CHUNK", 1)
+    assert torch.equal(altered(resolved(*STYLE), dataset).train.images[0], whole)
+
+
+def test_both_modalities_are_altered_and_the_rest_is_not() -> None:
+    dataset = made()
+    one = dataset.train.images[0]
+    pairs = dataclasses.replace(
+        dataset, train=dataclasses.replace(dataset.train, images=(one, one))
+    )
+    turned = altered(resolved(*ROTATION), pairs)
+    assert torch.equal(*turned.train.images) and not torch.equal(turned.train.images[0], one)
+    assert turned.test is pairs.test and turned.train.labels is pairs.train.labels
+    for words in (("partition.name=skew",), CLUSTERS, ("partition.name=iid",)):
+        assert altered(resolved(*words), dataset) is dataset
+
+
+@pytest.mark.parametrize("words", [ROTATION, (*STYLE[:2], "partition.sources=4")])
+def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> None:
+    """One source a client, in the very images that it trains on; the cache keeps the plain ones."""
+    config = resolved(
+        *words, "partition.clients=4", "cohort.size=null", "data.name=digits", "rounds=1"
+    )
+    plain = datasets.load(config.data, config.seed)
+    before = plain.train.images[0].clone()
+    session = prepare(config)
+    own, test = session.work.images[0].cpu(), session.dataset.test
+    assert test is not None and plain.test is not None
+    assert torch.equal(test.images[0], plain.test.images[0])
+    assert torch.equal(session.judged_splits[0].images[0], own)
+    for k in range(4):
+        part = torch.from_numpy(session.engine.groups[k])
+        if words is ROTATION:
+            wanted = torch.rot90(before[part], k, (2, 3))
+        else:
+            wanted = list(STYLES.values())[k](before[part].float())
+            wanted = wanted.round().clamp(0, 255).to(torch.uint8)
+        assert torch.equal(own[part], wanted)
+    assert torch.equal(datasets.load(config.data, config.seed).train.images[0], before)
+    assert torch.equal(plain.train.images[0], before)
+
+
+def test_other_sizes_to_judge_at_are_altered_alike() -> None:
+    config = resolved(*ROTATION, "partition.clients=4", "cohort.size=null", "evaluate.size=12")
+    train, _ = prepare(config).judged_splits
+    plain = datasets.load(config.data, config.seed, 12).train.images[0]
+    of = assign(config, load_data(config)).of
+    assert of is not None and train.images[0].shape[-1] == 12
+    for i in range(40):
+        assert torch.equal(train.images[0][i], torch.rot90(plain[i], int(of[i]), (1, 2)))
+
+
+def test_two_planted_groups_of_clients() -> None:
+    """``classes`` gives each client one rotation: what FeatARC is to find."""
+    words = ("partition.name=classes", "partition.classes=1", "partition.clients=6")
+    config = resolved(*words, "partition.source=rotation", "partition.sources=2")
+    held = held_sources(config, made(60))
+    assert ((held > 0).sum(axis=1) == 1).all() and ((held > 0).sum(axis=0) == 3).all()
+
+
+def test_held_out_and_public_images_keep_their_source() -> None:
+    """The partition sees the sources of the images that are left, not of the first ones."""
+    config = resolved(*ROTATION, "partition.clients=4", "data.holdout=0.3")
+    dataset = made(200)
+    groups = client_data(config, dataset)
+    of = assign(config, dataset).of
+    assert of is not None
+    assert len(groups.members) < 200
+    assert ((counts(groups, of.numpy()) > 0) == np.eye(4, dtype=bool)).all()
+
+
+@pytest.mark.parametrize("source", ["rotation", "clusters"])
+def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Path) -> None:
+    words = (f"partition.source={source}", "partition.sources=3", "partition.beta=0.2")
+    assert_both_engines_agree(
+        tmp_path,
+        "partition.name=skew",
+        "partition.clients=6",
+        *words,
+        "objective.name=simclr",
+        "objective.projector=16,8",
+    )
+
+
+# Clusters --------------------------------------------------------------------------------------
+
+
+def test_clusters_are_those_of_scikit_learn_and_the_planted_ones() -> None:
+    from sklearn.cluster import KMeans
+    from sklearn.decomposition import PCA
+    from sklearn.metrics import adjusted_rand_score
+
+    rng = np.random.default_rng(0)
+    planted = rng.integers(0, 4, 400)
+    features = (rng.normal(size=(4, 64))[planted] * 3 + rng.normal(size=(400, 64))).astype("f4")
+    found = clusters(features, 4, seed=0)
+    assert found.dtype == np.int64 and set(found) == {0, 1, 2, 3}
+    assert adjusted_rand_score(planted, found) == 1
+    reduced = PCA(30).fit_transform(features)
+    assert adjusted_rand_score(KMeans(4, n_init=10).fit_predict(reduced), found) == 1
+
+
+def test_features_are_reduced_to_thirty_numbers() -> None:
+    """Where nothing is planted, clusters depend on each of the numbers that k-means sees."""
+    from sklearn.cluster import KMeans
+    from sklearn.decomposition import PCA
+
+    features = np.random.default_rng(0).normal(size=(300, 64)).astype("f4")
+    state = key(7, "clusters") % 2**32
+
+    def reference(width: int) -> list[int]:
+        reduced = PCA(width, random_state=state).fit_transform(features)
+        return KMeans(5, n_init=10, random_state=state).fit_predict(reduced).tolist()
+
+    found = clusters(features, 5, seed=7).tolist()
+    assert found == reference(30)
+    assert found != reference(29) and found != reference(31)
+    assert len(clusters(features[:, :3], 5, seed=7)) == 300  # fewer than 30 are all kept
+
+
+def patterns(count: int = 60) -> Dataset:
+    """Unlabeled images of three planted kinds: rows, columns, and a corner."""
+    grid = torch.arange(8)
+    rows = (grid[:, None] % 2 * torch.ones(8)).long()
+    corner = (grid[:, None] < 4) & (grid < 4)
+    kinds = torch.stack((rows, rows.T, corner.long()))[torch.arange(count) % 3]
+    noise = torch.randint(0, 20, (count, 8, 8), generator=torch.Generator().manual_seed(0))
+    images = (kinds * 200 + noise).to(torch.uint8)[:, None]
+    return Dataset("kinds", Split((images,)), None)
+
+
+def test_clusters_of_an_untrained_encoder_need_no_labels() -> None:
+    config, dataset = resolved(*CLUSTERS, "partition.clients=3"), patterns()
+    groups = client_data(config, dataset)
+    assert sorted(set((groups[k] % 3).tolist()).pop() for k in range(3)) == [0, 1, 2]
+    assert groups.sizes.tolist() == [20] * 3
+    assert np.array_equal(client_data(config, dataset).members, groups.members)
+
+
+def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own kind of network, from its run's folder, whatever the run's own is."""
+    theirs, dataset = resolved("seed=3"), made()
+    network = build(theirs.encoder, (1,), 8, lambda features, norm: torch.nn.Identity(), 3)
+    tower = network.towers[0]
+    assert isinstance(tower, Tower)
+    save_file(dict(tower.encoder.state_dict()), tmp_path / "encoder.safetensors")
+    (tmp_path / "config.yaml").write_text(configuration.dump(theirs))
+    own = (*CLUSTERS, "encoder.norm=batch")
+    seen: list[NDArray[np.float32]] = []
+    real = sources.clusters
+
+    def spy(features: NDArray[np.float32], count: int, seed: int) -> NDArray[np.int64]:
+        seen.append(features)
+        return real(features, count, seed)
+
+    monkeypatch.setattr(sources, "clusters", spy)
+    for end in ("", "/encoder.safetensors"):
+        assign(resolved(*own, f"partition.encoder={tmp_path}{end}"), dataset)
+        assert np.array_equal(seen.pop(), extract(tower.encoder, dataset.train.images[0]).numpy())
+    # Without the configuration beside it, it has to be of the run's own kind.
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"partition.encoder=.*: it has .*encoder.norm"):
+        assign(resolved(*own, f"partition.encoder={tmp_path}"), dataset)
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("partition.name=dirichlet partition.alpha=0", "partition.alpha=0.0: must be above 0"),
+        ("partition.name=dirichlet partition.alpha=-1", "partition.alpha=-1.0: must be"),
+        ("partition.name=skew partition.beta=-0.5", "partition.beta=-0.5: must be"),
+        ("partition.name=skew partition.beta=1.5", "partition.beta=1.5: must be"),
+        ("partition.name=skew partition.source=mood", "partition.source=mood: unknown"),
+        (
+            "partition.name=iid partition.source=style",
+            "partition.source: unknown key",
+        ),
+        (
+            "partition.name=skew partition.source=clusters partition.sources=5000",
+            "partition.sources=5000: more clusters than the 1438 samples",
+        ),
+        (
+            "partition.name=skew partition.source=rotation partition.sources=5000",
+            "partition.sources=5000: more sources than the 1438 samples",
+        ),
+        (
+            "partition.name=classes partition.source=rotation partition.sources=1",
+            "partition.sources=1: must be at least 2",
+        ),
+        (
+            "partition.name=skew partition.source=style partition.sources=11",
+            "partition.sources=11: there are 10 styles (plain, sepia,",
+        ),
+        (
+            "partition.name=skew partition.encoder=runs/a",
+            "partition.encoder=runs/a: only partition.source=clusters",
+        ),
+        (
+            "partition.name=skew partition.source=clusters partition.encoder=nowhere",
+            "partition.encoder=nowhere: no such file",
+        ),
+        ("partition.name=skew partition.balanced=true", "partition.balanced: unknown key"),
+    ],
+)
+def test_refusals_before_training_are_one_line(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        prepare(resolved(*words.split(), "cohort.size=null"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "skew", "classes"])
+def test_labels_that_are_not_there(name: str) -> None:
+    with pytest.raises(UserError, match=f"name={name}: needs labels.*partition.source=clusters"):
+        client_data(resolved(f"partition.name={name}"), patterns())
+
+
+def test_a_deployment_refuses_sources() -> None:
+    words = ("engine.name=flower", "engine.sites=3", *ROTATION)
+    with pytest.raises(UserError, match=r"partition.source=rotation: sites have their own data"):
+        check_deployment(resolved(*words))
+    check_deployment(resolved(*words, "partition.source=labels"))
+
+
+def test_deploy_init_refuses_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["engine.sites=3", "cohort.size=null", "partition.source=rotation"]
+    assert main(["deploy", "init", str(tmp_path / "app"), "default", *words]) == 2
+    said = capsys.readouterr().err
+    assert "partition.source" in said and said.count("\n") == 1
+
+
+# The picture -----------------------------------------------------------------------------------
+
+
+def groups_of(*clients: list[int]) -> Groups:
+    return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
+
+
+def row_of(image: Image.Image, client: int, clients: int) -> list[tuple[int, ...]]:
+    """The pixels along the middle of a client's bar."""
+    step = picture.bar_step(clients)
+    pixels = np.asarray(image)[picture.TOP + client * step + step // 2 - 1]
+    return [tuple(map(int, p)) for p in pixels[picture.LEFT : picture.LEFT + picture.WIDTH]]
+
+
+def test_the_picture_has_a_bar_a_client_and_a_colour_a_class(tmp_path: Path) -> None:
+    labels = np.array([0, 0, 1, 1, 1, 2, -1, 0])
+    groups = groups_of([0, 1, 2, 5], [3, 4], [6, 7])
+    picture.draw(tmp_path / "a.png", groups, labels, ("x", "y", "z", "unseen"))
+    with Image.open(tmp_path / "a.png") as file:
+        assert file.format == "PNG"
+        image = file.convert("RGB")
+    x, y, z, unseen = picture.palette(4)
+    white, gray = (255, 255, 255), (128, 128, 128)
+    assert row_of(image, 0, 3) == [x] * 300 + [y] * 150 + [z] * 150
+    assert row_of(image, 1, 3) == [y] * 300 + [white] * 300
+    assert row_of(image, 2, 3) == [x] * 150 + [gray] * 150 + [white] * 300
+    below = np.asarray(image)[picture.TOP + 3 * picture.bar_step(3) :]
+    for colour in (x, y, z, unseen):  # the legend
+        assert (below == colour).all(axis=2).sum() == 11 * 11
+
+
+def test_a_hundred_clients_fit_and_more_are_said_to_be_left_out(tmp_path: Path) -> None:
+    labels = np.arange(1000) % 10
+    names = [str(c) for c in range(10)]
+    sizes = []
+    for clients in (100, 150):
+        groups = groups_of(*(list(range(k, 1000, clients)) for k in range(clients)))
+        picture.draw(tmp_path / "a.png", groups, labels, names)
+        with Image.open(tmp_path / "a.png") as image:
+            sizes.append(image.size)
+            assert row_of(image.convert("RGB"), 99, 100)[0] != (255, 255, 255)
+    assert sizes[0] == sizes[1] and sizes[0][1] < 1000
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 100, 200])
+def test_colours_differ(count: int) -> None:
+    colours = picture.palette(count)
+    assert len({*colours, (255, 255, 255), (128, 128, 128)}) == count + 2
+
+
+def test_the_picture_without_labels(tmp_path: Path) -> None:
+    for labels in (None, np.full(4, -1)):
+        picture.draw(tmp_path / "a.png", groups_of([0, 1], [3]), labels, ())
+        with Image.open(tmp_path / "a.png") as image:
+            (colour,) = picture.palette(1)
+            assert row_of(image.convert("RGB"), 1, 2)[:301] == [colour] * 300 + [(255,) * 3]
+
+
+def test_the_command_prints_the_distance_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.png"
+    words = [*STYLE[:2], "partition.sources=5", "partition.clients=5"]
+    assert main(["partition", *words, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "distance           0.800 on average" in shown and "styles a client    1" in shown
+    assert "plain  sepia  contrast  canvas  blur" in shown and str(out) in shown
+    with Image.open(out) as image:
+        colours = [row_of(image.convert("RGB"), k, 5)[100] for k in range(5)]
+    assert colours == picture.palette(5)
+
+
+def test_the_command_says_what_is_uneven(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["partition.name=dirichlet", "partition.clients=20", "partition.alpha=0.02"]
+    assert main(["partition", *words, "partition.balanced=true"]) == 0
+    assert "most balanced one is kept" in capsys.readouterr().err
+    session = prepare(resolved(*words, "partition.balanced=true", "cohort.size=null"))
+    assert any("most balanced one is kept" in note for note in session.notes())
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "nowhere/a.png"])
+def test_a_picture_that_cannot_be_written(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", "--out", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.startswith(f"fedssl: --out {tmp_path / name}: ")

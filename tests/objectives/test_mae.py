@@ -1,0 +1,248 @@
+"""MAE: what is masked, what the loss looks at, lightly's and timm's parts, and whole rounds."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, settings, train
+from lightly.models.modules import MaskedVisionTransformerTIMM
+from lightly.models.utils import get_at_index, patchify, repeat_token, set_at_index
+from rounds import (
+    assert_both_engines_agree,
+    assert_merging_changes_nothing,
+    epochs,
+    losses,
+    weights_after,
+)
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from fedssl import config as configuration
+from fedssl import workspace
+from fedssl.client import Client
+from fedssl.config import Encoder
+from fedssl.data.dataset import Split
+from fedssl.errors import UserError
+from fedssl.models import vit
+from fedssl.models.network import Tower, build
+from fedssl.models.norms import Norm
+from fedssl.models.vit import patches
+from fedssl.objectives import mae
+from fedssl.objectives.mae import MAE, Decoder, shuffled
+from fedssl.session import prepare
+
+EPS = functools.partial(nn.LayerNorm, eps=1e-6)
+MAE_ = ("objective.name=mae", "encoder.name=vit-tiny")
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers and one: whole rounds are about what is around them."""
+    monkeypatch.setattr(vit, "LAYERS", 2)
+    monkeypatch.setattr(mae, "LAYERS", 1)
+
+
+def objective() -> MAE:
+    return MAE(MAE.Params("mae"))
+
+
+def tower_of(channels: int = 3, patch: int = 2, size: int = 8) -> tuple[workspace.Network, Tower]:
+    """A network in float64 whose norms and mask token are not those of the start."""
+    settings = Encoder("vit-tiny", patch=patch)
+
+    def head(features: int, norm: Norm) -> nn.Module:
+        return objective().head_for(settings, channels, features, norm, 0)
+
+    network = build(settings, (channels,), size, head, seed=0).double()
+    tower = cast(Tower, network.towers[0])
+    for norm in (m for m in network.modules() if isinstance(m, nn.LayerNorm)):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    nn.init.normal_(cast(Decoder, tower.head).mask)
+    return network, tower
+
+
+def images(count: int = 5, channels: int = 3, size: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(count, channels, size, size, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize(("count", "masked"), [(256, 192), (16, 12), (49, 37), (4, 3)])
+def test_exactly_three_quarters_are_masked(count: int, masked: int) -> None:
+    side = math.isqrt(count)
+    network, _ = tower_of(1, 2, 2 * side)
+    view, state = images(3, 1, 2 * side), torch.arange(3)
+    rebuilt, pixels = objective().project(network, (view,), state)
+    assert rebuilt.shape == pixels.shape == (3, masked, 4)
+    order = shuffled(state, count)
+    assert torch.equal(order.sort(1).values, torch.arange(count).expand(3, -1))
+    for sample in range(3):
+        expected = patches(view, 2)[sample, order[sample, count // 4 :]]
+        assert torch.equal(pixels[sample], expected)
+
+
+def test_masks_are_even_and_each_samples_own() -> None:
+    state = torch.arange(4000)
+    order = shuffled(state, 16)
+    assert torch.equal(order[7:9], shuffled(state[7:9], 16))
+    often = torch.bincount(order[:, :4].flatten(), minlength=16) / 4000
+    assert (often - 0.25).abs().max() < 0.03  # four standard deviations of a share
+    pairs = (order[:-1] == order[1:]).all(1)
+    assert not pairs.any()
+
+
+def test_masks_depend_on_round_client_and_sample() -> None:
+    engine, _ = engine_of(settings(*MAE_, "algorithm.name=fedavg"), made_split(), groups_of(4, 4))
+
+    def order(client: int, round: int) -> Tensor:
+        member: Client = engine.client(np.array([client]), round, remember=False)
+        return shuffled(member._samples(0)[1], 16)
+
+    assert torch.equal(order(0, 0), order(0, 0))
+    assert not torch.equal(order(0, 0), order(1, 0))
+    assert not torch.equal(order(0, 0), order(0, 1))
+
+
+def test_the_loss_looks_at_masked_patches_only() -> None:
+    """The encoder sees the rest: what the decoder makes of them is held fixed here."""
+    network, _ = tower_of()
+    network.requires_grad_(False)
+    view, state = images(), torch.arange(5)
+    rebuilt, pixels = objective().project(network, (view,), state)
+    loss = objective().loss((rebuilt, pixels), None)
+    order = shuffled(state, 16)
+    for chosen, changes in ((order[:, 0], False), (order[:, 4], True), (order[:, -1], True)):
+        other = view.clone()
+        for sample, patch in enumerate(chosen.tolist()):
+            row, column = 2 * (patch // 4), 2 * (patch % 4)
+            other[sample, :, row : row + 2, column : column + 2] += 1
+        changed, target = objective().project(network, (other,), state)
+        again = objective().loss((rebuilt, target), None)
+        assert (float((again - loss).abs()) > 1e-3) == changes
+        # And the encoder sees the visible patches only.
+        assert torch.equal(changed, rebuilt) == changes
+
+
+def test_lightlys_encoder_and_timms_blocks_give_the_loss() -> None:
+    """Encoder on kept tokens, decoder of all tokens in their places, the mean squared error."""
+    network, tower = tower_of()
+    view, state = images(), torch.arange(5) * 3 + 1
+    ours = objective().loss(objective().project(network, (view,), state), None)
+    order = shuffled(state, 16)
+    keep, mask = order[:, :4], order[:, 4:]
+
+    theirs = VisionTransformer(
+        img_size=8, patch_size=2, num_classes=0, global_pool="avg", embed_dim=192, depth=12,
+        num_heads=3, class_token=False, fc_norm=False,
+    )  # fmt: skip
+    encoder = MaskedVisionTransformerTIMM(theirs).double()
+    names = [k for k in theirs.state_dict() if k != "pos_embed"]
+    state_of = dict(zip(names, tower.encoder.state_dict().values(), strict=True))
+    key = "patch_embed.proj.weight"
+    state_of[key] = state_of[key].unflatten(1, (3, 2, 2))
+    theirs.load_state_dict(state_of, strict=False)
+    blocks = nn.Sequential(*(Block(192, 3, qkv_bias=True, norm_layer=EPS) for _ in range(4)))
+    own = list(tower.head.layers.state_dict().values())
+    blocks.double().load_state_dict(dict(zip(blocks.state_dict(), own, strict=True)))
+    head = cast(Decoder, tower.head)
+
+    with torch.no_grad():
+        tokens = head.embed(encoder.encode(view, idx_keep=keep))
+        everything = repeat_token(head.mask[None, None], (5, 16))
+        everything = set_at_index(everything, keep, tokens) + theirs.pos_embed
+        rebuilt = get_at_index(head.pixels(head.norm(blocks(everything))), mask)
+    # lightly's patches have their channels last.
+    rebuilt = rebuilt.unflatten(2, (3, 2, 2)).permute(0, 1, 3, 4, 2).flatten(2)
+    target = get_at_index(patchify(view, 2), mask)
+    loss = nn.functional.mse_loss(rebuilt, target)
+    # Its positions are rounded to float32.
+    assert float(ours.detach()) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_gradients_reach_all_of_encoder_and_decoder() -> None:
+    network, _ = tower_of()
+    loss = objective().loss(objective().project(network, (images(),), torch.arange(5)), None)
+    loss.backward()
+    for name, weight in network.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().max() > 0, name
+
+
+@pytest.mark.usefixtures("shallow")
+def test_it_learns_to_rebuild() -> None:
+    """Images of one grey each: what is seen tells what is not."""
+    grey = torch.arange(31, dtype=torch.uint8)[:, None, None, None] * 8
+    split = Split((grey.expand(-1, 1, 8, 8).contiguous(),), labels=None)
+    words = ("client.optimizer=adamw", "client.lr=0.001", "client.momentum=0", "augment.name=none")
+    first, second = losses(epochs(*MAE_, *words, "algorithm.local_epochs=4"), split)
+    assert second < 0.5 * first
+
+
+@pytest.mark.usefixtures("shallow")
+def test_merged_is_client_by_client() -> None:
+    assert_merging_changes_nothing(*MAE_)
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("algorithm", ["fedavg", "centralized"])
+def test_two_rounds_give_the_same_twice(algorithm: str) -> None:
+    words = ("client.optimizer=adamw", "client.weight_decay=0.05", "client.momentum=0")
+    config = epochs(*MAE_, *words, "client.lr=2e-4", f"algorithm.name={algorithm}")
+    first, again = weights_after(config), weights_after(config)
+    assert torch.isfinite(first).all() and torch.equal(first, again)
+
+
+@pytest.mark.usefixtures("shallow")
+def test_in_bfloat16_the_loss_is_finite() -> None:
+    assert all(math.isfinite(x) for x in losses(epochs(*MAE_, "client.lr=0.005", "precision=bf16")))
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    if device == "cpu":  # traced and differentiated as ever, but no code is generated
+
+        def compiled(function: workspace.Function) -> workspace.Function:
+            return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
+
+        monkeypatch.setattr(workspace, "compiled", compiled)
+    config, results = epochs(*MAE_, "client.lr=0.005"), []
+    for fast in (False, True):
+        engine, server = engine_of(config, made_split(), groups_of(9, 12, 10), device)
+        engine.work.compiles = fast
+        results.append(train(engine, server, 2))
+        assert len(engine.work._replays) == fast
+    assert relative(results[1], results[0]) < 1e-12
+
+
+@pytest.mark.usefixtures("shallow")
+def test_both_engines_agree(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    assert_both_engines_agree(tmp_path, *MAE_, "data.size=8", "encoder.patch=4")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("encoder.name=tiny", "encoder.name=tiny: objective.name=mae hides patches"),
+        ("encoder.towers=2", "encoder.towers=2: objective.name=mae looks at one input"),
+        ("objective.projector=32,16", "objective.projector: unknown key"),
+        ("encoder.patch=5", "encoder.patch=5: images of 8 by 8 pixels are not"),
+        ("evaluate.protocols=head", "evaluate.protocols=head: objective.name=mae trains no"),
+        ("algorithm.name=dcco", "objective.name=mae: dcco shares moments"),
+        ("algorithm.name=fedca", "algorithm.name=fedca with objective.name=mae"),
+    ],
+)
+def test_what_is_refused(words: str, sentence: str) -> None:
+    common = ["algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1", "data.size=8"]
+    with pytest.raises(UserError) as refused:
+        recipe = configuration.read_recipe(None)
+        prepare(configuration.resolve(recipe, [*common, *MAE_, words]))
+    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)

@@ -1,0 +1,127 @@
+"""Lists in a recipe: which runs they are, that a half-done sweep goes on, and its one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedssl import cli, config, run, sweep
+from fedssl.errors import TrainingError, UserError
+
+SMALL = (
+    *("rounds=1", "partition.name=dirichlet", "partition.clients=4", "cohort.size=null"),
+    *("data.labels=60", "data.size=8", "objective.projector=[32,16]", "encoder.groups=4"),
+    *("evaluate.protocols=knn", "evaluate.baselines=[]", "engine.threads=1"),
+)
+
+
+def tree(*words: str) -> config.Tree:
+    return config.merged(config.read_recipe(None), [*SMALL, *words])
+
+
+def test_every_combination_is_a_run() -> None:
+    found = sweep.runs(tree("partition.alpha=[5,0.1]", "seed=[0,1]"))
+    assert list(found) == [
+        "partition.alpha=5,seed=0",
+        "partition.alpha=5,seed=1",
+        "partition.alpha=0.1,seed=0",
+        "partition.alpha=0.1,seed=1",
+    ]
+    for label, settings in found.items():
+        alpha, seed = (float(part.split("=")[1]) for part in label.split(","))
+        assert (settings.partition.alpha, settings.seed) == (alpha, seed)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["seed=3"], []),
+        (["objective.projector=[64,32]"], []),  # takes a list itself
+        (["objective.projector=[[64,32],[32,16]]"], ["objective.projector"]),
+        (["evaluate.protocols=[knn,linear]"], []),
+        (["algorithm.name=[dcco,fedavg]"], ["algorithm.name"]),
+        (["precision=[fp32,fp64]", "client.lr=[1,0.1]"], ["client.lr", "precision"]),
+        (["augment.crop=[0.2,1]"], []),
+    ],
+)
+def test_what_is_a_sweep(words: list[str], keys: list[str]) -> None:
+    assert sorted(config.swept(tree(*words))) == keys
+
+
+def test_a_swept_name_keeps_only_keys_that_mean_the_same() -> None:
+    found = sweep.runs(tree("objective.name=[cco,simclr]", "objective.lambda=0.01"))
+    assert [s.objective.name for s in found.values()] == ["cco", "simclr"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["partition.alpha=[1,-1]"], "partition.alpha=-1.0: must"),
+        (["seed=[1,1]"], "seed=1: stands in a list twice"),
+        (["seed=[1,x]"], "seed=x: seed=x: expected a whole number"),
+        (["seed=[]"], "seed=[]: expected a whole number"),
+        (["algorithm.name=[dcco,fedavgg]"], "unknown (did you mean fedavg?)"),
+    ],
+)
+def test_bad_values_are_found_before_the_first_run(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *SMALL, *words, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_half_done_sweep_goes_on_and_prints_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "partition.alpha=[5,1,0.1]"]
+    real, done = run.run, []
+
+    def until_two(settings: config.Config, out: Path, resume: bool = False) -> object:
+        if len(done) == 1:
+            raise run.Interrupted
+        done.append(out.name)
+        return real(settings, out, resume)
+
+    monkeypatch.setattr(run, "run", until_two)
+    assert cli.main(["run", *words, "--out", str(tmp_path)]) == 130
+    assert f"fedssl run --resume --out {tmp_path}" in capsys.readouterr().err
+    monkeypatch.setattr(run, "run", real)
+    before = (tmp_path / "partition.alpha=5" / "summary.json").stat().st_mtime_ns
+    assert cli.main(["run", *words, "--out", str(tmp_path)]) == 2  # not by accident
+    capsys.readouterr()
+    assert cli.main(["run", "--resume", "--out", str(tmp_path)]) == 0
+    out, said = capsys.readouterr()
+    assert "[1/3] partition.alpha=5: finished before" in said
+    assert (tmp_path / "partition.alpha=5" / "summary.json").stat().st_mtime_ns == before
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == [
+        "untrained", "partition.alpha=5", "partition.alpha=1", "partition.alpha=0.1",
+    ]  # fmt: skip
+    summary = json.loads((tmp_path / "partition.alpha=0.1" / "summary.json").read_text())
+    assert lines[4].endswith(f"{summary['knn_top1']:.1f} %") and "3 of 3 runs" in out
+
+
+def test_a_run_that_diverges_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = run.run
+
+    def bad_seed(settings: config.Config, out: Path, resume: bool = False) -> object:
+        if settings.seed == 0:
+            raise TrainingError("the loss is nan")
+        return real(settings, out, resume)
+
+    monkeypatch.setattr(run, "run", bad_seed)
+    assert cli.main(["run", *SMALL, "seed=[0,1]", "--out", str(tmp_path)]) == 1
+    out, said = capsys.readouterr()
+    assert "[1/2] seed=0: the loss is nan" in said and "1 of 2 runs" in out
+
+
+def test_data_that_cannot_be_divided_is_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"partition.clients=100: partition.clients=100"):
+        sweep.sweep(tree("partition.clients=[4,100]"), tmp_path / "out", resume=False)
+    assert not (tmp_path / "out").exists()

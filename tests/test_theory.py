@@ -1,0 +1,162 @@
+"""The linear model: its data, closed forms against descent, and the paper's two conclusions."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from fedssl import theory
+from fedssl.cli import main
+from fedssl.theory import Array, Source
+
+GROWING = (64, 160, 400)
+SOURCES = 3
+
+
+@functools.cache
+def compared(d: int) -> dict[str, Array]:
+    return theory.compare(d, SOURCES, seed=0)
+
+
+def test_the_data_are_the_papers() -> None:
+    """Moments and counts of source 2 of 3 (appendix E.1)."""
+    d = 400
+    tau, mu = d ** (1 / 5), d ** (-1 / 5)
+    source = theory.generate(d, 3, seed=0)[1]
+    assert np.bincount(source.y, minlength=6).tolist() == [2, 0, 894, 894, 2, 0]
+    for label, sign in ((2, 1), (3, -1)):
+        x = source.x[source.y == label]
+        np.testing.assert_allclose(x.mean(0)[:3], [-tau / 2, sign, -tau / 2], atol=0.2)
+        moments = np.cov(x[:, :5].T)
+        expected = np.diag([tau**2 / 4, 0, tau**2 / 4, 0, 0]) + mu**2 * np.eye(5)
+        np.testing.assert_allclose(moments, expected, atol=0.25)
+        assert np.std(x[:, 5:]) == pytest.approx(mu, rel=0.01)
+    for label in (0, 4):
+        x = source.x[source.y == label]
+        np.testing.assert_allclose(x.mean(0)[:3], np.eye(3)[label // 2], atol=0.8)
+    assert not np.array_equal(source.x, theory.generate(d, 3, seed=1)[1].x)
+
+
+def test_eigenvectors_are_what_descent_finds() -> None:
+    """Eq. E.1 with its expectation over the augmentation noise taken: −tr(w X wᵀ) + ‖wᵀw‖²/2."""
+    covariance = theory.generate(24, 2, seed=0)[0].covariance
+    x = torch.from_numpy(covariance)
+    w = torch.randn(4, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    w.requires_grad_()
+    for _ in range(6000):
+        loss = -torch.trace(w @ x @ w.T) + (w.T @ w).square().sum() / 2
+        (gradient,) = torch.autograd.grad(loss, w)
+        w.data -= 0.02 * gradient
+    found, ours = w.detach().numpy(), theory.embedding(covariance, 4)
+    np.testing.assert_allclose(found.T @ found, ours.T @ ours, atol=1e-6)
+    np.testing.assert_allclose(
+        theory.representability(found), theory.representability(ours), atol=1e-5
+    )
+
+
+def test_representability_of_known_spans() -> None:
+    w = np.array([[1.0, 1, 0, 0], [2, 2, 0, 0], [0, 0, 5, 0]])
+    np.testing.assert_allclose(theory.representability(w), [0.5, 0.5, 1, 0], atol=1e-12)
+
+
+def few() -> Source:
+    whole = theory.generate(12, 2, seed=1)[0]
+    return Source(whole.x[::3], whole.y[::3])
+
+
+def test_the_classifier_is_the_quadratic_programs() -> None:
+    """Against scipy's solver, with the class that no sample has."""
+    source = few()
+    assert 3 not in source.y
+    rows = [
+        (np.eye(4)[y] - np.eye(4)[other])[:, None] * x
+        for x, y in zip(source.x, source.y, strict=True)
+        for other in range(4)
+        if other != y
+    ]
+    constraints = np.stack([row.ravel() for row in rows])
+    solved = minimize(
+        lambda w: w @ w,
+        np.zeros(48),
+        jac=lambda w: 2 * w,
+        method="SLSQP",
+        constraints={
+            "type": "ineq",
+            "fun": lambda w: constraints @ w - 1,
+            "jac": lambda w: constraints,
+        },
+        options={"maxiter": 500, "ftol": 1e-12},
+    )
+    assert solved.success
+    ours = theory.classifier(source, 4)
+    np.testing.assert_allclose(ours, solved.x.reshape(4, 12), atol=2e-3)
+    assert np.abs(ours[3]).max() > 0.01  # weights of its own
+
+
+def test_features_are_the_factor_of_least_norm() -> None:
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((4, 12))
+    u = theory.features(weights)
+    v = weights @ np.linalg.pinv(u)
+    np.testing.assert_allclose(v @ u, weights, atol=1e-9)
+
+    def cost(v: Array, u: Array) -> float:
+        return float(np.square(u.T @ u).sum() + np.square(v.T @ v).sum())
+
+    assert cost(v, u) == pytest.approx(2 * np.square(weights).sum())
+    for _ in range(20):
+        mixed = np.eye(4) + 0.1 * rng.standard_normal((4, 4))
+        assert cost(v @ np.linalg.inv(mixed), mixed @ u) > cost(v, u)
+    np.testing.assert_allclose(theory.correlation(u), np.diag(u.T @ u))
+
+
+def test_theorem_3_2_self_supervision_learns_all_directions() -> None:
+    """1 − O(d^(−4/5)) ≤ r ≤ 1, of a source for all but its own direction, globally for all."""
+    worst = []
+    for d in GROWING:
+        table = compared(d)
+        lacks = [1 - np.delete(table[f"Dec-SSL, source {k + 1}"], k) for k in range(SOURCES)] + [
+            1 - table["Dec-SSL, global"]
+        ]
+        worst.append([float(np.max(lack)) for lack in lacks])
+        assert min(float(np.min(lack)) for lack in lacks) > -1e-12
+        assert max(worst[-1]) < 1.5 * d ** (-4 / 5)
+    assert (np.diff(worst, axis=0) < 0).all()
+
+
+def test_proposition_4_1_classifiers_learn_their_own_direction() -> None:
+    """Σ⟨u, e_k⟩² ≥ 1 − O(d^(−1/20)); of the others O(d^(−1/20)), in fact shrinking faster."""
+    others = []
+    for d in GROWING:
+        for k in range(SOURCES):
+            row = compared(d)[f"Dec-SLRep, source {k + 1}"]
+            assert row[k] > 1 - 0.1 * d ** (-1 / 20)
+            others.append(float(np.delete(row, k).max()))
+    worst = np.reshape(others, (len(GROWING), SOURCES)).max(1)
+    assert (np.diff(worst) < 0).all() and worst[-1] < 0.1
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theory", "representability", "--d", "64", "--k", "3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for name, row in compared(64).items():
+        (line,) = [text for text in printed if text.startswith(name)]
+        np.testing.assert_allclose(list(map(float, line.split()[-3:])), row, atol=5.1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--k", "1"], "fedssl: --k 1: sources differ only"),
+        (["--d", "8"], "fedssl: --d 8: must be from 12"),
+        (["--d", "100000"], "fedssl: --d 100000: must be from 12"),
+    ],
+)
+def test_bad_input(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theory", "representability", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(sentence) and said.count("\n") == 1
