@@ -1,10 +1,11 @@
 """What feature fusion and neighbourhood matching add to CCL's local epoch, as shares of it.
 
     python benchmarks/fusion.py [--device cpu] [--precision fp32] [--encoder resnet18]
-        [--samples 256] [--batch 128] [--queue 4096] [--pixels 32] [--compile] [--repeats 3]
+        [--samples 9984] [--batch 128] [--queue 4096] [--pixels 32] [--compile] [--repeats 3]
 
 Five clients, 128 dimensions. Rows run in turn: a round of one local epoch without remote features
-(CL), with them as negatives (CL + FF: sharing and InstaHide included), with matching too (NM).
+(CL), with them as negatives (CL + FF: sharing and InstaHide included), with matching too (NM). An
+hour a round on a CPU: made for a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--encoder", default="resnet18")
     parser.add_argument("--clients", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=9984, help="of a client; no bank is larger")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--queue", type=int, default=4096)
     parser.add_argument("--pixels", type=int, default=32)

@@ -78,8 +78,11 @@ def _check_finite(tensors: dict[str, Tensor], session: Session, out: Path) -> No
 
 def _pulls(config: Config) -> str:
     """A proximal term diverges as soon as its weight times the learning rate is above 2."""
-    weight = getattr(config.algorithm, "lambda_", None)
-    return f" or algorithm.lambda (now {weight})" if isinstance(weight, float) else ""
+    for name in ("lambda", "mu"):
+        weight = getattr(config.algorithm, name, getattr(config.algorithm, name + "_", None))
+        if isinstance(weight, float):
+            return f" or algorithm.{name} (now {weight})"
+    return ""
 
 
 def kept(out: Path) -> str:

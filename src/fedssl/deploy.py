@@ -189,9 +189,7 @@ def exchanges(config: Config) -> str:
         for task in (task for task in kind.logs if task not in kind.simulated):
             lines.append(f"- `{task}`, for the log: {_about(kind, task)} (single numbers)")
     if public := getattr(config.algorithm, "public", 0):
-        lines.append(
-            f"- nothing more; but the site gets {public} images of the server's, in a round"
-        )
+        lines.append(f"- (the other way: the site gets {public} public images in every round)")
     lines.append("- when something fails: one line that says what (it may name a folder or a file)")
     return "\n".join(lines)
 
@@ -216,7 +214,7 @@ def _hidden(config: Config) -> str:
     if mix == 1:
         return " The images are taken as they are (`algorithm.share_plain=true`)."
     return (
-        f"\nBefore, each image is mixed with {mix - 1} others and its signs are flipped (InstaHide), "
+        f"\nBefore, each image is mixed with {mix - 1} others and signs are flipped (InstaHide), "
         "**which is no proof of privacy**:\npublished attacks recover images from mixtures."
     )
 

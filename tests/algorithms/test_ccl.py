@@ -425,7 +425,7 @@ def test_without_sharing_nothing_is_gathered_and_secure_sums_are_possible() -> N
 
 
 def test_robust_means_do_not_cover_features() -> None:
-    with pytest.raises(UserError, match="cohort.average=median with algorithm.name=ccl"):
+    with pytest.raises(UserError, match=r"cohort\.average=median with algorithm\.name=ccl"):
         prepare(small("cohort.average=median"))
 
 

@@ -20,13 +20,14 @@ from torch.func import functional_call
 
 from fedssl import checkpoint, config, deploy, run
 from fedssl.algorithms.base import Server
-from fedssl.algorithms.fedca import FedCA, Step, features
+from fedssl.algorithms.fedca import FedCA, Step, features, in_batches
 from fedssl.client import Client
 from fedssl.data.random import choose, key
 from fedssl.engines.local import LocalEngine
 from fedssl.errors import UserError
 from fedssl.objectives.simclr import SimCLR
-from fedssl.session import Session, prepare, public_images
+from fedssl.reevaluate import evaluate
+from fedssl.session import Session, held_out, prepare, public_images
 from fedssl.trees import flatten
 
 SIZES = (5, 9, 4)
@@ -323,6 +324,28 @@ def test_public_images_are_nobodys(more: str) -> None:
         assert not session.server.state
     else:
         assert torch.equal(session.server.state["public"], session.work.images[0][public])  # type: ignore[arg-type]
+
+
+def test_what_is_held_out_is_not_public() -> None:
+    session = prepare(small("data.holdout=0.3"))
+    held = held_out(session.config, session.dataset)
+    assert len(held) and not {*held} & {*public_images(session.config, session.dataset)}
+
+
+def test_the_sessions_base_model_learns() -> None:
+    session = begun(prepare(small()))
+    assert session.public is not None
+    work, images = session.work, session.server.state["public"]
+    work.load(work.initial)
+    with torch.no_grad():
+        before = [features(work, part) for part in in_batches(work, images)]  # type: ignore[arg-type]
+    base: Tensor = session.server.state["base"]  # type: ignore[assignment]
+    assert float((base - torch.cat(before)).norm(dim=1).mean()) > 1e-3
+
+
+def test_a_run_can_be_judged_on_data_smaller_than_its_public_set(tmp_path: Path) -> None:
+    run.run(small("rounds=1"), tmp_path)
+    assert evaluate(tmp_path, ["data.labels=10", "evaluate.protocols=knn"])["result"]
 
 
 def test_nothing_is_public_where_nothing_is_aligned() -> None:

@@ -296,7 +296,7 @@ class Algorithm(ABC):
     # Where in a client's state its personal model is, or the number of that of the server's models
     # which is its (:meth:`numbered`); none: clients have none.
     personal: ClassVar[tuple[str, ...] | None] = None
-    note: ClassVar[str | None] = None  # what a user should know before the first round
+    note: str | None = None  # what a user should know before the first round
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         self.params = params

@@ -95,6 +95,11 @@ class FedCA(Algorithm):
         self.simclr = objective
         if not self.params.dictionary:
             self.gathers = ()
+        if self.params.align:
+            self.note = (
+                f"fedca: first a base model trains on {self.params.public} public images, for "
+                f"{self.params.base_epochs} epochs; it can be stopped before or after that"
+            )
         self.width = objective.params.projector[-1]
 
     def prepare(self, server: Server, public: Client | None) -> None:
