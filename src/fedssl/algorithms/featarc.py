@@ -38,6 +38,7 @@ class FeatARC(Algorithm):
     from seeds of their own, or with ``encoder.init`` from the same encoder.
     """
 
+    compiles = "on"  # as CCL's: not by itself before it was seen at full size on a GPU
     judges = "personal"
     personal = ("cluster",)
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("cluster",)}
