@@ -131,7 +131,9 @@ def test_the_kernels_in_tritons_interpreter() -> None:
         "        for dtype in (torch.float32, torch.bfloat16):\n"
         "            t.compare(shape, groups, relu, dtype, 'cpu')\n"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,
