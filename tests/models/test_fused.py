@@ -123,7 +123,8 @@ def compare(
 
 def test_the_kernels_in_tritons_interpreter() -> None:
     """It must be asked for before Triton is imported: in a process of its own."""
-    pytest.importorskip("triton")
+    # Triton 3.4's interpreter stumbles over newer versions of numpy.
+    pytest.importorskip("triton", minversion="3.5")
     code = (
         "import torch, test_fused as t\n"
         "for shape, groups in t.SHAPES:\n"
