@@ -1,3 +1,23 @@
 """Federated self-supervised learning of image encoders."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedssl.api import train as train
+    from fedssl.encoder import load_encoder as load_encoder
+    from fedssl.runs import Run as Run
+
 __version__ = "0.1.0"
+__all__ = ["Run", "__version__", "load_encoder", "train"]
+_PLACES = {"train": "fedssl.api", "load_encoder": "fedssl.encoder", "Run": "fedssl.runs"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is public, imported when it is asked for: importing fedssl stays cheap."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'fedssl' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -117,10 +117,65 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE.png", help="draw it: a bar a client, a colour a class"
     )
     partition.set_defaults(command=_partition)
+    _add_report(commands)
+    _add_use(commands)
     _add_detect(commands)
     _add_deploy(commands)
     _add_theory(commands)
+    doctor = commands.add_parser("doctor", help="what is installed and found here, what is missing")
+    doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="default: report.html in the first run"
+    )
+    report.set_defaults(command=_report)
+    compare = commands.add_parser("compare", help="runs beside each other, as a table")
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    compare.set_defaults(command=_compare)
+
+
+def _add_use(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser("export", help="a run's encoder for use elsewhere")
+    export.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    export.add_argument(
+        "--format", required=True, choices=("safetensors", "torchscript", "onnx", "hf")
+    )
+    export.add_argument(
+        "--out", type=Path, metavar="PATH", help="a file or folder (default: RUN/export/…)"
+    )
+    export.set_defaults(command=_export)
+
+    embed = commands.add_parser("embed", help="images in, embeddings out")
+    embed.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
+    embed.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
+    embed.add_argument(
+        "--to", type=Path, default=Path("embeddings.parquet"), metavar="FILE",
+        help="a .parquet, .csv or .npz file (default: embeddings.parquet)",
+    )  # fmt: skip
+    _add_device(embed)
+    embed.set_defaults(command=_embed)
+
+    search = commands.add_parser("search", help="the images nearest to one image")
+    search.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
+    search.add_argument("query", type=Path, metavar="QUERY", help="an image")
+    search.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
+    search.add_argument("--top", type=int, default=10, help="how many (default: 10)")
+    search.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="a contact sheet (default: search.html)",
+        default=Path("search.html"),
+    )  # fmt: skip
+    _add_device(search)
+    search.set_defaults(command=_search)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=256, help="images at once (default: 256)")
+    parser.add_argument("--device", default="auto")
 
 
 def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -313,6 +368,56 @@ def _reproduce(options: argparse.Namespace) -> int:
         return 130
     print(reproduce.report(jobs, options.words))
     return 1 if failed else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fedssl import report
+
+    print(report.write(options.runs, options.out))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from fedssl.report import compare
+
+    print(compare.table(options.runs))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from fedssl import export
+
+    for line in export.export(options.run, options.format, options.out):
+        print(line)
+    return 0
+
+
+def _embed(options: argparse.Namespace) -> int:
+    from fedssl import embed
+
+    done = embed.embed(options.run, options.images, options.to, options.batch, options.device)
+    print(f"{done} images: {options.to}")
+    return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    from fedssl import embed
+
+    found = embed.search(
+        options.run, options.query, options.images, options.top, options.html,
+        options.batch, options.device,
+    )  # fmt: skip
+    for path, similarity in found:
+        print(f"{similarity:.3f}  {path}")
+    print(f"\n{options.html}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fedssl import doctor
+
+    print(doctor.report())
+    return 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
