@@ -9,12 +9,14 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
+from fedssl import config
 from fedssl.algorithms.base import learning_rates
 from fedssl.config import Config
 from fedssl.data.dataset import Groups
 from fedssl.engines.local import LocalEngine
 from fedssl.plan import Plan
 from fedssl.session import Session
+from fedssl.workspace import precision_on
 
 
 def views(engine: LocalEngine, round: int, step: int = 0) -> torch.Tensor:
@@ -192,6 +194,15 @@ def test_bf16_is_computed_in_bf16() -> None:
         results.append(views(engine, 0))
         assert results[-1].dtype == torch.float32
     assert 1e-4 < relative(*results) < 0.2
+
+
+def test_bf16_is_the_default_on_a_gpu_alone() -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert (precision_on(gpu, "auto"), precision_on(cpu, "auto")) == ("bf16", "fp32")
+    assert {precision_on(d, p) for d in (gpu, cpu) for p in ("fp32",)} == {"fp32"}
+    assert config.build({}).precision == "auto"
+    engine, _ = engine_of(settings("precision=auto"), made_split(), groups_of(4, 4))
+    assert (engine.work.precision, engine.work.dtype) == ("fp32", torch.float32)
 
 
 def test_groups_select() -> None:

@@ -17,6 +17,7 @@ from plain import Plain, flat_params, mean_state
 from torch import Tensor
 
 from fedssl import checkpoint, config, deploy, run, workspace
+from fedssl import session as session_module
 from fedssl.algorithms.base import Cohort, Server
 from fedssl.algorithms.ccl import CCL, matching
 from fedssl.algorithms.fedavg import FedAvg
@@ -547,6 +548,14 @@ def test_as_many_images_as_are_mixed_are_enough() -> None:
     assert {len(bank) for bank in banks(session.server).values()} == {16}
 
 
+def test_one_client_alone_is_told_that_nothing_is_remote() -> None:
+    alone = ("partition.clients=1", "cohort.size=1")
+    assert any("no remote features" in note for note in prepare(small(*alone)).notes())
+    off = ("algorithm.remote=off", "algorithm.lambda=0")
+    for words in ((), (*alone, *off)):
+        assert not any("no remote features" in note for note in prepare(small(*words)).notes())
+
+
 def test_other_objectives_are_refused() -> None:
     settings = siamese("byol", "algorithm.name=ccl")
     with pytest.raises(UserError, match=r"objective\.name=byol: .*use objective\.name=moco"):
@@ -658,6 +667,23 @@ def test_without_labels_nothing_is_counted(tmp_path: Path) -> None:
     assert "false_negatives" not in session.server.clients
     states: Any = session.engine.states
     assert "origins" not in states[int(session.cohort_ids(0)[0])]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_images_without_a_label_count_only_where_a_client_holds_them(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one such image among the clients' no ratio is known; elsewhere it does not matter."""
+    loaded = session_module.load_data(small("partition.fraction=0.9"))
+    labels = loaded.train.labels
+    assert labels is not None
+    groups = session_module.client_data(small("partition.fraction=0.9"), loaded)
+    free = np.setdiff1d(np.arange(len(labels)), groups.members)
+    labels[int(groups.members[0] if held else free[0])] = -1
+    monkeypatch.setattr(session_module, "load_data", lambda config: loaded)
+    session = prepare(small("partition.fraction=0.9"))
+    one_round(session)
+    assert ("false_negatives" in session.server.clients) != held
 
 
 def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> None:
