@@ -74,11 +74,29 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
     plain = deploy.exchanges(deploy.settle("default", WORDS))
     for task in ("locate", "encode", "descend"):
         assert f"- `{task}`" in plain
-    assert "encoding moments" in plain and "could see each site's own" in plain
+    assert "Means of products of the client's encodings" in plain
+    assert "could see each site's own" in plain
     secure = deploy.exchanges(deploy.settle("default", [*WORDS, "privacy.secure=true"]))
     assert "learns only the sum" in secure and "could see" not in secure
     noisy = deploy.exchanges(deploy.settle("default", [*WORDS, "privacy.noise=1"]))
     assert "clipped at the site to norm 1" in noisy
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("algorithm.name=dcco", "Secure sums are off"),
+        ("algorithm.name=gossip", "sees each site's own reply to train"),
+        ("algorithm.name=ccl objective.name=moco", "one\nrow for an image"),
+        (
+            "algorithm.name=ccl objective.name=moco algorithm.remote=off algorithm.lambda=0",
+            "Secure sums are off",
+        ),
+    ],
+)
+def test_what_is_not_protected_is_said(words: str, said: str) -> None:
+    settings = configuration.resolve(configuration.read_recipe("folder"), words.split())
+    assert said in deploy.protection(settings)
 
 
 def test_instructions_have_the_commands(tmp_path: Path) -> None:

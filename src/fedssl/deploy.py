@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedssl import __version__
+from fedssl import __version__, plugins
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.errors import UserError
@@ -39,7 +40,9 @@ def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
     _check(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; name a new one")
+    shipped, own = ship(config)
     texts = {
+        **own,
         "pyproject.toml": pyproject(folder, config),
         "LICENSE": _license(),
         "SITES.md": sites(config, recipe),
@@ -47,7 +50,7 @@ def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
         f"{PACKAGE}/__init__.py": f'"""Written by fedssl {__version__}: {recipe}."""\n',
         f"{PACKAGE}/client_app.py": APP.format(about="What a site runs.", name="client_app"),
         f"{PACKAGE}/server_app.py": APP.format(about="What the server runs.", name="server_app"),
-        f"{PACKAGE}/recipe.yaml": configuration.dump(config),
+        f"{PACKAGE}/recipe.yaml": configuration.dump(shipped),
     }
     try:
         for name, text in texts.items():
@@ -78,11 +81,44 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
     fixed += [] if "data.root" in given else ["data.root=null"]
     # Baselines would be trained at all sites, one after another.
     fixed += [] if "evaluate.baselines" in given else ["evaluate.baselines=[]"]
-    config = configuration.resolve(configuration.read_recipe(recipe), [*words, *fixed])
+    tree = configuration.read_recipe(recipe)
+    source = (tree.get("partition") or {}).get("source", "labels")
+    if source != "labels":
+        print(
+            f"fedssl: {recipe}: partition.source={source} is left out: sites have their own data, "
+            "which nobody divides or alters",
+            file=sys.stderr,
+        )
+    config = configuration.resolve(tree, [*words, *fixed])
     data = config.data
     levels = tuple(level for level in data.levels or () if level != "client") or None
     root = None if data.root is None else str(Path(data.root).expanduser().absolute())
     return dataclasses.replace(config, data=dataclasses.replace(data, levels=levels, root=root))
+
+
+def ship(config: Config) -> tuple[Config, dict[str, str]]:
+    """The user's own files (``fedssl.plugins``) as modules of the app, and the names they have so.
+
+    The sites get them with the app; no path of this machine means anything there.
+    """
+    modules: dict[str, str] = {}
+
+    def moved(name: str) -> str:
+        if not plugins.is_file(name):
+            return name
+        path, _, own = name.rpartition(":")
+        return f"{PACKAGE}.{modules.setdefault(path, f'own_{len(modules) + 1}')}:{own}"
+
+    sections: dict[str, Any] = {}
+    for section in ("algorithm", "objective"):
+        params = getattr(config, section)
+        sections[section] = dataclasses.replace(params, name=moved(params.name))
+    sections["evaluate"] = configuration.renamed(config.evaluate, moved)
+    texts = {
+        f"{PACKAGE}/{module}.py": Path(path).read_text(encoding="utf-8")
+        for path, module in modules.items()
+    }
+    return dataclasses.replace(config, **sections), texts
 
 
 def _check(config: Config) -> None:
@@ -170,7 +206,7 @@ def _license() -> str:
 
 def exchanges(config: Config) -> str:
     """What leaves a site, as a list: from what the algorithm declares and ``privacy.*``."""
-    kind, privacy = _algorithm(config), config.privacy
+    kind, privacy = algorithm_of(config), config.privacy
     shown = "masked, so that the server learns only the sum over the sites"
     if not privacy.secure:
         shown = "the server computes the mean, and could see each site's own"
@@ -182,25 +218,25 @@ def exchanges(config: Config) -> str:
     if config.objective.name == "supervised":
         lines[0] += ", and the classes' names"
     for task in kind.means:
-        lines.append(f"- `{task}`, in a round: {_about(kind, task)} ({shown})")
+        lines.append(f"- `{task}`, in a round: {about(kind, task)} ({shown})")
     for task in kind.gathers:
-        lines.append(f"- `{task}`: {_about(kind, task)} (the server sees each site's own)")
+        lines.append(f"- `{task}`: {about(kind, task)} (the server sees each site's own)")
     if kind.logs and not privacy.secure and privacy.noise is None:
         for task in (task for task in kind.logs if task not in kind.simulated):
-            lines.append(f"- `{task}`, for the log: {_about(kind, task)} (single numbers)")
+            lines.append(f"- `{task}`, for the log: {about(kind, task)} (single numbers)")
     if public := getattr(config.algorithm, "public", 0):
         lines.append(f"- (the other way: the site gets {public} public images in every round)")
     lines.append("- when something fails: one line that says what (it may name a folder or a file)")
     return "\n".join(lines)
 
 
-def _about(kind: object, task: str) -> str:
+def about(kind: object, task: str) -> str:
     """The first sentence that the algorithm says of a task."""
     text = (getattr(kind, task, None).__doc__ or task).strip().splitlines()[0]
     return text.rstrip(".")
 
 
-def _algorithm(config: Config) -> Any:
+def algorithm_of(config: Config) -> Any:
     """The algorithm as configured: what it asks for depends on its keys."""
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     return configuration.variant("algorithm", config.algorithm.name)(config.algorithm, objective)
@@ -219,8 +255,9 @@ def _hidden(config: Config) -> str:
     )
 
 
-def _protection(config: Config) -> str:
-    privacy = config.privacy
+def protection(config: Config) -> str:
+    """How what is sent is protected, and what that does not cover."""
+    privacy, kind = config.privacy, algorithm_of(config)
     lines = []
     if privacy.secure:
         lines.append(
@@ -228,11 +265,18 @@ def _protection(config: Config) -> str:
             "sites agree on,\nand the server can only unmask the sum, if at least "
             f"{privacy.threshold:.0%} of the sites answer."
         )
-    elif _algorithm(config).gathers:
+    elif set(kind.gathers) & set(kind.varying):
         lines.append(
-            f"Secure sums are not possible with `{config.algorithm.name}`: **the server sees what "
-            "stands above for each site by itself, one\nrow for an image, and passes it on to all "
-            "sites**. Features are not images, but they can tell much about them." + _hidden(config)
+            f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
+            "server sees what stands above for each site by itself, one\nrow for an image, and "
+            "passes it on to all sites**. Features are not images, but they can tell much about "
+            "them." + _hidden(config)
+        )
+    elif kind.gathers:
+        lines.append(
+            f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
+            f"server sees each site's own reply to {', '.join(kind.gathers)}**. Models are not "
+            "images, but they can tell\nthings about them."
         )
     else:
         lines.append(
@@ -252,12 +296,12 @@ def _protection(config: Config) -> str:
 
 def sites(config: Config, recipe: str) -> str:
     """Instructions for a site's administrator."""
-    square = "all of one square size"
+    square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
     if config.data.size is not None:
         square = f"of any size: they are cut to a square and resized to {config.data.size} pixels"
     return f"""# For a site
 
-Recipe `{recipe}`, algorithm `{config.algorithm.name}`, {config.engine.sites} sites, \
+Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
 {config.rounds} rounds. Written by fedssl {__version__} for Flower {FLOWER}.
 
 ## What you need
@@ -311,7 +355,7 @@ certificate and key, here and at the server.
 Nothing else does, and no image. Nothing is fetched from elsewhere either: the variables above turn
 off Flower's telemetry, update check and installs.
 
-{_protection(config)}
+{protection(config)}
 
 **Whom you trust.** The server sends the program that runs here (the files of this app, which use
 the fedssl that you installed) together with each run. Whoever can start runs at the server can run

@@ -68,7 +68,10 @@ class DCCO(Algorithm):
         return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
 
     def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
-        """The client's encoding moments ⟨⟩_k (Eq. 3)."""
+        """Means of products of the client's encodings, over its samples.
+
+        ⟨⟩_k of Eq. 3.
+        """
         return client.average(
             weights, lambda encoded: self.objective.moments(encoded.encodings, centre)
         )
@@ -76,7 +79,10 @@ class DCCO(Algorithm):
     def descend(
         self, client: Client, weights: Tensor, centre: Centre, moments: Moments
     ) -> dict[str, Tree]:
-        """The change that local training makes, on ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at every step."""
+        """The change of the network's weights that local training makes.
+
+        On ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at every step.
+        """
 
         def loss(encoded: Encoded) -> Tensor:
             local = self.objective.moments(encoded.encodings, centre)

@@ -1,0 +1,48 @@
+"""``fedssl report``: runs as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedssl.errors import UserError
+from fedssl.runs import Run
+
+QUIET = 3.0  # seconds in which nothing is said
+
+
+class Voice:
+    """Says on stderr what is being done, once it takes longer than one wants to wait in silence."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """One line, if it is time for it."""
+        if time.monotonic() - self._started > QUIET:
+            print(f"report: {text}", file=sys.stderr)
+
+
+def write(runs: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of these runs; without ``out`` it goes into the first run's folder."""
+    from fedssl.files import write_text
+    from fedssl.report.page import build
+
+    opened = [Run(path) for path in runs]
+    target = runs[0] / "report.html" if out is None else out
+    if target.is_dir():
+        raise UserError(f"--out {target}: is a folder; name a file such as {target}/report.html")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(target.parent, os.W_OK):  # found before the work, not after it
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        write_text(target, build(opened, Voice()))
+    except OSError as error:
+        raise UserError(
+            f"--out {target}: cannot be written ({error.strerror}); name another file with --out"
+        ) from None
+    return target

@@ -1,0 +1,274 @@
+"""Runs beside each other: the rows of the comparison, and ``fedssl compare``, which prints them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fedssl import config, tables
+from fedssl.runs import Run
+
+Kind = Literal["run", "baseline", "untrained", "paper"]
+# Two runs that differ in nothing else are the same experiment.
+APART = ("seed", "device", "about", "checkpoint.", "data.cache", "engine.workers", "engine.timeout")
+TELLING = ("data.", "objective.", "partition.", "rounds", "algorithm.", "encoder.")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A measure over the seeds of a row."""
+
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean over the seeds."""
+        return statistics.fmean(self.each) if len(self.each) > 1 else self.each[0]
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of a sample; none for one seed."""
+        return statistics.stdev(self.each) if len(self.each) > 1 else None
+
+
+@dataclass
+class Row:
+    """One model, or several that differ only in their seed."""
+
+    name: str
+    kind: Kind
+    label: str  # what tells its runs from the others
+    runs: list[str] = field(default_factory=list)
+    seeds: list[str] = field(default_factory=list)
+    state: str = ""
+    values: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def about(self) -> list[str]:
+        """Runs, seeds and state, as cells."""
+        return [_some(self.runs) or "–", _in_short(self.seeds) or "–", self.state or "–"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, and what a reader must know before comparing them."""
+
+    rows: list[Row]
+    remarks: list[str]
+
+    @property
+    def measures(self) -> list[str]:
+        """All measures that any row has, in their order."""
+        return list(dict.fromkeys(m for row in self.rows for m in row.values))
+
+
+def table(runs: Sequence[Path]) -> str:
+    """Runs as a table for the terminal, with what makes them hard to compare below it."""
+    found = compare([Run(path) for path in runs])
+    head = ["", "runs", "seeds", "state", *map(tables.title, found.measures)]
+    body = [
+        [row.name, *row.about, *(text(m, row.values.get(m)) for m in found.measures)]
+        for row in found.rows
+    ]
+    return "\n\n".join([tables.align([head, *body]), *found.remarks])
+
+
+def text(measure: str, value: Value | None) -> str:
+    """A cell: mean ± standard deviation."""
+    if value is None:
+        return "–"
+    if measure.startswith("rounds_to"):
+        return f"{value.mean:.0f}"
+    digits, unit = (2, "") if measure in tables.MEASURES else (1, " %")
+    spread = "" if value.spread is None else f" ± {value.spread:.{digits}f}"
+    return f"{value.mean:.{digits}f}{spread}{unit}"
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """The rows of runs, of their baselines and of untrained networks, and the papers' numbers."""
+    groups = list(_groups(runs).values())
+    rows: list[Row] = []
+    for label, group in zip(_labels([group[0] for group in groups]), groups, strict=True):
+        rows += [row for row in _rows(label, group) if not _known(row, rows)]
+    names = [row.name for row in rows]
+    for row in rows:
+        if row.kind != "run" and names.count(row.name) > 1:
+            row.name += f" ({row.label})"
+    order: tuple[Kind, ...] = ("run", "baseline", "untrained", "paper")
+    return Comparison(sorted(rows, key=lambda row: order.index(row.kind)), list(_remarks(runs)))
+
+
+def _known(row: Row, rows: Iterable[Row]) -> bool:
+    """Whether what every run repeats (an untrained network, a paper's number) stands there."""
+    same = (other for other in rows if other.kind == row.kind != "run")
+    return any(other.values == row.values and other.name == row.name for other in same)
+
+
+def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ only in their seed, together; the same seed twice is two rows."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        keys = {k: v for k, v in config.flat(run.tree).items() if not k.startswith(APART)}
+        own, copy = json.dumps(keys, sort_keys=True, default=str), 0
+        own += "" if run.finished else f" {run.path}"  # a mean over seeds is one of finished runs
+        while any(_seed(run) == _seed(o) for o in groups.get(f"{own}{copy}", ())):
+            copy += 1
+        groups.setdefault(f"{own}{copy}", []).append(run)
+    return groups
+
+
+def _labels(firsts: Sequence[Run]) -> list[str]:
+    """What tells each group from the others: its algorithm, and as few other keys as it takes."""
+    flat = [config.flat(run.tree) for run in firsts]
+    labels = [str(own.get("algorithm.name", "a run")) for own in flat]
+    for key in _telling(flat):
+        if len(set(labels)) == len(labels):
+            return labels
+        said = [f", {key}={_short(own[key])}" if own.get(key) is not None else "" for own in flat]
+        longer = [label + more for label, more in zip(labels, said, strict=True)]
+        if len(set(longer)) > len(set(labels)):
+            labels = longer
+    twice = {label for label in labels if labels.count(label) > 1}
+    each = zip(labels, firsts, strict=True)
+    return [f"{label}, {run.name}" if label in twice else label for label, run in each]
+
+
+def _telling(flat: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that are not the same in all, those that people ask for first."""
+    keys = dict.fromkeys(k for own in flat for k in own)
+    skipped = (*APART, "algorithm.name", "paper", "evaluate.")
+    found = [
+        k
+        for k in keys
+        if not k.startswith(skipped) and len({json.dumps(o.get(k), default=str) for o in flat}) > 1
+    ]
+    return sorted(found, key=lambda k: (not k.startswith(TELLING), "name" not in k))
+
+
+def _short(value: Any) -> str:
+    said = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return said if len(said) <= 24 else said[:23] + "…"
+
+
+def _seed(run: Run) -> str:
+    return str(run.tree.get("seed", 0))
+
+
+def _rows(label: str, group: Sequence[Run]) -> list[Row]:
+    """The rows of one group, each a mean over its runs."""
+    first, seeds = group[0], [_seed(run) for run in group]
+    names, own = [run.name for run in group], " and ".join(dict.fromkeys(map(state, group)))
+    rows = [
+        Row(name, "run", label, names, seeds, own, values)
+        for name, values in _joined([_models(label, run) for run in group]).items()
+    ] or [Row(label, "run", label, names, seeds, own)]
+    for name in _mapping(first.summary.get("baselines")):
+        of = [_mapping(_mapping(run.summary.get("baselines")).get(name)) for run in group]
+        found = _joined([tables.models(name, each, _judges(name)) for each in of])
+        rows += [Row(n, "baseline", label, seeds=seeds, values=v) for n, v in found.items()]
+    for key, name in {"untrained": "untrained", "initial": "as it started"}.items():
+        found = _joined([{name: _mapping(run.summary.get(key))} for run in group])
+        rows += [Row(n, "untrained", label, seeds=seeds, values=v) for n, v in found.items()]
+    published = numbers(_mapping(_mapping(first.tree.get("paper")).get("results")))
+    found = _joined([tables.models("paper", published, judged(first))])
+    return rows + [Row(f"{n}, its data", "paper", label, values=v) for n, v in found.items()]
+
+
+def _joined(tables_: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, Value]]:
+    """The same tables of several seeds as one table of values."""
+    joined: dict[str, dict[str, list[float]]] = {}
+    for table_ in tables_:
+        for name, row in table_.items():
+            for measure, value in numbers(row).items():
+                joined.setdefault(name, {}).setdefault(measure, []).append(value)
+    return {n: {m: Value(tuple(v)) for m, v in row.items()} for n, row in joined.items()}
+
+
+def _models(label: str, run: Run) -> dict[str, dict[str, float]]:
+    """The rows of a run's own result."""
+    return tables.models(label, result(run), judged(run))
+
+
+def _judges(name: str) -> str:
+    try:
+        return str(config.variant("algorithm", name).judges)
+    except Exception:  # an algorithm of somebody's own that is not here any more
+        return "global"
+
+
+def judged(run: Run) -> str:
+    """Which model the plain measures are about."""
+    return "personal" if run.summary.get("judged") == "personal" else "global"
+
+
+def result(run: Run) -> dict[str, float]:
+    """A run's measures; of one that goes on, those of its last evaluation."""
+    if run.finished:
+        own = _mapping(run.summary.get("result"))
+        reached = {k: v for k, v in run.summary.items() if k.startswith("rounds_to")}
+        return numbers(own or {k: v for k, v in run.summary.items() if k.endswith("_top1")}) | (
+            numbers(reached)
+        )
+    last: dict[str, float] = {}
+    for line in run.lines():
+        last = {k: v for k, v in numbers(line).items() if k.endswith("_top1")} or last
+    return last
+
+
+def state(run: Run) -> str:
+    """Whether the run is what its configuration says, in a few words."""
+    if run.config is None:
+        return "of another version"
+    return "finished" if run.finished else f"not finished: {run.rounds} of {run.config.rounds}"
+
+
+def _remarks(runs: Sequence[Run]) -> Iterable[str]:
+    """What makes the numbers hard to compare."""
+    data: dict[str, list[str]] = {}
+    for run in runs:
+        own = _mapping(run.tree.get("data"))
+        data.setdefault(str(own.get("name", "digits")), []).append(run.name)
+    if len(data) > 1:
+        held = "; ".join(f"{name}: {_some(names)}" for name, names in data.items())
+        yield f"These runs are of different data sets, so accuracies do not compare ({held})."
+    for run in runs:
+        if run.config is None:
+            yield f"{run.name}: its configuration is of another version of fedssl: {run.problem}"
+        elif not run.finished:
+            yield (
+                f"{run.name}: not finished, round {run.rounds} of {run.config.rounds}; its numbers "
+                "are those of its last evaluation."
+            )
+    for note in dict.fromkeys(_note(run) for run in runs):
+        if note:
+            yield f"The paper's number: {note}"
+
+
+def _note(run: Run) -> str:
+    return str(_mapping(run.tree.get("paper")).get("note") or "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _in_short(seeds: Sequence[str]) -> str:
+    """Seeds that follow each other as a span."""
+    numbers = sorted(int(seed) for seed in seeds if seed.isdecimal())
+    follow = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[0] + len(seeds)))
+    return f"{numbers[0]}–{numbers[-1]}" if follow else ", ".join(seeds)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """What should be keys and values; a file of another version may hold something else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The entries that are numbers."""
+    kept = {str(k): v for k, v in row.items() if isinstance(v, (int, float))}
+    return {k: v for k, v in kept.items() if not isinstance(v, bool)}

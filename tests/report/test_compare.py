@@ -1,0 +1,131 @@
+"""Runs beside each other, in the terminal and as rows of the page."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from made_runs import made, scored
+
+from fedssl.cli import main
+from fedssl.report.compare import Value, compare, table
+from fedssl.runs import Run
+
+
+def test_runs_that_differ_only_in_seed_are_one_row(tmp_path: Path) -> None:
+    scores = (90.0, 92.5, 93.0)
+    runs = [
+        made(
+            tmp_path / f"s{k}", (f"seed={k}", f"device={'cpu' if k else 'auto'}"), scored(x, 80 + k)
+        )
+        for k, x in enumerate(scores)
+    ]
+    found = compare([Run(path) for path in runs])
+    assert [(row.name, row.kind, row.seeds) for row in found.rows] == [
+        ("dcco", "run", ["0", "1", "2"]),
+        ("untrained", "untrained", ["0", "1", "2"]),
+    ]
+    value = found.rows[0].values["knn_top1"]
+    assert (value.mean, value.spread) == (statistics.fmean(scores), statistics.stdev(scores))
+    assert "91.8 ± 1.6 %" in table(runs)
+
+
+def test_one_seed_has_no_spread() -> None:
+    assert Value((91.25,)).spread is None and Value((91.25,)).mean == 91.25
+
+
+@pytest.mark.parametrize(
+    ("word", "label"),
+    [
+        ("server.lr=0.5", "dcco, server.lr=0.5"),
+        ("rounds=7", "dcco, rounds=7"),
+        ("algorithm.name=fedavg", "fedavg"),
+    ],
+)
+def test_other_runs_are_rows_of_their_own_that_say_what_differs(
+    tmp_path: Path, word: str, label: str
+) -> None:
+    runs = [made(tmp_path / "a", (), scored(90)), made(tmp_path / "b", (word,), scored(91))]
+    rows = compare([Run(path) for path in runs]).rows
+    assert [row.kind for row in rows] == ["run", "run", "untrained"]  # which is the same in both
+    assert rows[1].name == label and rows[0].name != label
+
+
+def test_the_same_run_twice_is_not_two_seeds(tmp_path: Path) -> None:
+    runs = [made(tmp_path / "a", (), scored(90)), made(tmp_path / "b", (), scored(90))]
+    rows = [row for row in compare([Run(path) for path in runs]).rows if row.kind == "run"]
+    assert [row.name for row in rows] == ["dcco, a", "dcco, b"]
+
+
+def test_baselines_paper_and_its_note(tmp_path: Path) -> None:
+    words = ("paper.results.knn_top1=95.5", "paper.note=with 1000 rounds")
+    summary = scored(90, baselines={"fedavg": {"knn_top1": 85.0}}, initial={"knn_top1": 70.0})
+    found = compare([Run(made(tmp_path / "a", words, summary))])
+    assert [(row.name, row.values["knn_top1"].mean) for row in found.rows] == [
+        ("dcco", 90.0),
+        ("fedavg", 85.0),
+        ("untrained", 80.0),
+        ("as it started", 70.0),
+        ("paper, its data", 95.5),
+    ]
+    assert found.remarks == ["The paper's number: with 1000 rounds"]
+
+
+def test_personal_and_global_models_are_two_rows(tmp_path: Path) -> None:
+    row = {"knn_top1": 90.0, "global_knn_top1": 88.0}
+    summary = {**row, "result": row, "untrained": {}, "judged": "personal"}
+    words = ("algorithm.name=ditto", "server.optimizer=sgd", "server.lr=1")
+    rows = compare([Run(made(tmp_path / "a", words, summary))]).rows
+    found = {row.name: row.values["knn_top1"].mean for row in rows}
+    assert found == {"ditto, global": 88.0, "ditto, personal": 90.0}
+
+
+def test_different_data_is_allowed_and_said(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path / "a", (), scored(90)),
+        made(tmp_path / "b", ("data.name=cifar10",), scored(50)),
+    ]
+    said = table(runs)
+    assert "These runs are of different data sets" in said and "cifar10: b" in said
+    assert "different data sets" not in table(runs[:1])
+
+
+def test_unfinished_runs_are_said_and_never_averaged(tmp_path: Path) -> None:
+    lines = ({"round": 1, "knn_top1": 70.0}, {"round": 2, "loss": 1.0})
+    runs = [
+        made(tmp_path / "a", ("seed=1",), scored(90)),
+        made(tmp_path / "b", ("seed=2",), None, lines),
+    ]
+    found = compare([Run(path) for path in runs])
+    assert [row.state for row in found.rows][:2] == ["finished", "not finished: 2 of 200"]
+    assert found.rows[1].values["knn_top1"].each == (70.0,)
+    assert "b: not finished, round 2 of 200" in table(runs)
+
+
+def test_another_version_is_said(tmp_path: Path) -> None:
+    old = made(tmp_path / "old", (), {"knn_top1": 77.0})
+    with (old / "config.yaml").open("a") as file:
+        file.write("warmth: 3\n")
+    said = table([old])
+    assert "of another version" in said and "warmth" in said and "77.0 %" in said
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "a", (), scored(90))
+    assert main(["compare", str(run)]) == 0
+    assert "90.0 %" in capsys.readouterr().out
+    assert main(["compare", str(run), str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    (run / "summary.json").write_text("{")
+    assert main(["compare", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "summary.json" in said and said.count("\n") == 1
+
+
+def test_values_of_the_table_are_those_of_the_summary(tmp_path: Path) -> None:
+    run = made(tmp_path / "a", (), scored(91.2345, rounds_to_90=7))
+    cells = table([run]).splitlines()[1].split()
+    assert cells[-3:] == ["91.2", "%", "7"]
+    assert json.loads((run / "summary.json").read_text())["knn_top1"] == 91.2345

@@ -1,0 +1,178 @@
+"""The map, the gallery and who holds what, against what the run itself would say."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_runs import again, made
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from fedssl import report
+from fedssl.evaluate.features import extract
+from fedssl.report import looks
+from fedssl.runs import Run
+from fedssl.session import client_data, prepare
+
+
+def look_of(path: Path) -> looks.Look:
+    return looks.look(looks.Data(Run(path)))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "ITERATIONS", 250)
+
+
+def test_the_gallery_is_of_the_run_and_of_its_untrained_network(trained: Path) -> None:
+    session = prepare(Run(trained).settings, trains=False)
+    assert session.dataset.test is not None
+    images, labels = session.dataset.test.images[0], session.dataset.test.labels
+    body = session.body(session.untrained())
+    before = extract(body.encoder, images)
+    body.encoder.load_state_dict(load_file(trained / "encoder.safetensors"))
+    after = extract(body.encoder, images)
+    look = look_of(trained)
+    assert labels is not None and look.labels == labels.tolist()
+    shares = []
+    for features, side in ((before, "before"), (after, "after")):
+        near = torch.cosine_similarity(features[:, None], features[None], dim=2)
+        near.fill_diagonal_(-2)
+        best = near.topk(5).indices
+        for own in look.gallery:
+            found = getattr(own, side)
+            assert torch.allclose(near[own.query][found], near[own.query][best[own.query]])
+            assert own.query not in found
+        shares.append(100 * (labels[best] == labels[:, None]).double().mean().item())
+    assert look.right == pytest.approx(shares)
+    assert len({look.labels[own.query] for own in look.gallery}) == len(look.gallery) == 8
+
+
+def test_thumbnails_are_the_test_images_in_order(trained: Path) -> None:
+    sprite = look_of(trained).sprite
+    test = prepare(Run(trained).settings, trains=False).dataset.test
+    assert test is not None
+    sheet = np.array(Image.open(io.BytesIO(base64.b64decode(sprite.uri.partition(",")[2]))))
+    for k in (0, 17, len(test) - 1):
+        top, left = (place * sprite.tile for place in divmod(k, sprite.columns))
+        tile = sheet[top : top + sprite.tile, left : left + sprite.tile]
+        assert (tile == test.images[0][k, 0].numpy()).all()
+
+
+def test_the_map_is_the_same_every_time(trained: Path) -> None:
+    first, second = look_of(trained), look_of(trained)
+    assert first.points == second.points and "t-SNE" in first.method
+    places = np.array(first.points)
+    assert places.min() == 0 and places.max() == 1 and len(places) == len(first.labels or ())
+
+
+def test_without_scikit_learn_the_map_is_of_principal_components(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    features = torch.zeros(40, 6)
+    features[:, 2] = torch.arange(40.0)
+    features[::2, 4] = 3.0
+    points, method = looks.flattened(features)
+    assert method == "the first two principal components"
+    line = np.array(points)[:, 0]
+    assert abs(np.corrcoef(line, np.arange(40))[0, 1]) > 0.99
+
+
+def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
+    part = looks.partition(looks.Data(Run(trained)))
+    settings = Run(trained).settings
+    dataset = prepare(settings, trains=False).dataset
+    groups = client_data(settings, dataset)
+    assert dataset.train.labels is not None and part.held is not None
+    for k in range(len(groups)):
+        held = torch.bincount(dataset.train.labels[groups[k]], minlength=10)
+        assert part.held[k] == held.tolist() and part.sizes[k] == len(groups[k])
+
+
+def test_many_clients_are_sixty_and_a_sentence(tmp_path: Path) -> None:
+    path = made(tmp_path / "a")  # the default: 359 clients of four images
+    part = looks.partition(looks.Data(Run(path)))
+    assert (len(part.names), part.clients) == (60, 359)
+    assert "(of the first 60, which are shown)" in report.write([path], None).read_text()
+
+
+def untaught(path: Path) -> Path:
+    """The run with the encoder that it would start from."""
+    data = looks.Data(Run(path))
+    config = data.settings()
+    for tower in range(config.encoder.towers):
+        encoder, _ = looks.untrained(config, data.dataset(), tower)
+        tensors = {k: v.detach().clone() for k, v in encoder.state_dict().items()}
+        save_file(tensors, path / f"encoder{('', '-second')[tower]}.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("tower", ["first", "second"])
+def test_two_towers(tower: str, tmp_path: Path) -> None:
+    words = ("data.halves=true", "encoder.towers=2", f"evaluate.tower={tower}")
+    look = look_of(untaught(made(tmp_path / "a", words)))
+    assert all(own.before == own.after for own in look.gallery)
+
+
+def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> dict[str, Any]:
+    """Images in folders of these levels, two of each."""
+    generator = np.random.default_rng(1)
+    for split in ("train", "test") if test else ("train",):
+        paths = [root / split]
+        for level in levels:
+            paths = [path / f"{level}{k}" for path in paths for k in range(2)]
+        for path in paths:
+            path.mkdir(parents=True, exist_ok=True)
+            for k in range(8):
+                pixels = generator.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).convert(mode).save(path / f"{k}.png")
+    return {"name": "folder", "root": str(root), "cache": str(root / "cache")}
+
+
+@pytest.mark.parametrize(
+    ("levels", "test", "why"),
+    [
+        ((), False, "the data has no test split"),
+        ((), True, None),
+        (("class", "case"), True, None),
+    ],
+)
+def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_path: Path) -> None:
+    data = folder(tmp_path / "data", levels, test, "RGB") | {"levels": list(levels) or None}
+    words = ("partition.name=iid", "partition.clients=2", "cohort.size=null")
+    path = again(made(tmp_path / "first", words), tmp_path / "a", data=data)
+    look = looks.tried(lambda: look_of(untaught(path)))
+    if why is not None:
+        assert isinstance(look, str) and why in look
+    else:
+        assert isinstance(look, looks.Look), look
+        assert (look.labels is None) == (not levels) and len(look.gallery) >= 6
+        assert look.sprite.uri.startswith("data:image/jpeg")
+    text = report.write([path], None).read_text()
+    assert "it could not be made" not in text
+    assert ("There are no labels here to tell classes by" in text) == (not levels)
+
+
+def test_an_encoder_of_another_shape_is_said(trained: Path, tmp_path: Path) -> None:
+    path = again(trained, tmp_path / "a", encoder__name="vit-tiny")
+    look = looks.tried(lambda: look_of(path))
+    assert isinstance(look, str) and "does not fit the configuration" in look
+
+
+def test_whatever_goes_wrong_in_a_picture_leaves_the_page(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(data: looks.Data) -> looks.Look:
+        raise ZeroDivisionError("never mind")
+
+    monkeypatch.setattr(looks, "look", broken)
+    text = report.write([trained], tmp_path / "page.html").read_text()
+    assert "it could not be made (ZeroDivisionError: never mind)" in text

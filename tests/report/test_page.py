@@ -1,0 +1,382 @@
+"""The page in a real browser, and what it says in plain text."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import NASTY, again
+
+from fedssl import config, report
+from fedssl.cli import main
+from fedssl.errors import UserError
+from fedssl.report import curves
+from fedssl.runs import Run
+
+
+def block(text: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def plain(text: str) -> str:
+    """What a reader without a script sees."""
+    text = re.sub(r"<(script|style).*?</\1>", " ", text, flags=re.S)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
+
+
+@pytest.fixture(scope="session")
+def one(trained: Path) -> Path:
+    return report.write([trained], None)
+
+
+@pytest.fixture(scope="session")
+def two(trained: Path, named: Path) -> Path:
+    return report.write([named, trained], named / "two.html")
+
+
+class Opened:
+    """A page with all that it complained of and asked for."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1400, **options: Any) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, **options)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        started = time.monotonic()
+        self.page.goto(path.as_uri())
+        self.seconds = time.monotonic() - started
+        self.path = path
+
+    def check(self) -> None:
+        asked = [url for url in self.requests if not url.startswith("data:")]
+        assert self.complaints == []
+        assert asked == [self.path.as_uri()]
+
+
+@pytest.fixture
+def opened(browser: Any, one: Path) -> Iterator[Opened]:
+    found = Opened(browser, one)
+    yield found
+    found.check()
+    found.page.close()
+
+
+def test_every_figure_has_marks(opened: Opened) -> None:
+    figures = opened.page.locator(".plot")
+    marks = figures.evaluate_all(
+        "all => all.map(f => [f.dataset.kind, f.querySelectorAll("
+        "'.curve, .point, .bar, circle').length])"
+    )
+    assert {kind for kind, _ in marks} == {"lines", "dots", "bars", "clients", "map"}
+    assert all(count > 0 for _, count in marks), marks
+    assert dict(marks)["map"] == 359  # one a test image of digits
+
+
+def test_pointing_at_the_map_shows_the_image(opened: Opened, one: Path) -> None:
+    look = block(one.read_text())["map"][0]
+    svg = opened.page.locator("figure.map svg").first
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    side, at = box["width"], 5
+    x, y = look["points"][at]
+    opened.page.mouse.move(box["x"] + 14 + x * (side - 28), box["y"] + 14 + (1 - y) * (side - 28))
+    tip = opened.page.locator("#tip")
+    assert tip.is_visible()
+    thumb = tip.locator(".thumb")
+    style = thumb.evaluate(
+        "t => [getComputedStyle(t).backgroundImage, t.getBoundingClientRect().width]"
+    )
+    assert style[0].startswith('url("data:image/png;base64,') and style[1] > 60
+    assert thumb.evaluate("t => new Promise(done => { const i = new Image();"
+        "i.onload = () => done(i.width); i.onerror = () => done(0);"
+        "i.src = getComputedStyle(t).backgroundImage.slice(5, -2); })") >= 16 * 19  # fmt: skip
+    assert tip.inner_text().strip() == look["classes"][look["labels"][at]]
+    opened.page.mouse.move(5, 5)
+    assert not tip.is_visible()
+
+
+def test_the_map_can_be_walked_with_arrow_keys(opened: Opened) -> None:
+    opened.page.locator("figure.map svg").first.focus()
+    opened.page.keyboard.press("ArrowRight")
+    assert opened.page.locator("#tip .thumb").is_visible()
+    opened.page.keyboard.press("Escape")
+    assert not opened.page.locator("#tip").is_visible()
+
+
+def test_pointing_at_a_curve_shows_round_and_value(opened: Opened, trained: Path) -> None:
+    svg = opened.page.locator("figure.lines svg").first
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 50)
+    last = list(Run(trained).lines())[-1]
+    text = opened.page.locator("#tip").inner_text()
+    assert "round 3" in text and f"{last['loss']:.5g}" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "mark"), [("lines", ".curve"), ("map", ".point"), ("bars", ".bar")]
+)
+def test_the_legend_takes_a_series_out_and_puts_it_back(
+    opened: Opened, kind: str, mark: str
+) -> None:
+    figure = opened.page.locator(f"figure.{kind}:has(.legend)").first
+    before = figure.locator(mark).count()
+    button = figure.locator(".legend button").first
+    button.click()
+    assert figure.locator(mark).count() < before
+    assert button.get_attribute("aria-pressed") == "false"
+    button.click()
+    assert figure.locator(mark).count() == before
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_overflow(browser: Any, two: Path, width: int, scheme: str) -> None:
+    found = Opened(browser, two, width, color_scheme=scheme)
+    assert found.page.evaluate("document.documentElement.scrollWidth") == width
+    # What is wider than the screen is so inside a box that scrolls.
+    out = found.page.evaluate(
+        "w => [...document.querySelectorAll('main *')].filter(n => !n.closest('.wide, pre, "
+        ".legend, details') && n.getBoundingClientRect().right > w + 1).map(n => n.outerHTML)",
+        width,
+    )
+    assert out == []
+    ground, ink = found.page.evaluate(
+        "['backgroundColor', 'color'].map(k => getComputedStyle(document.body)[k])"
+    )
+    levels = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ground, ink)]
+    assert (levels[0] > levels[1]) == (scheme == "light")
+    assert len(found.page.screenshot(full_page=True)) > 10_000
+    found.check()
+    found.page.close()
+
+
+def test_it_prints_in_black_on_white_whatever_the_scheme(browser: Any, two: Path) -> None:
+    found = Opened(browser, two, 720, color_scheme="dark")
+    found.page.emulate_media(media="print", color_scheme="dark")
+    assert found.page.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(255, 255, 255)"
+    )
+    assert not found.page.locator("nav").is_visible()
+    assert found.page.evaluate("document.documentElement.scrollWidth") == 720
+    found.check()
+    found.page.close()
+
+
+def test_names_that_are_markup_stay_names(browser: Any, two: Path) -> None:
+    found = Opened(browser, two)
+    assert found.page.title() == "2 runs · fedssl"
+    assert found.page.locator("img").count() == 0
+    assert NASTY in found.page.locator("figure.map .legend").first.inner_text()
+    svg = found.page.locator("figure.bars svg").first
+    svg.focus()
+    found.page.keyboard.press("ArrowDown")
+    assert NASTY in found.page.locator("#tip").inner_text()
+    found.check()
+    found.page.close()
+
+
+def test_markup_is_escaped_in_the_text_too(two: Path, named: Path) -> None:
+    text = two.read_text()
+    assert "<img" not in text
+    assert "</script><script>document" not in text and "<!--" not in text.split("-->")[0][15:]
+    assert NASTY in block(text)["map"][0]["classes"]
+    single = report.write([named], named / "one.html").read_text()
+    assert "&lt;/script&gt;&lt;script&gt;" in single and "<img" not in single
+    assert NASTY in plain(single)
+
+
+def test_numbers_are_those_of_the_files(one: Path, trained: Path) -> None:
+    text, run = one.read_text(), Run(trained)
+    lines, data = list(run.lines()), block(text)
+    panels = {panel["title"]: panel for panel in data["lines"]}
+    loss = panels["Loss"]["series"][0]
+    assert loss["x"] == [line["round"] for line in lines]
+    assert loss["y"] == [line["loss"] for line in lines]
+    knn = panels["Accuracy where it was evaluated"]["series"][0]
+    assert knn["y"] == [line["knn_top1"] for line in lines if "knn_top1" in line]
+    up = panels["Bytes a round, all clients"]["series"][0]
+    assert up["y"] == [line["bytes_up"] for line in lines]
+    speed = panels["Images per second"]["series"][0]
+    assert speed["y"] == pytest.approx([line["images"] / line["seconds"] for line in lines])
+    rows = {row["name"]: row["mean"] for row in data["dots"][0]}
+    assert rows == {
+        "dcco": run.summary["knn_top1"],
+        "untrained": run.summary["untrained"]["knn_top1"],
+    }
+    own = data["clients"][0][0]
+    assert (
+        dict(zip(own["names"], own["scores"], strict=True)) == (run.summary["per_client"]["global"])
+    )
+    assert sum(map(sum, data["bars"][0]["held"])) == sum(own["samples"] for own in run.clients)
+    seen = plain(text)
+    assert f"dcco first 0 finished {run.summary['knn_top1']:.1f} %" in seen.replace("\xa0", " ")
+    scores = run.summary["per_client"]["global"]
+    assert f"{min(scores.values()):.1f} (client " in seen
+    assert f"{max(scores.values()):.1f} (client " in seen
+    assert f"{lines[0]['loss']:.6g} (1)" in seen and f"{lines[-1]['loss']:.6g} (3)" in seen
+    total = sum(line["bytes_up"] for line in lines)
+    assert f"{total:,} bytes" in text
+    encode = sum(line["exchanges"]["encode"]["up"] for line in lines)
+    assert f"{encode:,} bytes" in text
+
+
+def test_what_was_run_is_said_in_a_sentence_and_as_yaml(one: Path, trained: Path) -> None:
+    seen = plain(one.read_text())
+    assert (
+        "DCCO with CCO trains a tiny encoder on digits at 16 pixels, divided over 6 clients "
+        "(dirichlet, alpha 0.5), 4 of them at a time, in 3 rounds of 1 local step."
+    ) in seen
+    assert "lambda: 2" in seen and f"fedssl run {trained}/config.yaml" in seen
+    assert config.read_yaml(trained / "config.yaml")["about"] in seen
+
+
+def test_the_gallery_shows_six_queries_of_different_classes(one: Path) -> None:
+    rows = one.read_text().split('<div class="row">')[1:]
+    assert len(rows) >= 6
+    queries = [re.search(r'aria-label="([^"]*)"', row)[1] for row in rows]  # type: ignore[index]
+    assert len(set(queries)) == len(queries)
+    for row, query in zip(rows, queries, strict=True):
+        cells = re.findall(r'<span class="cell (right|wrong)">.*?aria-label="(\S+)', row, re.S)
+        assert len(cells) == 10
+        assert all((kind == "right") == (name == query) for kind, name in cells)
+
+
+def test_a_run_that_goes_on_says_so(trained: Path, tmp_path: Path) -> None:
+    half = again(trained, tmp_path / "half", rounds=50)
+    for name in ("summary.json", "encoder.safetensors"):
+        (half / name).unlink()
+    seen = plain(report.write([half], None).read_text())
+    assert "Not finished: round 3 of 50" in seen
+    assert "Nothing to show: the encoder is not written yet: the run has not ended" in seen
+    last = [line["knn_top1"] for line in Run(half).lines() if "knn_top1" in line][-1]
+    assert f"not finished: 3 of 50 {last:.1f} %" in seen.replace("\xa0", " ")
+
+
+def test_a_run_without_a_single_round_gives_a_page(trained: Path, tmp_path: Path) -> None:
+    new = again(trained, tmp_path / "new")
+    for name in ("summary.json", "encoder.safetensors", "metrics.jsonl", "clients.json"):
+        (new / name).unlink()
+    seen = plain(report.write([new], None).read_text())
+    assert "Not finished: round 0 of 3" in seen and "no round has ended yet" in seen
+
+
+def test_a_run_of_another_version_says_so(browser: Any, trained: Path, tmp_path: Path) -> None:
+    old = again(trained, tmp_path / "old", algorithm__warmup=3)
+    own = json.loads((old / "summary.json").read_text())
+    for name in ("result", "untrained", "per_client", "judged", "seconds"):
+        del own[name]
+    (old / "summary.json").write_text(json.dumps(own))
+    lines = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
+    kept = ({k: line[k] for k in ("round", "loss", "bytes_up")} for line in lines)
+    (old / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    found = Opened(browser, report.write([old], None))
+    found.check()
+    found.page.close()
+    seen = plain((old / "report.html").read_text())
+    assert "of another version of fedssl" in seen and "algorithm.warmup" in seen
+    assert f"{own['knn_top1']:.1f} %" in seen.replace("\xa0", " ")
+    curve = block((old / "report.html").read_text())["lines"][0]["series"][0]
+    assert curve["y"] == [line["loss"] for line in lines]
+
+
+def test_files_that_hold_anything_still_give_a_page(trained: Path, tmp_path: Path) -> None:
+    odd = {
+        "result": [1], "per_client": {"global": [1]}, "baselines": 3, "untrained": "none",
+        "images_per_second": "fast", "judged": 7, "knn_top1": 51.5,
+    }  # fmt: skip
+    old = again(trained, tmp_path / "odd", odd, partition__clients="many", cohort=3, algorithm=None)
+    (old / "clients.json").unlink()
+    (old / "metrics.jsonl").write_text(
+        '{"round": 1, "loss": 4, "exchanges": {"train": {"up": null}}, "mu": {"0": "x"}}\n'
+        '{"round": "two"}\n{"round": 3, "exchanges": 4, "clients": "all"}\n'
+    )
+    text = report.write([old, trained], tmp_path / "page.html").read_text()
+    assert "of another version" in text and "51.5" in text
+    report.write([old], None)
+
+
+def test_a_folder_without_permission_is_found_before_the_work(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *args: False)  # root may write anywhere
+    with pytest.raises(UserError, match=r"page.html: cannot be written \(Permission denied\)"):
+        report.write([trained], tmp_path / "page.html")
+
+
+def test_data_that_is_gone_leaves_the_rest(named: Path, tmp_path: Path) -> None:
+    gone = again(named, tmp_path / "gone", data__root=str(tmp_path / "nowhere"))
+    text = report.write([gone], None).read_text()
+    assert "data.root" in plain(text).split("Map of test images")[-1]
+    # Sizes are in the run's own folder.
+    assert block(text)["bars"][0]["sizes"] == [12, 12] and "map" not in block(text)
+
+
+def lengthened(source: Path, out: Path, rounds: int) -> Path:
+    """The run with many more rounds, and one peak that nobody may lose."""
+    long = again(source, out, rounds=rounds)
+    line = json.loads((source / "metrics.jsonl").read_text().splitlines()[0])
+    del line["round"], line["loss"]
+    rest = json.dumps(line | {"divergence": {"0": 0.5, "3": 0.25}})[1:]
+    with (long / "metrics.jsonl").open("w") as file:
+        for k in range(1, rounds + 1):
+            loss = 1e6 if k == rounds // 3 else 5 + (k * 7919 % 1000) / 1000
+            file.write(f'{{"round": {k}, "loss": {loss}, {rest}\n')
+    return long
+
+
+def test_a_hundred_thousand_rounds(browser: Any, trained: Path, tmp_path: Path) -> None:
+    long = lengthened(trained, tmp_path / "long", 100_000)
+    path = report.write([long], None)
+    assert path.stat().st_size < 15e6
+    found = Opened(browser, path)
+    assert found.seconds < 3
+    assert found.page.locator("figure.lines .curve").count() > 3
+    found.check()
+    found.page.close()
+    loss = block(path.read_text())["lines"][0]["series"][0]
+    assert len(loss["x"]) <= curves.POINTS
+    assert (loss["x"][0], loss["x"][-1]) == (1, 100_000)
+    assert loss["y"][loss["x"].index(100_000 // 3)] == 1e6
+
+
+def test_fifty_runs(browser: Any, trained: Path, tmp_path: Path) -> None:
+    long = lengthened(trained, tmp_path / "r0", 1000)
+    runs = [long, *(again(long, tmp_path / f"r{k}", seed=k % 5, rounds=1000 + k // 5)
+                    for k in range(1, 50))]  # fmt: skip
+    for run in runs[1:]:
+        (run / "encoder.safetensors").unlink()
+    path = report.write(runs, tmp_path / "all.html")
+    assert path.stat().st_size < 15e6
+    found = Opened(browser, path)
+    assert found.seconds < 3
+    assert found.page.evaluate("document.documentElement.scrollWidth") == 1400
+    assert found.page.locator("figure.lines").first.locator(".curve").count() == 50
+    found.check()
+    found.page.close()
+    assert [len(row["each"]) for row in block(path.read_text())["dots"][0]][:10] == [5] * 10
+
+
+def test_what_cannot_be_written_is_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    bad = tmp_path / "file" / "report.html"
+    assert main(["report", str(trained), "--out", str(bad)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert str(bad) in said and "cannot be written" in said
+    with pytest.raises(UserError, match="is a folder"):
+        report.write([trained], tmp_path)
+    with pytest.raises(UserError, match="holds no run"):
+        report.write([tmp_path], None)
