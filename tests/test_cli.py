@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl import metrics
+from fedssl import loggers
 from fedssl.cli import _fresh_folder, main
 
 SMALL = [
@@ -154,7 +154,7 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
 ) -> None:
     """Whichever file it hits: a limit that the checkpoint exceeds, the metrics, config.yaml."""
     # TensorBoard writes in a thread of its own, which complains in its own way.
-    monkeypatch.setattr(metrics, "_board", lambda *_: None)
+    monkeypatch.setattr(loggers, "start", lambda *_: [])
     for limit in (20_000, 2_500, 100):
         out = tmp_path / str(limit)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,17 +1,25 @@
-"""The command line. Torch is imported when a command needs it, so that ``--help`` is quick."""
+# PYTHON_ARGCOMPLETE_OK
+"""The command line. Torch is imported when a command needs it, so that ``--help`` is quick.
+
+Completion in bash, zsh and fish: ``eval "$(register-python-argcomplete fedssl)"``, with the extra
+``completion``.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedssl import __version__
 from fedssl import config as configuration
+from fedssl.api import fresh_folder as _fresh_folder
+from fedssl.api import recipe_of
 from fedssl.errors import TrainingError, UserError
 
 EXAMPLES = """examples:
@@ -22,6 +30,9 @@ EXAMPLES = """examples:
   fedssl run folder data.root=DIR             your own images
   fedssl recipes fedema/table3                a table's recipes, with the paper's numbers
   fedssl reproduce fedema/table3 --scale 0.1  all of them, with a tenth of the rounds
+
+your own algorithm:  fedssl run algorithm.name=path/to/file.py:Name
+completion:          eval "$(register-python-argcomplete fedssl)"
 """
 REPRODUCE = """examples:
   fedssl reproduce fedema/table3                          every cell of a table, one after another
@@ -75,12 +86,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Like ``parse_args``, which alone takes no key=value words after an option."""
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what could come next
+        _complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.words = [*options.words, *rest]
     return options
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer and exit, where argcomplete is installed."""
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
+def _completed(argument: argparse.Action, how: str) -> None:
+    """Say which function of ``fedssl.completion`` knows what could stand here."""
+
+    def completer(prefix: str, **known: Any) -> list[str]:
+        from fedssl import completion
+
+        return list(getattr(completion, how)(prefix, **known))
+
+    argument.completer = completer  # type: ignore[attr-defined]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,15 +132,19 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
 
     recipes = commands.add_parser("recipes", help="what ships, and which row of which paper it is")
-    recipes.add_argument(
+    pattern = recipes.add_argument(
         "pattern", nargs="?", metavar="PREFIX", help="a table, a folder, or a pattern such as a/*/b"
     )
+    _completed(pattern, "recipes")
     recipes.set_defaults(command=_recipes)
     _add_reproduce(commands)
 
     evaluate = commands.add_parser("evaluate", help="judge a run again, from its last checkpoint")
     evaluate.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
-    evaluate.add_argument("words", nargs="*", metavar="key=value", help="evaluate.* or data.* keys")
+    words = evaluate.add_argument(
+        "words", nargs="*", metavar="key=value", help="evaluate.* or data.* keys"
+    )
+    _completed(words, "judging")
     evaluate.set_defaults(command=_evaluate)
 
     partition = commands.add_parser("partition", help="who holds what, as a table and a picture")
@@ -185,8 +221,14 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         epilog=REPRODUCE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("pattern", metavar="PATTERN", help="a recipe, a table, or a pattern")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="keys to change in all")
+    pattern = parser.add_argument(
+        "pattern", metavar="PATTERN", help="a recipe, a table, or a pattern"
+    )
+    _completed(pattern, "recipes")
+    words = parser.add_argument(
+        "words", nargs="*", metavar="key=value", help="keys to change in all"
+    )
+    _completed(words, "keys")
     parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
@@ -222,8 +264,10 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     init.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
-    init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
-    init.add_argument("words", nargs="*", metavar="key=value", help="keys to change")
+    recipe = init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
+    _completed(recipe, "recipes")
+    words = init.add_argument("words", nargs="*", metavar="key=value", help="keys to change")
+    _completed(words, "keys")
     init.set_defaults(command=_deploy_init)
 
 
@@ -236,23 +280,28 @@ def _add_theory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     shown.add_argument("--d", type=int, default=256, help="dimension of the data")
     shown.add_argument("--k", type=int, default=3, help="number of sources")
     shown.add_argument("--seed", type=int, default=0)
+    shown.add_argument("--out", type=Path, metavar="FILE.png", help="draw it")
     shown.set_defaults(command=_representability)
 
 
 def _add_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    words = parser.add_argument(
         "words",
         nargs="*",
         metavar="RECIPE key=value",
         help="a recipe's name or file (default: the digits demonstration), and keys to change",
     )
+    _completed(words, "words")
 
 
-def _resolve(words: Sequence[str]) -> tuple[str, configuration.Config]:
-    """Recipe and configuration from the words of a command."""
+def _resolve(words: Sequence[str], resumed: Path | None = None) -> tuple[str, configuration.Config]:
+    """Recipe and configuration from the words of a command.
+
+    Without a recipe's name, words change the configuration of the run that is resumed.
+    """
     recipe = words[0] if words and "=" not in words[0] else None
-    overrides = words[1:] if recipe else words
-    return recipe or "default", configuration.resolve(configuration.read_recipe(recipe), overrides)
+    name, tree = recipe_of(recipe, resumed)
+    return name, configuration.resolve(tree, words[1:] if recipe else words)
 
 
 def _deploy_init(options: argparse.Namespace) -> int:
@@ -277,7 +326,13 @@ def _detect(options: argparse.Namespace) -> int:
 def _representability(options: argparse.Namespace) -> int:
     from fedssl import theory
 
-    print(theory.report(options.d, options.k, options.seed))
+    if options.out is not None and options.out.suffix.lower() != ".png":
+        raise UserError(f"--out {options.out}: a picture is a PNG file; use a name such as out.png")
+    table = theory.compare(options.d, options.k, options.seed)
+    print(theory.report(table, options.d))
+    if options.out is not None:
+        theory.draw(options.out, table, options.d)
+        print(f"\n{options.out}")
     return 0
 
 
@@ -287,12 +342,7 @@ def _run(options: argparse.Namespace) -> int:
     swept = _swept(options)
     if swept is not None:
         return _sweep(*swept, options)
-    known = options.out / "config.yaml" if options.resume else None
-    if known is not None and known.exists() and not (options.words and "=" not in options.words[0]):
-        # Without a recipe's name, words change the run's own configuration.
-        name, settings = "run", configuration.resolve(configuration.read_yaml(known), options.words)
-    else:
-        name, settings = _resolve(options.words)
+    name, settings = _resolve(options.words, options.out if options.resume else None)
     out = options.out or _fresh_folder(name)
 
     from fedssl import run, tables
@@ -334,17 +384,6 @@ def _sweep(name: str, tree: configuration.Tree, options: argparse.Namespace) -> 
         print(sweep.table(found))
     print(f"\n{len(found)} of {len(sweep.runs(tree))} runs\n{out}")
     return 0 if len(found) == len(sweep.runs(tree)) else 1
-
-
-def _fresh_folder(name: str) -> Path:
-    # Of a path only the file's own name; of what ships, and of a table's cell, all of it.
-    path, yaml, cell = name.partition(".yaml")
-    label = (Path(path).name + cell if yaml else path).replace("/", "-")
-    stem = Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out, number = stem, 2
-    while out.exists():
-        out, number = stem.with_name(f"{stem.name}-{number}"), number + 1
-    return out
 
 
 def _recipes(options: argparse.Namespace) -> int:

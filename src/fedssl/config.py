@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fedssl import grid
+from fedssl import grid, plugins
 from fedssl.errors import UserError
 
 Tree = dict[str, Any]
@@ -93,17 +93,29 @@ class SourceParams(PartitionParams):
     encoder: str | None = None
 
 
+OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
+TIMM = "timm/"  # before the name of a backbone of timm's
+
+
 @dataclass(frozen=True)
 class Encoder:
     """The network that is kept."""
 
-    name: Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"] = "tiny"
-    # vit-tiny has layer norms by nature; there it is the norm of projectors and predictors only.
+    name: OwnEncoder | str = "tiny"  # or timm/NAME: a backbone of timm's
+    # vit-tiny and timm's have norms by nature; there it is that of projectors and predictors only.
     norm: Literal["batch", "group"] = "group"
     groups: int = 32
     towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
     init: str | None = None  # encoder.safetensors, or a run's folder
     patch: int = 2  # pixels a side of vit-tiny's patches
+
+    def __post_init__(self) -> None:
+        known = typing.get_args(OwnEncoder)
+        if self.name not in known and not self.name.startswith(TIMM):
+            raise UserError(
+                f"encoder.name={self.name}: unknown{_nearest(self.name, known)}; choose one of "
+                f"{', '.join(known)}, {TIMM}NAME"
+            )
 
 
 @dataclass(frozen=True)
@@ -234,9 +246,11 @@ class Config:
     rounds: int = 100
     seed: int = 0
     device: str = "auto"
-    precision: Literal["bf16", "fp32", "fp64"] = "fp32"
+    precision: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # of networks: bf16 on a GPU
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    # Where metrics go beside metrics.jsonl and TensorBoard (always, where it is installed).
+    log: tuple[Literal["wandb", "mlflow"], ...] = ()
 
 
 VARIANTS: dict[str, dict[str, str]] = {
@@ -286,13 +300,14 @@ DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
 
 
 def variant(section: str, name: str, key: str | None = None) -> Any:
-    """The class behind a name, imported when it is asked for; ``key`` is who named it."""
+    """The class behind a name, imported when it is asked for; ``key`` is who named it.
+
+    A name that is not ours is a user's own: see ``fedssl.plugins``.
+    """
     known = VARIANTS[section]
     if name not in known:
-        raise UserError(
-            f"{key or section + '.name'}={name}: unknown{_nearest(name, known)}; "
-            f"choose one of {', '.join(known)}"
-        )
+        where = f"{key or section + '.name'}={name}"
+        return plugins.load(section, name, where, known, _SECTIONS[section])
     module, attribute = known[name].split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -487,11 +502,23 @@ def build(tree: Tree) -> Config:
             given = {}
         if not isinstance(given, dict):
             raise UserError(f"{section}={given}: expected keys such as {section}.name=…")
-        given = {"name": DEFAULT_NAMES[section], **given}
-        values[section] = _convert(_params(section, str(given["name"])), given, section)
+        name = plugins.settled(str(given.get("name", DEFAULT_NAMES[section])))
+        values[section] = _convert(_params(section, name), {**given, "name": name}, section)
     config = Config(**values)
+    config = dataclasses.replace(config, evaluate=renamed(config.evaluate, plugins.settled))
     _check(config)
     return config
+
+
+def renamed(evaluate: Evaluate, name: Callable[[str], str]) -> Evaluate:
+    """The same with other names of the protocols."""
+
+    def each(specs: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if specs is None else tuple(map(name, specs))
+
+    return dataclasses.replace(
+        evaluate, protocols=each(evaluate.protocols), monitor=each(evaluate.monitor)
+    )
 
 
 def to_tree(config: Any) -> Tree:
@@ -594,6 +621,11 @@ def _check(config: Config) -> None:
         if not 0 <= rule.momentum < 1:
             raise UserError(f"{side}.momentum={rule.momentum}: must be at least 0 and below 1")
     for name in config.evaluate.baselines:
+        if ":" in name:  # a baseline's folder has its name
+            raise UserError(
+                f"evaluate.baselines={name}: takes names only; make it algorithm.name, and put "
+                "what it is compared with here"
+            )
         variant("algorithm", name, "evaluate.baselines")
     if config.evaluate.protocols == ():
         raise UserError("evaluate.protocols=[]: name at least one, such as knn")
@@ -672,7 +704,7 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
         if not isinstance(value, dict) or not isinstance(base, dict):
             tree[section] = value
             continue
-        if section in VARIANTS and value.get("name", base.get("name")) != base.get("name"):
+        if section in VARIANTS and _renamed(base, value):
             kept = _fields(_SECTIONS[section])
             base = {k: v for k, v in base.items() if k in kept}
         for pair in ALTERNATIVES:
@@ -680,6 +712,12 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
                 base = {k: v for k, v in base.items() if k not in pair}
         tree[section] = {**base, **value}
     return tree
+
+
+def _renamed(base: Tree, value: Tree) -> bool:
+    """Whether ``value`` has another name; a file's may be written in several ways."""
+    before, after = base.get("name"), value.get("name", base.get("name"))
+    return plugins.settled(str(before)) != plugins.settled(str(after))
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:

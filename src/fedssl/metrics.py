@@ -1,45 +1,58 @@
-"""``metrics.jsonl``: a line a round; the same numbers for TensorBoard where it is installed."""
+"""``metrics.jsonl``: a line a round; the same numbers for TensorBoard and other loggers."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedssl.config import Config
 
 FILE = "metrics.jsonl"
-BOARD_POINTS = 2000  # TensorBoard shows no more, and a point costs as much as a small round
+BOARD_POINTS = 2000  # loggers show no more, and a point costs as much as a small round
 
 
 class Metrics:
     """Appends to a run's metrics; lines after the checkpoint that is resumed are dropped."""
 
-    def __init__(self, out: Path, round: int, rounds: int) -> None:
+    def __init__(self, out: Path, round: int, rounds: int, config: Config | None = None) -> None:
+        from fedssl import loggers  # these need more than reading does
+
         path = out / FILE
-        kept = [line for line in read(out) if line["round"] <= round] if path.exists() else []
+        kept = [line for line in read(out) if line["round"] <= round]
         new = path.with_name(FILE + ".new")
         new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         new.replace(path)
         self._file = path.open("a", encoding="utf-8")
-        self._board = _board(out, round)
+        self._loggers = loggers.start(config, out, round)
         self._every = max(1, rounds // BOARD_POINTS)
+        self._finished = False
 
     def close(self) -> None:
         """Nothing more will be written."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for logger in self._loggers:
+            logger.close(self._finished)
 
     def write(self, line: dict[str, Any]) -> None:
         """One round's numbers."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._board is not None and line["round"] % self._every == 0:
-            for name, value in line.items():
-                if isinstance(value, (int, float)) and name != "round":
-                    self._board.add_scalar(name, value, line["round"])
+        if line["round"] % self._every == 0:
+            self._log(line["round"], _numbers(line))
+
+    def conclude(self, summary: dict[str, Any]) -> None:
+        """The run is finished: its result stands at the last round, its totals beside."""
+        totals = {f"summary/{name}": value for name, value in _numbers(summary).items()}
+        self._log(summary["rounds"], _numbers(summary["result"]) | totals)
+        self._finished = True
+
+    def _log(self, round: int, numbers: dict[str, float]) -> None:
+        for logger in self._loggers:
+            logger.write([(round, numbers)])
 
     @staticmethod
     def totals(out: Path) -> dict[str, float]:
@@ -75,17 +88,17 @@ class Metrics:
 
 def read(out: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics; a line that a kill cut short is passed over."""
+    if not (out / FILE).is_file():
+        return
     with (out / FILE).open(encoding="utf-8") as file:
         for text in file:
             with contextlib.suppress(json.JSONDecodeError):
                 line = json.loads(text)
-                if "round" in line:
+                if isinstance(line, dict) and "round" in line:
                     yield line
 
 
-def _board(out: Path, round: int) -> Any:
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(out / "tensorboard"), purge_step=round + 1)
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """What can be drawn over rounds."""
+    known = line.items()
+    return {k: v for k, v in known if isinstance(v, (int, float)) and k != "round"}

@@ -1,9 +1,11 @@
-"""The live display of a run: a bar in a terminal, a plain line now and then elsewhere."""
+"""The live display of a run: a bar in a terminal or notebook, elsewhere a line now and then."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,8 +22,8 @@ class Progress:
         self.images = 0
         self.started = time.monotonic()
         self.last_line = self.started
-        self.live = sys.stderr.isatty()
-        self.bar = tqdm(
+        self.live = sys.stderr.isatty() or in_notebook()
+        self.bar: Any = _kind()(
             total=rounds,
             initial=done,
             desc=title,
@@ -58,3 +60,19 @@ class Progress:
 
     def _rate(self, now: float) -> float:
         return self.images / max(1e-9, now - self.started)
+
+
+def in_notebook() -> bool:
+    """Whether a notebook's kernel runs us (IPython in a terminal is a terminal)."""
+    shell = sys.modules.get("IPython")
+    ours = None if shell is None else shell.get_ipython()
+    return ours is not None and hasattr(ours, "kernel")
+
+
+def _kind() -> Any:
+    """The bar: a notebook's own needs ipywidgets, and text does without."""
+    if in_notebook() and importlib.util.find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm as own
+
+        return own
+    return tqdm

@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 
-from fedssl import __version__, checkpoint, config
+from fedssl import __version__, checkpoint, config, loggers, plugins
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
 from fedssl.evaluate import drift
 from fedssl.files import save, write_json, write_text
-from fedssl.metrics import FILE as METRICS
-from fedssl.metrics import Metrics
+from fedssl.metrics import Metrics, read
 from fedssl.progress import Progress
 from fedssl.session import Session, prepare
 
 FREE_ON_RESUME = (
-    *("device", "about", "paper", "evaluate.", "checkpoint."),
+    *("device", "about", "paper", "evaluate.", "checkpoint.", "log"),
     *("engine.chunk", "engine.workers", "engine.timeout"),
 )
 MOST_PERSONAL_FILES = 100
@@ -52,10 +51,18 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     }
     for folder, own in folders.items():
         start_folder(sessions[folder], own, folder, resume)
-    with _stop_signals() as stop:
-        for folder, session in sessions.items():
-            session.engine.drive(functools.partial(train, session, folder, stop))
-    summaries = {folder: finish(session, folder) for folder, session in sessions.items()}
+    with contextlib.ExitStack() as stack:
+        metrics = {
+            folder: stack.enter_context(_metrics(session, folders[folder], folder))
+            for folder, session in sessions.items()
+        }
+        with _stop_signals() as stop:
+            for folder, session in sessions.items():
+                work = functools.partial(train, session, folder, stop, metrics[folder])
+                session.engine.drive(work)
+        summaries = {folder: finish(session, folder) for folder, session in sessions.items()}
+        for folder, summary in summaries.items():
+            metrics[folder].conclude(summary)
     summary = summaries.pop(out)
     if summaries:
         summary["baselines"] = {folder.name: row["result"] for folder, row in summaries.items()}
@@ -66,14 +73,24 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
 def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
     """One run of a session whose clients are elsewhere."""
     start_folder(session, settings, out, resume)
-    with _stop_signals() as stop:
-        session.engine.drive(functools.partial(train, session, out, stop))
-    return finish(session, out)
+    with _metrics(session, settings, out) as metrics:
+        with _stop_signals() as stop:
+            session.engine.drive(functools.partial(train, session, out, stop, metrics))
+        summary = finish(session, out)
+        metrics.conclude(summary)
+    return summary
+
+
+def _metrics(
+    session: Session, settings: Config, out: Path
+) -> contextlib.AbstractContextManager[Metrics]:
+    return contextlib.closing(Metrics(out, session.server.round, settings.rounds, settings))
 
 
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
     """A session for a folder that is free, or that holds the same run when resuming."""
     check_folder(settings, out, resume)
+    loggers.require(settings)
     if settings.engine.name == "flower":
         from fedssl.engines import flower
 
@@ -108,7 +125,7 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
     session.engine.open(out)
-    if resume and not checkpoint.read(out, session) and (out / METRICS).exists():
+    if resume and not checkpoint.read(out, session) and any(read(out)):
         print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
 
 
@@ -130,16 +147,12 @@ def check_same(new: Config, old: Config, out: Path) -> None:
         )
 
 
-def train(session: Session, out: Path, stop: list[int]) -> None:
+def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> None:
     """The loop over rounds."""
     server, settings = session.server, session.config
     saved, cost = time.monotonic(), 0.0
-    with (
-        contextlib.closing(Metrics(out, server.round, settings.rounds)) as metrics,
-        contextlib.closing(
-            Progress(settings.algorithm.name, settings.rounds, server.round)
-        ) as progress,
-    ):
+    title = plugins.label(settings.algorithm.name)
+    with contextlib.closing(Progress(title, settings.rounds, server.round)) as progress:
         for note in session.notes():
             progress.say(note)
         compiles = session.work.compiles or session.work.compiles_passes
@@ -276,6 +289,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
         "device": _device_name(session.work.device),
+        "precision": session.work.precision,
         "torch": torch.__version__,
         "fedssl": __version__,
     }
@@ -306,8 +320,8 @@ def export(session: Session, out: Path) -> None:
     images = session.dataset.train.images
     note = {
         "model": model,
-        "algorithm": session.config.algorithm.name,
-        "objective": session.config.objective.name,
+        "algorithm": plugins.label(session.config.algorithm.name),
+        "objective": plugins.label(session.config.objective.name),
         "encoder": config.to_tree(session.config.encoder),
         "features": session.encoder().encoder.features,
         "channels": [i.shape[1] for i in images],

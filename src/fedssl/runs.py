@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import html
+import importlib
 import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedssl import config, metrics
+from fedssl import config, metrics, plugins
 from fedssl.config import Config, Tree
 from fedssl.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas
+
+    from fedssl.encoder import ImageEncoder
 
 
 class Run:
     """A run's folder, finished or not, of this version or of an older one.
 
     >>> Run("runs/a").summary["knn_top1"]  # doctest: +SKIP
+    >>> Run("runs/a").evaluate("knn", "linear@500")  # doctest: +SKIP
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,13 +90,60 @@ class Run:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, one a round; none before the first has ended."""
-        if (self.path / metrics.FILE).is_file():
-            yield from metrics.read(self.path)
+        yield from metrics.read(self.path)
 
     @cached_property
     def rounds(self) -> int:
         """How many rounds are done."""
         return max((line["round"] for line in self.lines()), default=0)
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """``metrics.jsonl``, a row a round; a column of nested numbers is ``exchanges.train.up``.
+
+        Needs pandas (the extra ``frames``).
+        """
+        frame = _pandas("Run.metrics").DataFrame([config.flat(line) for line in self.lines()])
+        return frame.set_index("round") if len(frame) else frame
+
+    @cached_property
+    def encoder(self) -> ImageEncoder:
+        """What was trained, with its preprocessing: ``fedssl.load_encoder`` of this run."""
+        from fedssl.encoder import load_encoder
+
+        return load_encoder(self.path)
+
+    def evaluate(self, *protocols: str, **keys: Any) -> pandas.DataFrame:
+        """Judge it again, as ``fedssl evaluate`` does: a row a model, a column a measure.
+
+        Without protocols by those of the run. Keys are those of ``fedssl.train``, of ``evaluate``
+        and ``data``: ``evaluate__k=5``. Needs pandas (the extra ``frames``).
+        """
+        from fedssl.api import dotted
+
+        frames = _pandas("Run.evaluate")
+        named = {"evaluate.protocols": protocols} if protocols else {}
+        values = {**named, **dotted(keys)}
+        words = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+
+        from fedssl.reevaluate import evaluate
+
+        return frames.DataFrame.from_dict(evaluate(self.path, words), orient="index")
+
+    def _repr_html_(self) -> str:
+        """A notebook's view: what it is, and how good."""
+        result = self.summary.get("result", {})
+        shown = {
+            "run": str(self.path),
+            "algorithm": plugins.label(str(self.tree.get("algorithm", {}).get("name", ""))),
+            "objective": plugins.label(str(self.tree.get("objective", {}).get("name", ""))),
+            "rounds": f"{self.rounds}{'' if self.finished else ', not finished'}",
+            **{measure: f"{value:.2f}" for measure, value in result.items()},
+        }
+        rows = (
+            f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in shown.items()
+        )
+        return f"<table>{''.join(rows)}</table>"
 
     @property
     def baselines(self) -> list[Run]:
@@ -103,3 +158,10 @@ class Run:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: not readable as JSON ({error})") from None
+
+
+def _pandas(what: str) -> Any:
+    try:
+        return importlib.import_module("pandas")
+    except ImportError:
+        raise UserError(f"{what}: needs pandas; pip install 'fedssl[frames]'") from None

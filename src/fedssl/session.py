@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl import config as configuration
-from fedssl import privacy
+from fedssl import plugins, privacy
 from fedssl.algorithms.base import Algorithm, Average, Server
 from fedssl.client import Client
-from fedssl.config import Config
+from fedssl.config import Config, SourceParams
 from fedssl.data import datasets, sources
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups, Split
@@ -275,7 +275,8 @@ class Session:
         train, test = self.judged_splits
         assert train.labels is not None and test is not None and test.labels is not None
         encoder, device = self.body(weights).encoder, self.work.device
-        features = (extract(encoder, s.images[self.modality], device=device) for s in (train, test))
+        both = (train.images[self.modality], self.client_test_images)
+        features = (extract(encoder, images, device=device) for images in both)
         return per_client.scores(
             *_labelled(next(features), train.labels),
             next(features),
@@ -294,6 +295,21 @@ class Session:
         return per_client.deal(
             mode, self.clients, data.train, data.test, len(data.classes), self.config.seed
         )
+
+    @cached_property
+    def client_test_images(self) -> Tensor:
+        """The test images as clients have them: turned or stylized like what they train on."""
+        (_, test), params = self.judged_splits, self.config.partition
+        assert test is not None
+        images = test.images[self.modality]
+        if not isinstance(params, SourceParams) or not sources.alters(params):
+            return images
+        of = sources.assign(self.config, self.dataset).of
+        assert of is not None
+        found = per_client.sources(
+            self.client_tests, self.clients, of.numpy(), len(test), self.config.seed
+        )
+        return sources.alter(params, images, torch.from_numpy(found))
 
     def personal_weights(self, client: int) -> Tensor | None:
         """A client's own model: the algorithm's, or the server's for it with its own norms."""
@@ -469,7 +485,7 @@ def client_data(config: Config, dataset: Dataset, found: sources.Sources | None 
     found = found or sources.assign(config, dataset, pick_device(config.device))
     if not len(held) and not len(public):
         whole = replace(train, labels=found.of)
-        return partition(config.partition, whole, len(found.names), config.seed)
+        return divided(config, whole, len(found.names))
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held, public))
     part = Split(
@@ -478,8 +494,16 @@ def client_data(config: Config, dataset: Dataset, found: sources.Sources | None 
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
-    groups = partition(config.partition, part, len(found.names), config.seed)
+    groups = divided(config, part, len(found.names))
     return Groups(kept[groups.members], groups.offsets)
+
+
+def divided(config: Config, split: Split, classes: int) -> Groups:
+    """The samples of each client; what a partition of the user's own says is looked at first."""
+    groups = partition(config.partition, split, classes, config.seed)
+    if config.partition.name not in configuration.VARIANTS["partition"]:
+        plugins.check_groups(groups, len(split), config.partition.name)
+    return groups
 
 
 def compiles(

@@ -101,6 +101,12 @@ class Steps(ABC):
         return loss
 
 
+def precision_on(device: torch.device, asked: str) -> str:
+    """What networks compute in (``precision``); losses, moments and updates are never in bf16."""
+    automatic = "bf16" if device.type == "cuda" else "fp32"
+    return automatic if asked == "auto" else asked
+
+
 class Workspace:
     """The one network of this process, which every client's work goes through.
 
@@ -123,6 +129,7 @@ class Workspace:
         objective.check_images(*split.images[0].shape[2:])
         self.augmentation = augmentation
         self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
+        self.precision = precision_on(device, config.precision)
         self.network = network.to(device=device, dtype=self.dtype).train()
         self.target: Flat | None = None
         if objective.momentum is not None:
@@ -315,7 +322,7 @@ class Workspace:
             yield
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.config.precision == "bf16":
+        if self.precision == "bf16":
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 

@@ -116,6 +116,8 @@ class CCL(Algorithm):
         """InstaHide mixes different images of one client."""
         super().check_clients(sizes)
         small = int(np.argmin(sizes))
+        if self.params.remote != "off" and len(sizes) == 1:
+            self.note = "ccl with one client: there are no remote features, so it is MoCo alone"
         if self.params.remote != "off" and sizes[small] < self.params.mix:
             raise UserError(
                 f"algorithm.mix={self.params.mix}: client {small} holds {sizes[small]} image(s) to "
@@ -254,7 +256,7 @@ class CCL(Algorithm):
         else:
             drawn = Key.draw(own, len(images), self.params.mix, images.shape[1:], secret)
             inputs = (encrypt(images, drawn, work.dtype) + 1) / 2
-        half = work.config.precision == "bf16"
+        half = work.precision == "bf16"
         with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
             (features,) = work.target.module((inputs,))
         return F.normalize(features.to(work.dtype), dim=1)

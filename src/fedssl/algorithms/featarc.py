@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from fedssl.objectives.base import Objective
 from fedssl.trees import Tree
 from fedssl.workspace import Encoded, Steps, Workspace
 
+SHOWN = 20  # clients that are named where clusters are shown
+MOVES = 3  # the same, where they change
+
 
 class FeatARC(Algorithm):
     """C models at the server; a client trains the one whose features are nearest to its own.
@@ -34,8 +37,12 @@ class FeatARC(Algorithm):
     A client that changes its cluster leaves its target network and memory behind.
 
     A client is judged by its cluster's model (C.1). There is no global one: what is reported and
-    exported as such is that of cluster 0, which starts as the run's own network. The others start
-    from seeds of their own, or with ``encoder.init`` from the same encoder.
+    exported as such is that of cluster 0.
+
+    The paper does not say how the models start. From one network (``alike``) they differ by what
+    their first members, i mod C, made of it, and clients go where theirs is like the others'. The
+    reference program has one of its own for each (``apart``): features of such networks have no
+    basis in common, so that a client stays nearest to the one that its own model began with.
     """
 
     compiles = "on"  # as CCL's: not by itself before it was seen at full size on a GPU
@@ -45,10 +52,14 @@ class FeatARC(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """``clusters``: C; 1 is alignment only. ``lambda``: λ; 0 is clustering only."""
+        """``clusters``: C; 1 is alignment only. ``lambda``: λ; 0 is clustering only.
+
+        ``start``: of the clusters' models, ``alike`` or ``apart``.
+        """
 
         clusters: int = 2
         lambda_: float = 1.0
+        start: Literal["alike", "apart"] = "alike"
 
         def __post_init__(self) -> None:
             if self.clusters < 1:
@@ -96,12 +107,17 @@ class FeatARC(Algorithm):
             else:
                 self.tell(server, j)
         server.note(cohort.gather("report", log=True))
+        self.show(server)
 
     def models(self, server: Server) -> list[Tensor]:
         """The cluster models: the server's own is the first, the others are made before round 1."""
         if "clusters" not in server.state and self.params.clusters > 1:
             rule, n = server.config.server, server.flat.parameters
-            starts = {str(j): another_start(server, j) for j in range(1, self.params.clusters)}
+            apart = self.params.start == "apart"
+            starts = {
+                str(j): another_start(server, j) if apart else server.weights.clone()
+                for j in range(1, self.params.clusters)
+            }
             server.state["clusters"] = {
                 j: {"weights": start, "rule": cast("dict[str, Tree]", optim.start(rule, start[:n]))}
                 for j, start in starts.items()
@@ -127,6 +143,21 @@ class FeatARC(Algorithm):
         if str(number) not in told:
             told[str(number)] = torch.tensor(float(server.round))
             server.warnings.append(f"cluster {number} has no members: it keeps its model")
+
+    def show(self, server: Server) -> None:
+        """Say who is where after the first round, and later who went elsewhere."""
+        if self.params.clusters == 1 or "cluster" not in server.clients:
+            return  # or nobody may know
+        now = {k: int(c) for k, c in server.clients["cluster"].items() if c is not None}
+        known = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
+        before = {int(k): int(cast(Tensor, c)) for k, c in known.items()}
+        if not before:
+            server.warnings.append(f"clusters: {_members(now, self.params.clusters)}")
+        moved = {k: c for k, c in now.items() if before.get(k, c) != c}
+        if moved:
+            everyone = _members(before | now, self.params.clusters)
+            server.warnings.append(f"{_moves(moved)}; clusters: {everyone}")
+        known |= {str(k): torch.tensor(c) for k, c in now.items()}
 
     def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
         """A slot for each cluster, whose it is, and the loss."""
@@ -237,7 +268,7 @@ def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor
     work = client.work
     work.load(weights)
     network, tower = work.network, cast(Tower, work.network.towers[0])
-    half, found = work.config.precision == "bf16", []
+    half, found = work.precision == "bf16", []
     images = work.images[0][client.members]
     with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
         for part in in_batches(work, images):
@@ -262,3 +293,17 @@ def another_start(server: Server, cluster: int) -> Tensor:
 def _cluster(server: Server, number: int) -> dict[str, Tree]:
     clusters = cast("dict[str, dict[str, Tree]]", server.state["clusters"])
     return clusters[str(number)]
+
+
+def _members(assigned: Mapping[int, int], clusters: int) -> str:
+    """Who is in each cluster; of many only how many."""
+    held = [[k for k, own in sorted(assigned.items()) if own == j] for j in range(clusters)]
+    if len(assigned) > SHOWN:
+        return ", ".join(f"{j} has {len(ids)}" for j, ids in enumerate(held))
+    return ", ".join(f"{j} has {' '.join(map(str, ids)) or 'none'}" for j, ids in enumerate(held))
+
+
+def _moves(moved: Mapping[int, int]) -> str:
+    if len(moved) > MOVES:
+        return f"{len(moved)} clients change their cluster"
+    return ", ".join(f"client {k} goes to cluster {c}" for k, c in sorted(moved.items()))

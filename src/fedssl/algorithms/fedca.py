@@ -215,7 +215,7 @@ class Step:
 
 def features(work: Workspace, images: Tensor) -> Tensor:
     """The first encoder's features of plain images, of length 1."""
-    encoder, half = cast(Tower, work.network.towers[0]).encoder, work.config.precision == "bf16"
+    encoder, half = cast(Tower, work.network.towers[0]).encoder, work.precision == "bf16"
     with torch.autocast(work.device.type, torch.bfloat16, enabled=half), unseen(encoder):
         found = encoder(plain(work, images))
     return F.normalize(found.to(work.dtype), dim=1)

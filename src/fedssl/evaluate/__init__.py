@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 
@@ -11,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedssl import plugins
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Groups, Split
 from fedssl.errors import UserError
@@ -32,19 +32,17 @@ def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float 
     >>> parse("linear@500"), parse("knn"), parse("semi@10%"), parse("linear@1%")
     (('linear', 500), ('knn', None), ('semi', 0.1), ('linear', 0.01))
     """
-    name, at, amount = spec.partition("@")
-    if name not in NAMES:
-        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(
-            f"{key}={spec}: unknown{hint}; choose of {', '.join(NAMES)}, "
-            "with a number of labels as in linear@500 or a share as in semi@10%"
-        )
-    if name in SHARES or (name in FEW_LABEL and amount.endswith("%")):
+    place, colon, end = spec.rpartition(":")
+    name, at, amount = end.partition("@")
+    name = place + colon + name
+    own = name not in NAMES
+    if own:
+        plugins.load("protocol", name, f"{key}={spec}", NAMES)
+    if name in SHARES or ((own or name in FEW_LABEL) and amount.endswith("%")):
         return name, _share(spec, name, amount, key)
     if not at:
         return name, None
-    if name not in FEW_LABEL:
+    if not own and name not in FEW_LABEL:
         raise UserError(f"{key}={spec}: {name} takes no number of labels")
     if not (amount.isascii() and amount.isdecimal() and int(amount) > 0):
         raise UserError(
@@ -89,6 +87,7 @@ def check(
     named = protocols(settings, train, test)
     for spec in named:
         _check_spec(spec, "evaluate.protocols", train, test, classes, holdout)
+    _check_labels(*named, *(settings.monitor or ()))
     if settings.monitor == ():
         raise UserError("evaluate.monitor=[]: name at least one, such as knn, or leave it out")
     for spec in settings.monitor or ():
@@ -119,6 +118,17 @@ def _check_spec(
     if name == "semi" and amount is not None and holdout:
         _check_holdout(where, amount, holdout, train)
     _draw(train, spec, classes, 0, key)
+
+
+def _check_labels(*specs: str) -> None:
+    """Measures are called after their protocol, so no two may have one name."""
+    known: dict[str, str] = {}
+    for spec in specs:
+        label = plugins.label(spec)
+        if known.setdefault(label, spec) != spec:
+            raise UserError(
+                f"evaluate.protocols={spec}: {known[label]} is called {label} too; rename one"
+            )
 
 
 def _check_holdout(where: str, share: float, holdout: float, train: Split) -> None:
@@ -163,6 +173,8 @@ def judge(
 ) -> dict[str, float]:
     """Every measure by name, such as ``{"knn_top1": 93.1, "linear@500_top1": 62.0}``.
 
+    A protocol of the user's own is a function of the features and labels of the training images,
+    those of the test images, the number of classes and the seed; it returns numbers by name.
     ``unlabeled`` looks at the training images, so that its numbers do not depend on whether there
     is a test split.
     """
@@ -175,9 +187,15 @@ def judge(
         if name == "unlabeled":
             images = train.images[modality]
             results |= unlabeled.measures(encoder, images, learn.features, views, seed, device)
-        if name not in (*FEW_LABEL, "semi") or judged is None:
+        own = name not in NAMES
+        if not (own or name in (*FEW_LABEL, "semi")) or judged is None:
             continue
         chosen = _draw(train, spec, classes, seed)
+        if own:
+            function = plugins.load("protocol", name, f"evaluate.protocols={spec}", NAMES)
+            sides = (*learn.take(chosen), *judged.pooled)
+            results |= plugins.measures(function, spec, *sides, classes, seed)
+            continue
         if name == "knn":
             score = knn.accuracy(
                 *learn.take(chosen), *judged.pooled, classes, settings.k, settings.temperature

@@ -79,6 +79,19 @@ def deal(
     return Groups(order[owners >= 0][dealt.members], dealt.offsets)
 
 
+def sources(tests: Groups, groups: Groups, of: Ints, total: int, seed: int) -> Ints:
+    """A source for each of ``total`` test images, given those of the training images; -1: nobody's.
+
+    A client's test images have its sources in the shares that its training images have them in.
+    """
+    found = np.full(total, -1)
+    for k in range(len(tests)):
+        mine, held = tests[k], np.sort(of[groups[k]])
+        places = random.permutation(random.key(seed, "client test", 2, k), len(mine))
+        found[mine] = held[((places + 0.5) * len(held) / max(len(mine), 1)).astype(np.int64)]
+    return found
+
+
 def scores(
     train_features: Tensor,
     train_labels: Tensor,

@@ -1,0 +1,29 @@
+"""Two views of an image are to have the same direction, and different images different ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import normalize
+
+from fedssl.objectives.base import Dual, ProjectorParams
+
+
+class Uniform(Dual):
+    """Alignment and uniformity on the sphere (Wang and Isola 2020)."""
+
+    minimum = 2  # samples without which the loss is not defined
+
+    @dataclass(frozen=True)
+    class Params(ProjectorParams):
+        """``weight``: of uniformity, beside alignment."""
+
+        weight: float = 1.0
+
+    def loss(self, encodings, labels, memory=None):  # type: ignore[no-untyped-def]
+        """A pure function of the batch's encodings, one tensor [N, d] for each view."""
+        f, g = (normalize(e, dim=1) for e in encodings)
+        n = len(f)
+        # Of two unit vectors |a - b|² is 2 - 2ab, and each is at distance 0 from itself.
+        close = [((4 * e @ e.T - 4).exp().sum() - n) / (n * n - n) for e in (f, g)]
+        apart = torch.stack(close).log().mean()
+        return (f - g).square().sum(1).mean() + self.params.weight * apart

@@ -1,0 +1,79 @@
+"""fedssl from Python: ``fedssl.train`` is ``fedssl run``, and gives the run as an object."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedssl import config
+from fedssl.config import Tree
+from fedssl.errors import UserError
+from fedssl.runs import Run
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train, judge, and leave a run's folder, as ``fedssl run`` does.
+
+    ``recipe`` is a name, a file, or the keys themselves (``{"extends": "default", "rounds": 5}``);
+    none: the digits demonstration. Overrides are keys with two underscores for a dot. Without
+    ``out`` the folder is a new one in ``runs/``. With ``resume`` the run in ``out`` goes on, by its
+    own configuration if no recipe is given. A mistake is a :class:`fedssl.errors.UserError`.
+
+    >>> run = fedssl.train("default", rounds=5, algorithm__name="fedavg")  # doctest: +SKIP
+    >>> run.metrics["loss"].plot()  # doctest: +SKIP
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on the command line, see there
+    if resume and out is None:
+        raise UserError("resume=True: say which run with out=…")
+    name, tree = recipe_of(recipe, Path(out) if resume and out is not None else None)
+    settings = config.build(config.with_values(tree, dotted(overrides)))
+    folder = fresh_folder(name) if out is None else Path(out)
+
+    from fedssl import run
+
+    try:
+        run.run(settings, folder, resume)
+    except run.Interrupted:
+        raise KeyboardInterrupt(
+            f"stopped; continue with fedssl.train(out={str(folder)!r}, resume=True)"
+        ) from None
+    return Run(folder)
+
+
+def recipe_of(
+    recipe: str | Path | Mapping[str, Any] | None, resumed: Path | None
+) -> tuple[str, Tree]:
+    """A recipe's name and its keys; without one, those of the run that is ``resumed``."""
+    if recipe is None and resumed is not None and (resumed / "config.yaml").exists():
+        return "run", config.read_yaml(resumed / "config.yaml")
+    if isinstance(recipe, Mapping):
+        own = dict(recipe)
+        base = own.pop("extends", None)
+        return "own", config.with_values({} if base is None else config.read_recipe(base), own)
+    name = None if recipe is None else str(recipe)
+    return name or "default", config.read_recipe(name)
+
+
+def dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys as they are in recipes: ``algorithm__name`` is ``algorithm.name``."""
+    return {name.replace("__", "."): value for name, value in keys.items()}
+
+
+def fresh_folder(name: str) -> Path:
+    """A folder in ``runs/`` that is not there yet, named after a recipe and the time."""
+    # Of a path only the file's own name; of what ships, and of a table's cell, all of it.
+    path, yaml, cell = name.partition(".yaml")
+    label = (Path(path).name + cell if yaml else path).replace("/", "-")
+    stem = Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out, number = stem, 2
+    while out.exists():
+        out, number = stem.with_name(f"{stem.name}-{number}"), number + 1
+    return out

@@ -1,0 +1,330 @@
+"""A user's own algorithm, objective, partition and protocol, from files and from packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from fedssl import config, plugins
+from fedssl import run as run_module
+from fedssl.cli import main
+from fedssl.data.dataset import Groups
+from fedssl.errors import UserError
+from fedssl.evaluate import parse
+
+OWN = Path(__file__).parents[1] / "examples" / "own"
+SMALL = [
+    *("rounds=3", "data.size=8", "objective.projector=16,8", "evaluate.baselines=[]"),
+    *("engine.threads=1", "cohort.size=3", "client.lr=0.1"),
+]
+ALL = [
+    *("algorithm.name=algorithm.py:Momentum", "algorithm.momentum=0.5"),
+    *("objective.name=objective.py:Uniform", "objective.weight=0.5"),
+    *("partition.name=partition.py:Halving", "partition.clients=4"),
+    "evaluate.protocols=[protocol.py:nearest_mean,protocol.py:nearest_mean@100]",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All four examples in one run, named as from their folder."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    before = Path.cwd()
+    os.chdir(OWN)
+    try:
+        assert main(["run", *SMALL, *ALL, "checkpoint.seconds=0", "--out", str(out)]) == 0
+    finally:
+        os.chdir(before)
+    return out
+
+
+def test_all_examples_run_from_the_command_line(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    names = {"nearest_mean_top1", "nearest_mean_top3", "nearest_mean@100_top1"}
+    assert names <= summary["result"].keys()
+    one, three = summary["nearest_mean_top1"], summary["nearest_mean_top3"]
+    assert 50 < one < three <= 100
+    assert summary["nearest_mean@100_top1"] != one  # other images' labels
+    clients = json.loads((run / "clients.json").read_text())
+    assert [c["samples"] for c in clients] == [719, 360, 180, 179]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(line["exchanges"]["train"]["up"] > 0 for line in lines)
+
+
+def test_the_folder_keeps_absolute_paths_so_that_everything_works_from_elsewhere(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    assert tree["algorithm"]["name"] == f"{OWN.resolve() / 'algorithm.py'}:Momentum"
+    assert tree["algorithm"]["momentum"] == 0.5 and tree["objective"]["weight"] == 0.5
+    assert tree["evaluate"]["protocols"][1] == f"{OWN.resolve() / 'protocol.py'}:nearest_mean@100"
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(run)]) == 0
+    again = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert again["rows"]["result"] == json.loads((run / "summary.json").read_text())["result"]
+    # Named in another way, it is the same: nothing is taken to have changed.
+    words = [*SMALL, "algorithm.name=" + os.path.relpath(OWN / "algorithm.py") + ":Momentum"]
+    assert main(["run", *words, "--resume", "--out", str(run)]) == 0
+    assert main(["run", "algorithm.momentum=0.4", "--resume", "--out", str(run)]) == 2
+    assert "algorithm.momentum was 0.5" in capsys.readouterr().err
+
+
+def losses(out: Path, name: str, *words: str) -> list[float]:
+    keys = [f"algorithm.name={name}", "evaluate.protocols=knn", "objective.name=simclr"]
+    assert main(["run", *SMALL, *keys, "partition.samples=16", *words, "--out", str(out)]) == 0
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_the_examples_momentum_does_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At momentum 0 it is FedAvg, otherwise not; and a resumed run still has its velocity."""
+    own = f"{OWN}/algorithm.py:Momentum"
+    plain = losses(tmp_path / "plain", "fedavg", "engine.merge=off")
+    assert losses(tmp_path / "none", own, "algorithm.momentum=0") == plain
+    whole = losses(tmp_path / "whole", own)
+    assert whole[-1] != plain[-1]
+    real = run_module.one_round
+
+    def killed(session: Any, *rest: Any) -> dict[str, Any]:
+        if session.server.round == 2:
+            raise SystemExit
+        return real(session, *rest)
+
+    monkeypatch.setattr(run_module, "one_round", killed)
+    with pytest.raises(SystemExit):
+        losses(tmp_path / "cut", own, "checkpoint.seconds=0")
+    monkeypatch.setattr(run_module, "one_round", real)
+    assert losses(tmp_path / "cut", own, "checkpoint.seconds=0", "--resume") == whole
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (OWN / "README.md").read_text().replace("\\\n", " ")
+    commands = [
+        shlex.split(line)[1:] for line in text.splitlines() if line.startswith("fedssl run")
+    ]
+    assert len(commands) == 3
+    monkeypatch.chdir(OWN.parents[1])
+    for number, words in enumerate(commands):
+        quick = ["rounds=1", "evaluate.baselines=[]", "data.size=8", "engine.threads=1"]
+        assert main([*words, *quick, "--out", str(tmp_path / str(number))]) == 0
+
+
+def test_keys_of_ones_own_are_checked_as_ours_are(capsys: pytest.CaptureFixture[str]) -> None:
+    own = f"algorithm.name={OWN}/algorithm.py:Momentum"
+    for word, said in (
+        ("algorithm.momentum=high", "algorithm.momentum=high: expected a number"),
+        ("algorithm.momentun=0.5", "did you mean algorithm.momentum?"),
+        ("algorithm.momentum=2", "must be from 0 to below 1"),
+    ):
+        assert main(["run", own, word]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
+BAD = {
+    "missing": (None, r"cannot be read \(No such file"),
+    "nothing": ("x = 1\n", "nothing there is called Own; it has no class or function"),
+    "other": ("class Other: pass\n", "nothing there is called Own; it has Other"),
+    "kind": ("class Own: pass\n", "must be a class that builds on fedssl.algorithms.base.Algori"),
+    "value": ("Own = 3\n", "must be a class that builds on"),
+    "raises": ("\n\nraise ValueError('two\\nlines')\n", "line 3: ValueError: two lines$"),
+    "import": ("import no_such_module\n", "line 1: ModuleNotFoundError: No module named"),
+    "syntax": ("a = 1\ndef (:\n", "line 2: SyntaxError: "),
+    "exit": ("import sys\nsys.exit('bye')\n", "line 2: SystemExit: bye"),
+    "abstract": (
+        "from fedssl.algorithms.base import Algorithm\nclass Own(Algorithm): pass\n",
+        "lacks round",
+    ),
+    "decorator": (
+        "from fedssl.algorithms.fedavg import FedAvg\n"
+        "class Own(FedAvg):\n    class Params(FedAvg.Params):\n        beta: float = 1.0\n",
+        r"Params needs the decorator @dataclass\(frozen=True\)",
+    ),
+    "params": (
+        "from fedssl.algorithms.fedavg import FedAvg\nclass Own(FedAvg):\n    class Params: pass\n",
+        "needs a class Params that builds on fedssl.config.AlgorithmParams",
+    ),
+    "type": (
+        "from dataclasses import dataclass, field\n"
+        "from fedssl.algorithms.fedavg import FedAvg\n"
+        "class Own(FedAvg):\n    @dataclass(frozen=True)\n    class Params(FedAvg.Params):\n"
+        "        beta: list[int] = field(default_factory=list)\n",
+        "Params.beta: no type of a key",
+    ),
+    "default": (
+        "from dataclasses import dataclass, field\n"
+        "from fedssl.algorithms.fedavg import FedAvg\n"
+        "class Own(FedAvg):\n    @dataclass(frozen=True)\n    class Params(FedAvg.Params):\n"
+        "        beta: float = field(kw_only=True)\n",
+        "Params.beta needs a default",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_will_not_do_is_said_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, said = BAD[name]
+    path = tmp_path / "mine.py"
+    if source is not None:
+        path.write_text(source)
+    out = tmp_path / "run"
+    assert main(["run", f"algorithm.name={path}:Own", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"algorithm.name={path}:Own: " in error
+    assert re.search(said, error.strip()) and not out.exists()
+
+
+def test_other_names_that_will_not_do(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("class Own: pass\ndef f(): pass\n")
+    for words, said in (
+        (["algorithm.name=mine.py"], r"say what in the file, as in mine.py:Name"),
+        (["algorithm.name=no.such.module:Own"], "ModuleNotFoundError"),
+        ([f"partition.name={mine}:Own"], "a partition is a class with a method split"),
+        ([f"objective.name={mine}:Own"], "builds on fedssl.objectives.base.Objective"),
+        ([f"evaluate.baselines={mine}:Own"], "evaluate.baselines=.*takes names only"),
+    ):
+        with pytest.raises(UserError, match=said):
+            config.resolve(config.read_recipe(None), words)
+    with pytest.raises(UserError, match="a protocol is a function"):
+        parse(f"{mine}:Own")
+    with pytest.raises(UserError, match="whole number above 0"):
+        parse(f"{mine}:f@many")
+    assert parse(f"{mine}:f@10%") == (f"{mine}:f", 0.1)
+
+
+def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
+    """As in a notebook's session; the same file is one module."""
+    path = tmp_path / "mine.py"
+    path.write_text("def f(): return 1\n")
+    first = plugins.load("protocol", f"{path}:f", "key=value", ())
+    assert plugins.load("protocol", f"{path}:f", "key=value", ()) is first
+    path.write_text("def f(): return 2\n")
+    os.utime(path, ns=(1, 1))
+    assert plugins.load("protocol", f"{path}:f", "key=value", ())() == 2
+
+
+def test_a_protocol_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    for body, said in (
+        ("return 5", "returned int, not numbers by name"),
+        ("return {'a': 'b'}", "a is 'b', not a number"),
+        ("return 1 / 0", "line 2: ZeroDivisionError"),
+    ):
+        path.write_text(f"def f(*a):\n    {body}\n")
+        os.utime(path, ns=(len(body), len(body)))
+        function = plugins.load("protocol", f"{path}:f", "key=value", ())
+        with pytest.raises(UserError, match=said):
+            plugins.measures(function, f"{path}:f")
+
+
+def test_two_protocols_of_one_name_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def knn(*a): return {'top1': 1}\n")
+    words = [f"evaluate.protocols=[knn,{path}:knn]", "--out", str(tmp_path / "run")]
+    assert main(["run", *words]) == 2
+    assert f"evaluate.protocols={path}:knn: knn is called knn too" in capsys.readouterr().err
+
+
+def test_what_a_partition_of_ones_own_says_is_looked_at() -> None:
+    def groups(members: list[int], *offsets: int) -> Groups:
+        return Groups(np.array(members), np.array(offsets))
+
+    plugins.check_groups(groups([0, 2, 1], 0, 2, 3), 3, "own")
+    for bad, said in (
+        (groups([0, 1], 0, 2, 2), "a client without a sample"),
+        (groups([0, 3], 0, 1, 2), "beyond the 3"),
+        (groups([0, 0], 0, 1, 2), "to two clients"),
+        ([[0], [1]], "split returned list"),
+    ):
+        with pytest.raises(UserError, match=said):
+            plugins.check_groups(bad, 3, "own")
+
+
+def test_it_is_looked_at_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    source = (OWN / "partition.py").read_text()
+    path.write_text(source.replace("Groups(order, ", "Groups(order * 0, "))
+    for command in (["partition"], ["run", "--out", str(tmp_path / "run")]):
+        assert main([*command, f"partition.name={path}:Halving"]) == 2
+        assert "gives a sample to two clients" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def installed(folder: Path, package: str, group: str, *points: str) -> None:
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points]))
+
+
+def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package's name works; ours wins; two packages' is refused, naming both."""
+    (tmp_path / "their_package.py").write_text(
+        "from fedssl.algorithms.fedavg import FedAvg\n"
+        "class Theirs(FedAvg): pass\n"
+        "def f(*a): return {'top1': 1}\n"
+    )
+    group = "fedssl.algorithms"
+    installed(
+        tmp_path, "first", group, *(f"{n} = their_package:Theirs" for n in ("new", "fedavg", "two"))
+    )
+    installed(tmp_path, "second", group, "two = their_package:Theirs", "bad = their_package:Nope")
+    installed(tmp_path, "third", "fedssl.protocols", "theirs = their_package:f")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def kind(name: str) -> str:
+        words = [f"algorithm.name={name}"]
+        settings = config.resolve(config.read_recipe(None), words)
+        return str(config.variant("algorithm", settings.algorithm.name).__module__)
+
+    assert kind("new") == "their_package" == kind("their_package:Theirs")
+    assert kind("fedavg") == "fedssl.algorithms.fedavg"
+    assert parse("theirs@50") == ("theirs", 50)
+    with pytest.raises(UserError, match=r"algorithm.name=two: first and second both offer it"):
+        kind("two")
+    with pytest.raises(UserError, match=r"algorithm.name=bad: AttributeError"):
+        kind("bad")
+    with pytest.raises(UserError, match=r"unknown \(did you mean new\?\).*fedavg.*new"):
+        kind("newt")
+
+
+def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
+    """Sites load them from the app, where no path of this machine means anything."""
+    app, mine = tmp_path / "app", tmp_path / "mine.py"
+    mine.write_bytes((OWN / "algorithm.py").read_bytes())
+    words = [f"algorithm.name={mine}:Momentum", f"objective.name={OWN}/objective.py:Uniform"]
+    more = ["engine.sites=3", "cohort.size=null", "algorithm.momentum=0.7"]
+    assert main(["deploy", "init", str(app), "default", *words, *more]) == 0
+    mine.unlink()
+    texts = [path.read_text() for path in app.rglob("*") if path.is_file()]
+    assert not any(str(mine) in text or str(OWN) in text for text in texts)
+    code = (
+        "from fedssl_app import client_app\n"
+        "from fedssl.engines.flower import _config\n"
+        "from pathlib import Path\n"
+        "text = Path('fedssl_app/recipe.yaml').read_text()\n"
+        "print(_config(text).algorithm.name, _config(text).algorithm.momentum)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=app, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["fedssl_app.own_1:Momentum", "0.7"]
