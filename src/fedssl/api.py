@@ -37,7 +37,7 @@ def train(
     settings = config.build(config.with_values(tree, dotted(overrides)))
     folder = fresh_folder(name) if out is None else Path(out)
 
-    from fedssl import run
+    from fedssl import report, run
 
     try:
         run.run(settings, folder, resume)
@@ -45,6 +45,7 @@ def train(
         raise KeyboardInterrupt(
             f"stopped; continue with fedssl.train(out={str(folder)!r}, resume=True)"
         ) from None
+    report.leave(folder)
     return Run(folder)
 
 

@@ -345,7 +345,7 @@ def _run(options: argparse.Namespace) -> int:
     name, settings = _resolve(options.words, options.out if options.resume else None)
     out = options.out or _fresh_folder(name)
 
-    from fedssl import run, tables
+    from fedssl import report, run, tables
 
     try:
         summary = run.run(settings, out, options.resume)
@@ -353,6 +353,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"fedssl: stopped; continue with: fedssl run --resume --out {out}", file=sys.stderr)
         return 130
     print(tables.result(summary, settings))
+    report.leave(out)
     print(f"\n{tables.closing(summary)}\n{out}")
     return 0
 
@@ -447,7 +448,7 @@ def _search(options: argparse.Namespace) -> int:
         options.batch, options.device,
     )  # fmt: skip
     for path, similarity in found:
-        print(f"{similarity:.3f}  {path}")
+        print(f"{similarity:.3f}  {embed.text(path)}")
     print(f"\n{options.html}")
     return 0
 

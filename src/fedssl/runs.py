@@ -70,7 +70,7 @@ class Run:
     def settings(self) -> Config:
         """Its configuration, where there must be one."""
         if self.config is None:
-            raise UserError(f"{self.path}: config.yaml is of another version: {self.problem}")
+            raise UserError(f"{self.path}: its config.yaml cannot be used here: {self.problem}")
         return self.config
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedssl import config
+from fedssl import config, plugins
 from fedssl.config import Config
 
 Row = Mapping[str, float]
@@ -22,7 +22,7 @@ def result(summary: Mapping[str, Any], settings: Config) -> str:
     published = {k: v for k, v in settings.paper.get("results", {}).items() if k in summary}
     row = summary["result"] | {k: summary[k] for k in published}
     judged = summary.get("judged", "global")
-    table |= models(settings.algorithm.name, row, judged)
+    table |= models(plugins.label(settings.algorithm.name), row, judged)
     if published:
         compared = {key.removeprefix("per-client_").split("_")[0] for key in published}
         which = "".join(f" ({name} model)" for name in ("global", "personal") if name in compared)
@@ -74,9 +74,10 @@ def title(measure: str) -> str:
     """A measure's name for people: ``linear@500_top1`` is ``linear, 500 labels``."""
     name = measure.removesuffix("_top1")
     protocol, at, labels = name.partition("@")
+    labels, _, more = labels.partition("_")  # of a protocol with several measures
     if at and labels.endswith("%"):
         return f"{protocol}, {labels[:-1]} % of labels"
-    return f"{protocol}, {labels} labels" if at else name.replace("_", " ")
+    return f"{protocol}, {labels} labels{more and f' {more}'}" if at else name.replace("_", " ")
 
 
 def closing(summary: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from made_runs import NASTY, again
 
+import fedssl
 from fedssl import config, report
 from fedssl.cli import main
 from fedssl.errors import UserError
@@ -380,3 +381,27 @@ def test_what_cannot_be_written_is_one_line(
         report.write([trained], tmp_path)
     with pytest.raises(UserError, match="holds no run"):
         report.write([tmp_path], None)
+
+
+TINY = ("rounds=1", "evaluate.baselines=[]", "evaluate.protocols=knn")
+
+
+@pytest.mark.page
+def test_a_run_leaves_its_page(tmp_path: Path) -> None:
+    assert main(["run", *TINY, "--out", str(tmp_path / "a")]) == 0
+    assert "Map of test images" in (tmp_path / "a/report.html").read_text()
+    keys: dict[str, Any] = {"evaluate__baselines": [], "evaluate__protocols": ["knn"]}
+    fedssl.train(out=tmp_path / "b", rounds=1, **keys)
+    assert (tmp_path / "b/report.html").exists()
+
+
+@pytest.mark.page
+def test_a_run_does_not_fail_for_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(runs: list[Path], out: Path | None = None) -> Path:
+        raise UserError("no room")
+
+    monkeypatch.setattr(report, "write", fails)
+    report.leave(tmp_path)
+    assert capsys.readouterr().err == "fedssl: no report.html: no room\n"

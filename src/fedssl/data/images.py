@@ -19,7 +19,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 from tqdm import tqdm
 
 from fedssl.errors import UserError
@@ -67,11 +68,20 @@ def extensions() -> frozenset[str]:
     return frozenset(end for end, kind in known if kind in Image.OPEN or kind == "MPO")
 
 
-def find(root: Path, below: str = "") -> tuple[list[File], list[str]]:
-    """The image files and the folders at any depth of ``root/below``, as sorted relative paths."""
+def find(root: Path, below: str = "", key: str = "data.root") -> tuple[list[File], list[str]]:
+    """The image files and the folders at any depth of ``root/below``, as sorted relative paths.
+
+    ``key`` is what a complaint names.
+    """
     files: list[File] = []
     folders: list[str] = []
-    _scan(root / below, f"{below}/" if below else "", (), files, folders)
+    try:
+        _scan(root / below, f"{below}/" if below else "", (), files, folders)
+    except OSError as error:
+        raise UserError(
+            f"{key}: cannot list {error.filename or root / below} ({error.strerror}); "
+            "make it readable or move it away"
+        ) from None
     return sorted(files), sorted(folders)
 
 
@@ -83,25 +93,19 @@ def _scan(
     folders: list[str],
 ) -> None:
     """Collect what lies below ``folder``; ``above`` is the way here, for links that lead back."""
-    try:
-        status = folder.stat()
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            return
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folders.append(prefix + entry.name)
-                    _scan(Path(entry), f"{prefix}{entry.name}/", (*above, here), files, folders)
-                elif os.path.splitext(entry.name)[1].lower() in extensions():  # noqa: PTH122
-                    files.extend(_file(entry, prefix))
-    except OSError as error:
-        raise UserError(
-            f"data.root: cannot list {error.filename or folder} ({error.strerror}); "
-            "make it readable or move it away"
-        ) from None
+    status = folder.stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append(prefix + entry.name)
+                _scan(Path(entry), f"{prefix}{entry.name}/", (*above, here), files, folders)
+            elif os.path.splitext(entry.name)[1].lower() in extensions():  # noqa: PTH122
+                files.extend(_file(entry, prefix))
 
 
 def _file(entry: os.DirEntry[str], prefix: str) -> list[File]:
@@ -125,33 +129,81 @@ def digest(root: Path, files: Iterable[File], *what: object) -> str:
 # Decoding ------------------------------------------------------------------------------------
 
 
-def decode(path: Path, size: int) -> Pixels:
-    """An image file as ``[3, size, size]``: upright, RGB, the square in its middle, resized."""
-    with Image.open(path) as image:
+def decode(path: Path, size: int, channels: int = 3) -> Pixels:
+    """An image file as ``[channels, size, size]``: see ``pixels``."""
+    with _open_image(path) as image:
         # JPEG decodes at a fraction of the size for little work; twice the target loses nothing.
         image.draft(None, (2 * size, 2 * size))
-        image.load()
-        square = _to_square(_to_rgb(_upright(image)), size)
-        return np.asarray(square).transpose(2, 0, 1)
+        return pixels(image, size, channels)
+
+
+def pixels(image: Image.Image, size: int, channels: int = 3) -> Pixels:
+    """An image upright, the square in its middle, resized; RGB, or grey with one channel."""
+    image.load()
+    square = _to_square(_to_bytes(_upright(image)), size)
+    if channels == 1:
+        return np.asarray(square.convert("L"))[None]
+    return np.asarray(square.convert("RGB")).transpose(2, 0, 1)
+
+
+def read(paths: Iterable[Path], size: int, channels: int) -> Generator[Pixels | str, None, None]:
+    """Each file's pixels or, where it cannot be read, why; threads decode a little ahead."""
+
+    def decoded(path: Path) -> Pixels | str:
+        try:
+            return decode(path, size, channels)
+        except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+            return reason(error)
+
+    with _thread_pool() as pool:
+        yield from _in_order(pool, decoded, paths)
+
+
+def _open_image(path: Path) -> Image.Image:
+    """The file's header, read; what would take gigabytes to decode is refused.
+
+    Pillow goes by the header's number of pixels. A JPEG of any size is read at a fraction of it,
+    but a progressive one is held in memory whole.
+    """
+    try:
+        return Image.open(path)
+    except Image.DecompressionBombError:
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        with contextlib.suppress(SyntaxError):
+            image = JpegImageFile(path)
+            if "progressive" not in image.info:
+                return image
+            image.close()
+        raise ValueError(
+            f"more than {limit:,} pixels, maybe a decompression bomb; make a smaller copy"
+        ) from None
 
 
 def _upright(image: Image.Image) -> Image.Image:
     try:
-        return ImageOps.exif_transpose(image)
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return ImageOps.exif_transpose(image) if turned else image  # which would be a copy
     except Exception:  # a broken EXIF block says nothing about the pixels
         return image
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """RGB with 8 bits; alpha is dropped. Pillow itself would cut 16-bit values off at 255."""
+def _to_bytes(image: Image.Image) -> Image.Image:
+    """RGB or grey with 8 bits; alpha is dropped. Pillow itself would cut 16-bit values at 255."""
     if image.mode == "F":
         raise ValueError("floating-point pixels, whose range is unknown")
     if image.mode.startswith("I"):
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError("32-bit pixels, whose range is unknown")
-        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
-    return image if image.mode == "RGB" else image.convert("RGB")
+        image = Image.fromarray(_rounded(np.asarray(image)))
+    return image if image.mode in ("RGB", "L") else image.convert("RGB")
+
+
+def _rounded(values: Array) -> Pixels:
+    """16-bit values as 8-bit ones, rounded; some rows at a time, for memory's sake."""
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError("32-bit pixels, whose range is unknown")
+    found = np.empty(values.shape, np.uint8)
+    for row in range(0, len(values), 256):
+        found[row : row + 256] = (values[row : row + 256].astype(np.int64) + 128) // 257
+    return found
 
 
 def _to_square(image: Image.Image, size: int) -> Image.Image:
@@ -165,7 +217,7 @@ def _to_square(image: Image.Image, size: int) -> Image.Image:
     return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """Why a file cannot be read, in a few words."""
     if isinstance(error, UnidentifiedImageError):
         return "not an image that Pillow knows"
@@ -187,7 +239,7 @@ def _decode_rows(
             try:
                 block[count] = decode(root / file.path, size)
             except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-                bad[file.path] = _reason(error)
+                bad[file.path] = reason(error)
         count += len(bad) == before
     return tuple(block[:count] for block in blocks), bad
 

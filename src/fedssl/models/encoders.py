@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import Encoder
+from fedssl.config import TIMM, Encoder
+from fedssl.errors import UserError
 from fedssl.models import fused
-from fedssl.models.norms import Norm
+from fedssl.models.norms import BatchNorm, Norm, adopt
 from fedssl.models.vit import ViT, check_patch
 
 
@@ -124,6 +128,106 @@ class ResNet(nn.Module):
         return self.stages(self.stem(fused.layout(x))).mean(dim=(2, 3))
 
 
+class Timm(nn.Module):
+    """A backbone of timm's, without its classifier; its state has timm's own names.
+
+    Transformers are made for one image size; others take any.
+    """
+
+    def __init__(self, name: str, channels: int, size: int) -> None:
+        super().__init__()
+        self.name = name
+        # What no rule of ours initializes (tokens, positions) is the same for every seed.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            self.body, self.arguments = _backbone(name, channels, size)
+        adopt(self.body)
+        self.size: int | None = self.arguments.get("img_size")
+        frozen = [key for key, p in self.body.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise UserError(
+                f"encoder.name={TIMM}{name}: its {frozen[0]} is not learned, and all weights of an "
+                "encoder are here; use another"
+            )
+        self.features = self._features(channels, size)
+
+    def _features(self, channels: int, size: int) -> int:
+        """Their number, by trying: timm's models say it under different names."""
+        try:
+            with torch.no_grad():
+                shape = self.body.eval()(torch.zeros(1, channels, size, size)).shape
+        except Exception as error:  # a map that has become empty
+            raise _unfit(self.name, size, error) from None
+        finally:
+            self.body.train()
+        if len(shape) != 2:
+            raise UserError(
+                f"encoder.name={TIMM}{self.name}: gives features of shape {tuple(shape[1:])}, not "
+                "one vector an image; use another encoder"
+            )
+        return int(shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features ``[B, features]``."""
+        if self.size is not None and x.shape[2:] != (self.size, self.size):
+            raise UserError(
+                f"encoder.name={TIMM}{self.name}: was made for images of {self.size} by "
+                f"{self.size} pixels, and these have {x.shape[2]} by {x.shape[3]}; use one size "
+                "(data.size, evaluate.size)"
+            )
+        return self.body(fused.layout(x))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As timm has it, with batch norm's counters, which nothing reads."""
+        state = self.body.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name, module in self.body.named_modules():
+            if isinstance(module, BatchNorm):
+                state[f"{prefix}{name}.num_batches_tracked"] = torch.tensor(0)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """From timm's names; ours count no batches, whatever is said of counters."""
+        found = self.body.load_state_dict(state_dict, False, assign)
+        wrong = [key for keys in found for key in keys if not key.endswith("num_batches_tracked")]
+        if strict and wrong:
+            raise RuntimeError(f"{self.name}: missing or unexpected weights {', '.join(wrong)}")
+        return found
+
+
+def _backbone(name: str, channels: int, size: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A timm model, and what it was made with."""
+    try:
+        import timm
+    except ImportError:
+        raise UserError(
+            f"encoder.name={TIMM}{name}: needs timm; install it with: pip install 'fedssl[timm]'"
+        ) from None
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        hint = f" (did you mean {' or '.join(TIMM + n for n in close)}?)" if close else ""
+        raise UserError(f"encoder.name={TIMM}{name}: timm has no such model{hint}")
+    create: Any = timm.create_model
+    arguments = {"num_classes": 0, "in_chans": channels}
+    sized = {**arguments, "img_size": size}
+    try:
+        return create(name, **sized), sized
+    except TypeError:  # most convolutional networks take any size, and no such argument
+        return create(name, **arguments), arguments
+    except Exception as error:  # patches or windows that do not fit
+        raise _unfit(name, size, error) from None
+
+
+def _unfit(name: str, size: int, error: Exception) -> UserError:
+    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return UserError(
+        f"encoder.name={TIMM}{name}: cannot see images of {size} by {size} pixels ({reason}); use "
+        "another encoder or data.size"
+    )
+
+
 RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
     "resnet14": (Bottleneck, (1, 1, 1, 1)),  # the DCCO paper's, see section 4.2
     "resnet18": (Basic, (2, 2, 2, 2)),
@@ -132,7 +236,7 @@ RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
 LARGE_IMAGE = 96  # pixels a side from which a residual network has the large stem
 
 
-def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT:
+def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT | Timm:
     """The encoder that the configuration names, for images of ``size`` pixels a side."""
     norm = Norm(settings.norm, settings.groups)
     if settings.name == "tiny":
@@ -140,5 +244,13 @@ def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT:
     if settings.name == "vit-tiny":
         check_patch(settings.patch, size, size)
         return ViT(channels, settings.patch)
+    if settings.name.startswith(TIMM):
+        body = Timm(settings.name.removeprefix(TIMM), channels, size)
+        if settings.norm == "group" and any(isinstance(m, BatchNorm) for m in body.modules()):
+            raise UserError(
+                f"encoder.norm=group: encoder.name={settings.name} has batch norm by nature; set "
+                "encoder.norm=batch"
+            )
+        return body
     stem: Literal["small", "large"] = "large" if size >= LARGE_IMAGE else "small"
     return ResNet(*RESNETS[settings.name], channels, norm, stem)

@@ -162,10 +162,11 @@ def load_encoders(network: Network, path: str) -> None:
         network.towers, (first, second if second.exists() else first), strict=False
     ):
         assert isinstance(tower, Tower)
-        _load_encoder(tower.encoder, file, f"encoder.init={path}")
+        load_weights(tower.encoder, file, f"encoder.init={path}")
 
 
-def _load_encoder(encoder: nn.Module, file: Path, where: str) -> None:
+def load_weights(encoder: nn.Module, file: Path, where: str) -> None:
+    """Put the tensors of a safetensors file into an encoder; ``where`` is who named the file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -56,6 +56,7 @@ class BatchNorm(_BatchNorm):
         if self.views == 1 or not self.training:
             return super().forward(input)
         assert self.running_mean is not None and self.running_var is not None
+        assert self.momentum is not None
         x = input.unflatten(0, (self.views, -1)).to(torch.promote_types(input.dtype, torch.float32))
         over = [1, *range(3, x.dim())]
         variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
@@ -65,9 +66,22 @@ class BatchNorm(_BatchNorm):
         samples = x.numel() // (self.views * x.shape[2])
         with torch.no_grad():
             for m, v in zip(mean.flatten(1), variance.flatten(1), strict=True):
-                self.running_mean.lerp_(m, STATISTICS_MOMENTUM)
-                self.running_var.lerp_(v * (samples / (samples - 1)), STATISTICS_MOMENTUM)
+                self.running_mean.lerp_(m, self.momentum)
+                self.running_var.lerp_(v * (samples / (samples - 1)), self.momentum)
         return y.flatten(0, 1).to(input.dtype)
+
+
+class BatchNormAct(BatchNorm):
+    """A batch norm that holds what comes after it, as timm has them."""
+
+    def __init__(self, channels: int, drop: nn.Module, act: nn.Module) -> None:
+        super().__init__(channels)
+        self.drop = drop
+        self.act = act
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize, then the rest."""
+        return self.act(self.drop(super().forward(input)))
 
 
 class GroupNorm(nn.GroupNorm):
@@ -143,4 +157,32 @@ def _batch(channels: int) -> BatchNorm:
     """Without the counter of batches: nothing reads it, and a resumed run would count anew."""
     norm = BatchNorm(channels, momentum=STATISTICS_MOMENTUM)
     norm.num_batches_tracked = None
+    return norm
+
+
+def adopt(module: nn.Module) -> None:
+    """Put ours in the place of a timm network's batch norms; names and numbers stay."""
+    ours: dict[nn.Module, BatchNorm] = {}
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):  # also where one is in two places
+            if isinstance(child, _BatchNorm):
+                ours.setdefault(child, _like(child))
+                setattr(parent, name, ours[child])
+
+
+def _like(theirs: _BatchNorm) -> BatchNorm:
+    from timm.layers.norm_act import BatchNormAct2d
+
+    plain = type(theirs) in (nn.BatchNorm1d, nn.BatchNorm2d)
+    known = (plain or type(theirs) is BatchNormAct2d) and theirs.affine
+    if not known or not theirs.track_running_stats or theirs.momentum is None:
+        raise UserError(
+            f"encoder.name: it has batch norm of a kind that is not known here "
+            f"({type(theirs).__name__}); use another encoder"
+        )
+    norm = BatchNorm(theirs.num_features)
+    if isinstance(theirs, BatchNormAct2d):
+        norm = BatchNormAct(theirs.num_features, theirs.drop, theirs.act)
+    norm.eps, norm.momentum, norm.num_batches_tracked = theirs.eps, theirs.momentum, None
+    norm.weight, norm.bias = theirs.weight, theirs.bias
     return norm

@@ -46,3 +46,11 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Path:
             f"--out {target}: cannot be written ({error.strerror}); name another file with --out"
         ) from None
     return target
+
+
+def leave(run: Path) -> None:
+    """The page that a run ends with; a run does not fail for it."""
+    try:
+        write([run])
+    except (UserError, OSError) as error:
+        print(f"fedssl: no report.html: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fedssl import config, tables
+from fedssl import config, plugins, tables
 from fedssl.runs import Run
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
@@ -124,7 +124,7 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def _labels(firsts: Sequence[Run]) -> list[str]:
     """What tells each group from the others: its algorithm, and as few other keys as it takes."""
     flat = [config.flat(run.tree) for run in firsts]
-    labels = [str(own.get("algorithm.name", "a run")) for own in flat]
+    labels = [plugins.label(str(own.get("algorithm.name", "a run"))) for own in flat]
     for key in _telling(flat):
         if len(set(labels)) == len(labels):
             return labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedssl import deploy
+from fedssl import deploy, plugins
 from fedssl.config import Config
 from fedssl.report.curves import History
 from fedssl.runs import Run
@@ -107,8 +107,8 @@ def _verdict(config: Config, algorithm: Any, history: History) -> str:
     """One plain sentence."""
     if algorithm.pools_data:
         return (
-            f"{config.algorithm.name} has all data in one place: in reality every image would "
-            "have left its site."
+            f"{plugins.label(config.algorithm.name)} has all data in one place: in reality every "
+            "image would have left its site."
         )
     if not algorithm.has_global and not algorithm.gathers:
         return "No image and no model left a client; each trained alone."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedssl import plugins
 from fedssl.report.curves import History
 from fedssl.runs import Run
 
@@ -44,7 +45,7 @@ def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def called(tree: Mapping[str, Any], name: str) -> str:
     """What a section names, as people write it."""
     own = str(section(tree, name).get("name", "unknown"))
-    return NAMES.get(own, own)
+    return NAMES.get(own, plugins.label(own))
 
 
 def sentence(run: Run, seed: bool = False) -> str:
@@ -100,7 +101,7 @@ def state(run: Run, history: History) -> tuple[str, bool]:
     if run.config is None:
         done = "It is finished" if run.finished else f"It has {history.rounds} rounds"
         return (
-            f"This run is of another version of fedssl, which the installed one does not take "
+            f"This run is of another version of fedssl, or needs a file that is not here "
             f"({run.problem}). {done}; what its files say is shown, and the rest is left out."
         ), True
     if not run.finished:

@@ -1,0 +1,213 @@
+"""``fedssl.load_encoder``: a run's encoder with its preprocessing, for use anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from fedssl.config import Encoder
+from fedssl.data import images as files
+from fedssl.errors import UserError
+from fedssl.evaluate.features import PIXELS, encode, pixels, precision
+from fedssl.models.encoders import encoder as make_encoder
+from fedssl.models.network import load_weights
+
+NOTE = "encoder.json"
+HEADER = "fedssl"  # where an exported file's own header, or config.json, holds the note
+SUFFIXES = ("", "-second")  # of a tower's file
+AnImage = str | Path | Image.Image | Tensor
+Note = dict[str, Any]
+
+
+class ImageEncoder(nn.Module):
+    """An encoder, and how an image becomes what it sees.
+
+    >>> encoder = load_encoder("runs/first")  # doctest: +SKIP
+    >>> encoder.embed(["a.png", "b.jpg"]).shape  # doctest: +SKIP
+    torch.Size([2, 96])
+
+    ``encoder(images)`` takes float images ``[N, channels, height, width]`` between 0 and 1.
+    """
+
+    def __init__(self, body: nn.Module, note: Note, tower: int) -> None:
+        super().__init__()
+        self.body = body
+        self.note = note
+        self.tower = tower
+        self.features: int = note["features"]
+        self.channels: int = note["channels"][tower % len(note["channels"])]
+        self.height, self.width = note["size"]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embeddings ``[N, features]``."""
+        return self.body(images)
+
+    def preprocess(self, image: AnImage) -> Tensor:
+        """An image or its file as training read it: float ``[channels, height, width]``, 0 to 1.
+
+        A uint8 tensor must have that shape already.
+        """
+        return pixels(self._bytes(image), "cpu", torch.float32)
+
+    def embed(self, images: Iterable[AnImage] | Tensor, batch: int = 256) -> Tensor:
+        """The embeddings ``[N, features]`` of files, images or a uint8 tensor, on the CPU.
+
+        ``batch`` is how many go through the network at once; of large images it is fewer.
+        """
+        if isinstance(images, (str, Path, Image.Image)):
+            raise UserError("embed: expected several images, as in encoder.embed([image])")
+        if batch < 1:
+            raise UserError(f"batch={batch}: must be at least 1")
+        found = [self.embed_bytes(part) for part in self._batches(images, batch)]
+        return torch.cat(found) if found else torch.zeros(0, self.features)
+
+    def embed_bytes(self, images: Tensor) -> Tensor:
+        """The embeddings of uint8 images ``[N, channels, height, width]``, on the CPU."""
+        where, dtype = next(self.parameters()).device, precision(self.body)
+        # The order in memory decides how torch computes, and so the last bits.
+        parts = images.contiguous().split(max(1, PIXELS // (self.height * self.width)))
+        return encode(self.body, (pixels(part, where, dtype) for part in parts)).cpu()
+
+    def crop(self, square: Tensor) -> Tensor:
+        """What this tower sees of a square image: all of it, or its half (``data.halves``)."""
+        if self.width == self.height:
+            return square
+        return square[..., -self.width :] if self.tower else square[..., : self.width]
+
+    def _batches(self, images: Iterable[AnImage] | Tensor, batch: int) -> Iterator[Tensor]:
+        if isinstance(images, Tensor):
+            shape = (self.channels, self.height, self.width)
+            if images.ndim != 4 or images.shape[1:] != shape or images.dtype != torch.uint8:
+                raise UserError(_mismatch(images, ("N", *shape)))
+            yield from images.split(batch)
+            return
+        rest = iter(images)
+        while some := list(itertools.islice(rest, batch)):
+            yield torch.stack([self._bytes(image) for image in some])
+
+    def _bytes(self, image: AnImage) -> Tensor:
+        if isinstance(image, Tensor):
+            shape = (self.channels, self.height, self.width)
+            if image.shape != shape or image.dtype != torch.uint8:
+                raise UserError(_mismatch(image, shape))
+            return image
+        if isinstance(image, Image.Image):
+            found = files.pixels(image, self.height, self.channels)
+        else:
+            try:
+                found = files.decode(Path(image), self.height, self.channels)
+            except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+                raise UserError(f"{image}: {files.reason(error)}") from None
+        return self.crop(torch.from_numpy(np.array(found, order="C"))).contiguous()
+
+
+def _mismatch(images: Tensor, shape: tuple[int | str, ...]) -> str:
+    expected, given = " × ".join(map(str, shape)), " × ".join(map(str, images.shape))
+    return (
+        f"a tensor of images: expected {expected} of torch.uint8, got {given} of {images.dtype}; "
+        "files and Pillow's images may have any size"
+    )
+
+
+def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) -> ImageEncoder:
+    """The encoder of a run, of an exported folder or of a ``.safetensors`` file.
+
+    ``tower=1`` is the second of two (``encoder.towers=2``); ``client`` names a personal model.
+    """
+    path = Path(path)
+    if path.is_file() and path.stem.endswith(SUFFIXES[1]):
+        tower = 1
+    note = read_note(path)
+    settings = described(note, path)
+    if not 0 <= tower < settings.towers:
+        raise UserError(f"tower={tower}: {path} has {settings.towers}, counted from 0")
+    file = weights_file(path, note, tower, client)
+    channels = note["channels"][tower % len(note["channels"])]
+    body = make_encoder(settings, channels, min(note["size"]))
+    load_weights(body, file, str(path))
+    # It is of single precision, whatever the weights were, as where a run judges its encoder.
+    return ImageEncoder(body, note, tower).eval()
+
+
+def described(note: Note, path: Path) -> Encoder:
+    """The network that a note describes."""
+    missing = [key for key in ("encoder", "features", "channels", "size") if key not in note]
+    try:
+        if not missing:
+            return Encoder(**note["encoder"])
+        problem = f"{NOTE} has no {missing[0]}"
+    except TypeError as error:
+        problem = str(error)
+    raise UserError(f"{path}: written by another version of fedssl ({problem})")
+
+
+def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = None) -> Path:
+    """Where a tower's weights are."""
+    if path.is_file():
+        return path
+    hub = path / f"model{SUFFIXES[tower]}.safetensors"
+    name = "encoder" if client is None else f"personal/client-{client}"
+    if client is None and not (path / "encoder.safetensors").exists() and hub.exists():
+        return hub
+    if client is not None and f"{name}.safetensors" not in note.get("personal", ()):
+        known = ", ".join(
+            own.partition("client-")[2].split(".")[0] for own in note.get("personal", ())
+        )
+        raise UserError(
+            f"client={client}: {path} has "
+            + (f"personal models of clients {known}" if known else "no personal models")
+        )
+    return path / f"{name}{SUFFIXES[tower]}.safetensors"
+
+
+def read_note(path: Path) -> Note:
+    """What an encoder is, from where a run or an export says it."""
+    if path.is_file():
+        inside = _header(path)
+        if inside is not None:
+            return inside
+        above = path.parent.parent if path.parent.name == "personal" else path.parent
+        if (above / NOTE).is_file():
+            return _read(above / NOTE)
+        raise UserError(f"{path}: nothing says what it is; keep {NOTE} beside it")
+    if (path / NOTE).is_file():
+        return _read(path / NOTE)
+    if (path / "config.json").is_file() and HEADER in (known := _read(path / "config.json")):
+        return dict(known[HEADER])
+    if (path / "config.yaml").is_file():
+        raise UserError(
+            f"{path}: the run has not ended, so there is no encoder yet; end it with: "
+            f"fedssl run --resume --out {path}"
+        )
+    raise UserError(
+        f"{path}: no encoder there; give the folder of a run or of `fedssl export`, or a "
+        ".safetensors file"
+    )
+
+
+def _read(path: Path) -> Note:
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error})") from None
+    return dict(note)
+
+
+def _header(path: Path) -> Note | None:
+    """The note in a safetensors file itself: of an export."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(HEADER)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a safetensors file ({error})") from None
+    return None if text is None else dict(json.loads(text))

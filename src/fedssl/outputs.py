@@ -1,0 +1,63 @@
+"""What a command writes: refused before any work, and there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedssl.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, option: str) -> Iterator[Path]:
+    """An empty file beside ``path`` that takes its place if all goes well.
+
+    ``option`` is what the user named it with.
+    """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        new.touch(exist_ok=False)
+    except OSError as error:
+        raise _refused(path, option, error) from None
+    try:
+        yield new
+        new.replace(path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise UserError(f"{option} {path}: the disk is full; make room, then try again") from None
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """A small file, readable by all."""
+    with replacing(path, option) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def folder(path: Path, option: str) -> Path:
+    """A folder to write into, made if it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(path, option, error) from None
+    return path
+
+
+def _refused(path: Path, option: str, error: OSError) -> UserError:
+    return UserError(
+        f"{option} {path}: cannot be written ({error.strerror}); name another place, or make the "
+        "folder writable"
+    )

@@ -1,0 +1,234 @@
+"""Backbones of timm's: trained as ours are, and given back with weights that timm loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedssl import checkpoint, config, export, load_encoder, run
+from fedssl.cli import main
+from fedssl.config import Encoder
+from fedssl.encoder import ImageEncoder
+from fedssl.errors import UserError
+from fedssl.models.encoders import Timm, encoder
+from fedssl.models.flat import Flat
+from fedssl.models.network import build, initialize, load_encoders, mlp
+from fedssl.models.norms import BatchNorm, BatchNormAct, adopt
+from fedssl.session import prepare
+
+# Batch norm with the activation inside, batch norm alone, and layer norm.
+NAMES = ("mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224")
+SMALL = (
+    "rounds=1",
+    "partition.name=iid",
+    "partition.clients=2",
+    "cohort.size=null",
+    "data.labels=20",
+    "data.size=32",
+    "objective.projector=32,32,16",
+    "evaluate.protocols=knn",
+    "evaluate.k=5",
+    "evaluate.baselines=[]",
+    "engine.threads=1",
+)
+
+
+def small(*words: str) -> config.Config:
+    return config.resolve(config.read_recipe(None), [*SMALL, *words])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backbone_is_timms_with_timms_names(name: str) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    ours = encoder(Encoder(f"timm/{name}", norm="batch"), 1, 32)
+    initialize(ours, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(ours, Timm)
+    for key, value in ours.state_dict().items():
+        if "running" in key:
+            value.uniform_(0.5, 1.5)
+    theirs = timm.create_model(name, **ours.arguments)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    images = torch.rand(3, 1, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(images), theirs.eval()(images))
+        assert ours(images).shape == (3, ours.features)
+    again = encoder(Encoder(f"timm/{name}", norm="batch"), 1, 32)
+    again.load_state_dict(theirs.state_dict(), strict=True)
+    with pytest.raises(RuntimeError, match=r"missing or unexpected weights extra\.weight$"):
+        again.load_state_dict({**theirs.state_dict(), "extra.weight": images}, strict=True)
+    assert torch.equal(Flat(again).vector, Flat(ours).vector)
+    learned = sum(p.numel() for p in theirs.parameters())
+    floats = [b for b in theirs.buffers() if b.is_floating_point()]
+    assert Flat(ours).parameters == learned
+    assert len(Flat(ours).vector) == learned + sum(b.numel() for b in floats)
+
+
+def test_weights_depend_on_the_seed_only() -> None:
+    def vector(seed: int) -> torch.Tensor:
+        settings = Encoder(f"timm/{NAMES[2]}")
+        return Flat(build(settings, (1,), 32, lambda n, norm: nn.Identity(), seed)).vector
+
+    torch.manual_seed(1)
+    first = vector(0)
+    torch.manual_seed(2)
+    assert torch.equal(first, vector(0))
+    assert not torch.equal(first, vector(1))
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_batch_norm_sees_each_view_by_itself_also_in_one_pass(name: str) -> None:
+    settings = Encoder(f"timm/{name}", norm="batch")
+    net = build(settings, (1,), 32, lambda n, norm: mlp(n, (16, 16), norm), 0).double().train()
+    kinds = {type(m) for m in net.towers[0].encoder.modules() if isinstance(m, _BatchNorm)}
+    assert kinds <= {BatchNorm, BatchNormAct} and net.has_batch_norm
+    assert (BatchNormAct in kinds) == (name == NAMES[0])
+    other = copy.deepcopy(net)
+    views = tuple(torch.rand(2, 6, 1, 32, 32, dtype=torch.float64))
+    apart = tuple(other.towers[0](view) for view in views)
+    with net.stacked(2):
+        together = net(views)
+    for a, b in zip(together, apart, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+    for a, b in zip(net.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_an_adopted_norm_keeps_its_own_numbers() -> None:
+    theirs = nn.Sequential(nn.BatchNorm2d(2, eps=0.3, momentum=0.7), nn.BatchNorm2d(2))
+    theirs.append(theirs[0])  # one layer in two places
+    ours = copy.deepcopy(theirs)
+    adopt(ours)
+    assert ours[0] is ours[2] and isinstance(ours[0], BatchNorm)
+    images = torch.rand(4, 2, 3, 3)
+    assert torch.equal(ours(images), theirs(images))
+    assert torch.equal(ours[0].running_var, theirs[0].running_var)
+    with pytest.raises(UserError, match=r"not known here \(SyncBatchNorm\)"):
+        adopt(nn.Sequential(nn.SyncBatchNorm(2)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FedAvg of a network with batch norm."""
+    out = tmp_path_factory.mktemp("timm") / "run"
+    local = ("algorithm.name=fedavg", "algorithm.local_epochs=1", "algorithm.batch=5")
+    run.run(small(f"encoder.name=timm/{NAMES[0]}", "encoder.norm=batch", *local), out)
+    return out
+
+
+def test_fedavg_trains_it_and_the_run_is_what_load_encoder_gives(folder: Path) -> None:
+    session = prepare(config.build(config.read_yaml(folder / "config.yaml")))
+    session.engine.open(folder)
+    assert checkpoint.read(folder, session) and not session.engine.merges
+    weights = session.global_weights()
+    moved = (weights != session.work.initial).double().mean()
+    assert moved > 0.9
+    assert session.dataset.test is not None
+    images = session.dataset.test.images[0][:20]
+    expected = session.body(weights).encoder(images.float() / 255).detach()
+    assert torch.equal(load_encoder(folder).embed(images), expected)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "hf"])
+def test_timm_loads_what_is_exported(format: str, folder: Path, tmp_path: Path) -> None:
+    list(export.export(folder, format, tmp_path / "out"))
+    file = next((tmp_path / "out").glob("*.safetensors"))
+    theirs = timm.create_model(NAMES[0], num_classes=0, in_chans=1).eval()
+    assert load_file(file).keys() == theirs.state_dict().keys()
+    theirs.load_state_dict(load_file(file), strict=True)
+    images = torch.randint(0, 256, (4, 1, 32, 32), dtype=torch.uint8)
+    expected = load_encoder(folder).embed(images)
+    with torch.no_grad():
+        assert torch.equal(theirs(images.float() / 255), expected)
+    assert torch.equal(load_encoder(tmp_path / "out").embed(images), expected)
+    if format == "hf":
+        local = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=0)
+        with torch.no_grad():
+            assert torch.equal(local.eval()(images.float() / 255), expected)
+        known = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert known["architecture"] == NAMES[0] and known["num_features"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("format", "name"), [*(("torchscript", name) for name in NAMES), ("onnx", NAMES[1])]
+)
+def test_graphs_of_it_agree(format: str, name: str, tmp_path: Path) -> None:
+    settings = Encoder(f"timm/{name}", norm="batch")
+    body = encoder(settings, 3, 32)
+    initialize(body, 0)
+    note = {
+        "encoder": config.to_tree(settings),
+        "features": body.features,
+        "channels": [3],
+        "size": [32, 32],
+    }
+    whole = ImageEncoder(body.eval(), note, 0)
+    infer = export.WRITERS[format](whole, tmp_path / "graph")
+    images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
+    assert export.compare(whole, infer, images)[0] < 1e-4
+
+
+def test_dcco_merges_it_where_there_is_no_batch_norm(tmp_path: Path) -> None:
+    settings = small(f"encoder.name=timm/{NAMES[2]}", "algorithm.name=dcco")
+    session = prepare(settings)
+    assert session.engine.merges
+    run.run(settings, tmp_path / "run")
+    state = load_file(tmp_path / "run" / "encoder.safetensors")
+    theirs = timm.create_model(NAMES[2], num_classes=0, in_chans=1, img_size=32)
+    theirs.load_state_dict(state, strict=True)
+    started = session.encoder().encoder.state_dict()
+    assert not torch.equal(state["pos_embed"], started["pos_embed"].cpu())
+    list(export.export(tmp_path / "run", "hf", tmp_path / "hub"))
+    local = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True, num_classes=0)
+    images = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        found = local.eval()(images.float() / 255)
+    assert torch.equal(found, load_encoder(tmp_path / "run").embed(images))
+
+
+def test_weights_of_timms_own_are_a_start(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    whole = timm.create_model(NAMES[0], in_chans=1, num_classes=7)
+    save_file(whole.state_dict(), tmp_path / "theirs.safetensors")
+    settings = Encoder(f"timm/{NAMES[0]}", norm="batch")
+    net = build(settings, (1,), 32, lambda n, norm: nn.Identity(), 0)
+    load_encoders(net, str(tmp_path / "theirs.safetensors"))
+    own = net.towers[0].encoder.state_dict()
+    assert all(torch.equal(own[k], v) for k, v in whole.state_dict().items() if k in own)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("encoder.name=timm/resnet1888",), "timm has no such model (did you mean timm/resnet18"),
+        (("encoder.name=timm/resnet10t",), "has batch norm by nature; set encoder.norm=batch"),
+        (("encoder.name=timm/vit_tiny_patch16_224", "data.size=8"), "cannot see images of 8 by 8"),
+        (
+            ("encoder.name=timm/vit_tiny_patch16_224", "data.halves=true", "data.size=64"),
+            "was made for images of 32 by 32 pixels, and these have 64 by 32",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_line(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *SMALL, *words, "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert message in said[-1] and said[-1].startswith("fedssl: ")
+
+
+def test_a_missing_timm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"needs timm; .* pip install 'fedssl\[timm\]'"):
+        encoder(Encoder("timm/resnet18", norm="batch"), 3, 32)

@@ -1,0 +1,390 @@
+"""``fedssl embed`` and ``fedssl search``: any images, good and bad, through a run's encoder."""
+
+from __future__ import annotations
+
+import csv
+import re
+import struct
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
+
+from fedssl import embed, load_encoder
+from fedssl.cli import main
+from fedssl.config import Data, Encoder, to_tree
+from fedssl.data import datasets, images
+from fedssl.errors import UserError
+from fedssl.files import write_json
+from fedssl.models.encoders import encoder
+from fedssl.models.network import initialize
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run on colour images leaves, as far as it is needed here."""
+    folder, settings = tmp_path_factory.mktemp("run"), Encoder("tiny", groups=8)
+    body = encoder(settings, 3, SIZE)
+    initialize(body, 0)
+    save_file(body.state_dict(), folder / "encoder.safetensors")
+    note = {"model": "global", "encoder": to_tree(settings), "features": 96}
+    write_json(folder / "encoder.json", {**note, "channels": [3], "size": [SIZE, SIZE]})
+    return folder
+
+
+def noise(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Seven images at several depths, and two files that are none."""
+    root = tmp_path / "photos"
+    for i, name in enumerate(["a.png", "b.jpg", "deep/c.png", "deep/er/d.bmp", "e.webp", "f.PNG"]):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        noise(i).save(root / name)
+    noise(6).convert("L").save(root / "grey.png")
+    (root / "notes.txt").write_text("no image by its name")
+    (root / "broken.png").write_text("no image")
+    cut = (root / "b.jpg").read_bytes()
+    (root / "cut.jpg").write_bytes(cut[: len(cut) // 2])
+    return root
+
+
+def read(to: Path) -> tuple[list[str], np.ndarray]:
+    if to.suffix == ".parquet":
+        table = pq.read_table(to)
+        assert table.schema.names == ["path", "embedding"]
+        assert str(table.schema.field("embedding").type).startswith("fixed_size_list")
+        return table["path"].to_pylist(), np.array(table["embedding"].to_pylist(), np.float32)
+    if to.suffix == ".csv":
+        head, *rows = csv.reader(to.open(encoding="utf-8", newline=""))
+        assert head == ["path", *(f"e{i}" for i in range(96))]
+        return [r[0] for r in rows], np.array([list(map(float, r[1:])) for r in rows], np.float32)
+    arrays = np.load(to)
+    return arrays["path"].tolist(), arrays["embedding"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "npz"])
+def test_a_folder_becomes_a_table_and_bad_files_are_named(
+    suffix: str, run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / f"out.{suffix}"
+    words = ["embed", str(run), str(photos), "--to", str(to), "--batch", "3", "--device", "cpu"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out == f"7 images: {to}\n"
+    assert "embedding 9 images" in said.err
+    assert f"fedssl: {photos / 'broken.png'}: skipped (not an image that Pillow knows)" in said.err
+    assert re.search(rf"fedssl: {photos / 'cut.jpg'}: skipped \(.*truncated", said.err)
+    assert said.err.endswith("fedssl: 2 of 9 files skipped\n")
+    paths, rows = read(to)
+    names = ["a.png", "b.jpg", "deep/c.png", "deep/er/d.bmp", "e.webp", "f.PNG", "grey.png"]
+    assert paths == [str(photos / name) for name in names]
+    expected = load_encoder(run).embed(paths)
+    torch.testing.assert_close(torch.from_numpy(rows), expected, rtol=1e-5, atol=1e-6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [to.name, "photos"]
+
+
+def test_embeddings_are_the_encoders_to_the_bit(run: Path, photos: Path, tmp_path: Path) -> None:
+    for name in ("out.parquet", "out.csv", "out.npz"):
+        embed.embed(run, str(photos), tmp_path / name, 256, "cpu")
+        paths, rows = read(tmp_path / name)
+        assert np.array_equal(rows, load_encoder(run).embed(paths).numpy())
+
+
+def test_a_pattern_and_a_single_file(run: Path, photos: Path, tmp_path: Path) -> None:
+    def found(images: str) -> list[str]:
+        embed.embed(run, images, tmp_path / "out.npz", 256, "cpu")
+        return [Path(path).name for path in read(tmp_path / "out.npz")[0]]
+
+    assert found(f"{photos}/**/*.png") == ["a.png", "c.png", "grey.png"]
+    assert found(f"{photos}/deep/*/*") == ["d.bmp"]
+    assert found(f"{photos}/a.png") == ["a.png"]
+    noise(9).save(photos / "[x]*.png")  # a name that is also a pattern
+    assert found(f"{photos}/[x]*.png") == ["[x]*.png"]
+    odd = (photos / "a.png").rename(photos / "name-without-end")
+    assert found(str(odd)) == [odd.name]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.npz"])
+def test_what_leaves_nothing_to_embed_is_an_error_and_no_file(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for bad in ("1.png", "2.png"):
+        (tmp_path / bad).write_text("no image")
+    to = tmp_path / name
+    for where, message in (
+        (tmp_path, f"{tmp_path}: no image can be read: {tmp_path / '1.png'} (not an image"),
+        (tmp_path / "*.gif", f"{tmp_path / '*.gif'}: no images there; give a folder"),
+        (tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: no images there"),
+    ):
+        assert main(["embed", str(run), str(where), "--to", str(to)]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["1.png", "2.png"]
+
+
+def test_a_bad_output_is_refused_before_any_work(
+    run: Path,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(embed, "load_encoder", lambda *_: pytest.fail("work"))
+    monkeypatch.setattr(embed, "found", lambda *_: pytest.fail("work"))
+
+    def refused(*words: object) -> str:
+        assert main(list(map(str, words))) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    inside = photos / "a.png" / "out.csv"
+    said = refused("embed", run, photos, "--to", inside)
+    assert f"--to {inside}: cannot be written (Not a directory)" in said
+    said = refused("embed", run, photos, "--to", tmp_path / "new" / "out.csv")
+    assert "cannot be written (No such file or directory)" in said
+    (tmp_path / "folder.csv").mkdir()
+    said = refused("embed", run, photos, "--to", tmp_path / "folder.csv")
+    assert "cannot be written (Is a directory)" in said
+    said = refused("embed", run, photos, "--to", "out.txt")
+    assert "must end in one of .parquet, .csv, .npz" in said
+    said = refused("search", run, photos / "a.png", photos, "--html", photos / "a.png" / "x.html")
+    assert "--html" in said and "cannot be written (Not a directory)" in said
+    monkeypatch.setattr(embed.os, "access", lambda *_: False)
+    (tmp_path / "old.csv").write_text("old")
+    said = refused("embed", run, photos, "--to", tmp_path / "old.csv")
+    assert "cannot be written (Permission denied)" in said
+    assert (tmp_path / "old.csv").read_text() == "old"
+
+
+def test_a_missing_extra_is_named(
+    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"needs pyarrow; .* pip install 'fedssl\[frames\]'"):
+        embed.embed(run, str(photos), tmp_path / "out.parquet", 256, "cpu")
+    assert embed.embed(run, str(photos), tmp_path / "out.csv", 256, "cpu") == 7
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.npz"])
+def test_a_stop_in_the_middle_leaves_the_old_file(
+    name: str, run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = tmp_path / name
+    to.write_text("old")
+    real, calls = embed.ImageEncoder.embed_bytes, []
+
+    def stopped(self: embed.ImageEncoder, images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, images)
+
+    monkeypatch.setattr(embed.ImageEncoder, "embed_bytes", stopped)
+    assert main(["embed", str(run), str(photos), "--to", str(to), "--batch", "2"]) == 130
+    assert to.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name, "photos"]
+
+
+def test_a_full_disk_is_said(
+    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(embed.Csv, "write", full)
+    with pytest.raises(UserError, match=r"--to .*out\.csv: the disk is full"):
+        embed.embed(run, str(photos), tmp_path / "out.csv", 256, "cpu")
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("options", [("--batch", "0"), ("--device", "tpu9")])
+def test_a_bad_option_is_one_line(
+    options: tuple[str, ...], run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = photos / "out.csv"
+    assert main(["embed", str(run), str(photos), "--to", str(to), *options]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not to.exists()
+
+
+# Odd images ----------------------------------------------------------------------------------
+
+
+def halves(left: tuple[int, ...], right: tuple[int, ...]) -> Image.Image:
+    image = Image.new("RGB", (40, 20), left)
+    image.paste(right, (20, 0, 40, 20))
+    return image
+
+
+RED_BLUE = halves((250, 0, 0), (0, 0, 250))
+GREY = RED_BLUE.convert("L")
+
+
+def alpha(image: Image.Image) -> Image.Image:
+    image.putalpha(Image.new("L", image.size, 7))
+    return image
+
+
+def deep() -> Image.Image:
+    return Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)
+
+
+def palette() -> Image.Image:
+    image = RED_BLUE.quantize(4)
+    image.info["transparency"] = bytes([0, 255, 128, 3])
+    return image
+
+
+FRAMES = {"save_all": True, "append_images": [halves((0, 250, 0), (0, 250, 0))]}
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # turn a quarter to the right
+ODD: dict[str, tuple[Callable[[], Image.Image], dict[str, object], Image.Image]] = {
+    "grey.png": (lambda: GREY, {}, GREY),
+    "one-bit.png": (lambda: GREY.point(lambda v: 255 * (v > 50)).convert("1"), {}, None),  # type: ignore[dict-item]
+    "grey-alpha.png": (lambda: alpha(GREY.copy()), {}, GREY),
+    "alpha.png": (lambda: alpha(RED_BLUE.copy()), {}, RED_BLUE),
+    "palette.png": (palette, {}, RED_BLUE),
+    "sixteen.png": (deep, {}, GREY),
+    "sixteen.tif": (deep, {}, GREY),
+    "cmyk.jpg": (lambda: RED_BLUE.convert("CMYK"), {"quality": 100}, RED_BLUE),
+    "animated.gif": (lambda: RED_BLUE, FRAMES, RED_BLUE),
+    "animated.webp": (lambda: RED_BLUE, {**FRAMES, "lossless": True}, RED_BLUE),
+    "animated.png": (lambda: RED_BLUE, FRAMES, RED_BLUE),
+    "turned.png": (lambda: RED_BLUE, {"exif": TURNED}, RED_BLUE.transpose(Image.ROTATE_270)),
+}
+
+
+def test_odd_images_are_read_as_in_training_and_as_people_see_them(
+    run: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for name, (image, options, _) in ODD.items():
+        image().save(root / name, **options)
+    assert embed.embed(run, str(root), tmp_path / "out.npz", 256, "cpu") == len(ODD)
+    paths, rows = read(tmp_path / "out.npz")
+    data = Data("folder", str(root), SIZE, cache=str(tmp_path / "cache"))
+    trained = datasets.load(data).train.images[0]
+    whole = load_encoder(run)
+    assert np.array_equal(rows, whole.embed(trained).numpy())
+    for path, pixels in zip(paths, trained, strict=True):
+        seen = ODD[Path(path).name][2]
+        if seen is not None:
+            difference = pixels.int() - torch.from_numpy(images.pixels(seen, SIZE).copy()).int()
+            assert difference.abs().max() <= 4, path
+
+
+def header_of(width: int, height: int) -> bytes:
+    """The start of a PNG of that size."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(bytes(1000))
+    parts = [
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (chunk, data)
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def test_an_image_of_900_million_pixels_is_skipped_by_name(
+    run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "huge.png").write_bytes(header_of(30_000, 30_000))
+    assert embed.embed(run, str(photos), tmp_path / "out.npz", 256, "cpu") == 7
+    said = capsys.readouterr().err
+    assert f"{photos / 'huge.png'}: skipped (more than 178,956,970 pixels" in said
+    query = str(photos / "huge.png")
+    assert main(["search", str(run), query, str(photos), "--html", str(tmp_path / "s.html")]) == 2
+    assert f"{query}: more than 178,956,970 pixels" in capsys.readouterr().err
+
+
+def test_a_huge_jpeg_is_read_at_a_fraction_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = noise(0, 10, 10).resize((640, 640))
+    image.save(tmp_path / "a.jpg")
+    image.save(tmp_path / "b.jpg", progressive=True)
+    image.save(tmp_path / "c.png")
+    expected = images.decode(tmp_path / "a.jpg", SIZE)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
+    sizes: list[tuple[int, int]] = []
+    real = images.pixels
+
+    def watched(image: Image.Image, *rest: int) -> images.Pixels:
+        sizes.append(image.size)
+        return real(image, *rest)
+
+    monkeypatch.setattr(images, "pixels", watched)
+    found = list(images.read(sorted(tmp_path.iterdir()), SIZE, 3))
+    assert np.array_equal(found[0], expected) and sizes == [(80, 80)]
+    assert all("more than 200,000 pixels" in str(reason) for reason in found[1:])
+
+
+def test_names_that_are_no_text_are_written_all_the_same(run: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    noise(0).save(tmp_path / "a.png")
+    (tmp_path / "a.png").rename(root / "caf\udce9.png")
+    for name in ("out.parquet", "out.csv", "out.npz"):
+        assert embed.embed(run, str(root), tmp_path / name, 256, "cpu") == 1
+        assert read(tmp_path / name)[0] == [str(root / "caf\\xe9.png")]
+
+
+# Search --------------------------------------------------------------------------------------
+
+
+def test_the_nearest_images_as_a_list_and_as_a_page(
+    run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    query = photos / "<b>query&.png"
+    noise(0).save(query)  # the same pixels as a.png
+    (photos / "again.png").symlink_to(query)
+    page = tmp_path / "page.html"
+    words = ["--top", "4", "--html", str(page), "--batch", "2", "--device", "cpu"]
+    assert main(["search", str(run), str(query), str(photos), *words]) == 0
+    *lines, blank, last = capsys.readouterr().out.splitlines()
+    assert blank == "" and last == str(page)
+    found = [(line.split()[1], float(line.split()[0])) for line in lines]
+    assert found[0] == (str(photos / "a.png"), 1.0)
+
+    names = ["a.png", "b.jpg", "deep/c.png", "deep/er/d.bmp", "e.webp", "f.PNG", "grey.png"]
+    whole = load_encoder(run)
+    rows = F.normalize(whole.embed([photos / name for name in names]))
+    near = (rows @ F.normalize(whole.embed([query]))[0]).topk(4)
+    assert [path for path, _ in found] == [str(photos / names[i]) for i in near.indices]
+    assert [value for _, value in found] == pytest.approx(near.values.tolist(), abs=6e-4)
+
+    text = page.read_text()
+    assert "<b>query" not in text and "&lt;b&gt;query&amp;.png" in text
+    assert text.count("data:image/jpeg;base64,") == 5 and text.count("<li>") == 4
+    sources = re.findall(r'(?:src|href|url)\s*[=(]\s*"?([^">)]{5})', text)
+    assert set(sources) == {"data:"} and "http" not in text
+    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
+
+
+def test_more_neighbours_than_images_and_none_at_all(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(2):
+        noise(i).save(tmp_path / f"{i}.png")
+    query = tmp_path / "0.png"
+    assert len(embed.search(run, query, str(tmp_path), 10, None, 256, "cpu")) == 1
+    html = tmp_path / "s.html"
+    for images_, options, message in (
+        (query, (), "no image there but the query itself"),
+        (tmp_path, ("--top", "0"), "--top 0: must be at least 1"),
+    ):
+        words = ["search", str(run), str(query), str(images_), "--html", str(html), *options]
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+    assert not html.exists()

@@ -1,0 +1,480 @@
+"""Encoders out of a run: load_encoder, and every format of ``fedssl export``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from fedssl import checkpoint, config, deploy, embed, export, load_encoder, run, tables
+from fedssl.cli import main
+from fedssl.config import Data, Encoder
+from fedssl.data import datasets
+from fedssl.encoder import ImageEncoder
+from fedssl.errors import TrainingError, UserError
+from fedssl.evaluate.features import extract
+from fedssl.models.encoders import encoder as make_encoder
+from fedssl.models.network import initialize
+from fedssl.session import Session, prepare
+
+SMALL = (
+    "rounds=2",
+    "cohort.size=6",
+    "data.size=8",
+    "objective.projector=32,32,16",
+    "evaluate.protocols=knn",
+    "evaluate.baselines=[]",
+    "engine.threads=1",
+)
+
+
+def trained(out: Path, *words: str) -> Path:
+    run.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), out)
+    return out
+
+
+def reopened(folder: Path) -> Session:
+    session = prepare(config.build(config.read_yaml(folder / "config.yaml")))
+    session.engine.open(folder)
+    assert checkpoint.read(folder, session)
+    return session
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    test = datasets.load(Data(size=8)).test
+    assert test is not None
+    return test.images[0]
+
+
+@pytest.fixture(scope="module")
+def two_towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("runs") / "two", "encoder.towers=2", "data.halves=true")
+
+
+def made(name: str, norm: str, channels: int, size: int) -> ImageEncoder:
+    """An encoder at random, with running statistics that matter."""
+    settings = Encoder(name, norm=norm, groups=8)  # type: ignore[arg-type]
+    body = make_encoder(settings, channels, size)
+    initialize(body, 0)
+    generator = torch.Generator().manual_seed(0)
+    for key, value in body.state_dict().items():
+        if key.endswith("running_mean"):
+            value.uniform_(-0.2, 0.2, generator=generator)
+        elif key.endswith("running_var"):
+            value.uniform_(0.5, 2, generator=generator)
+    note = {
+        "model": "global",
+        "encoder": config.to_tree(settings),
+        "features": body.features,
+        "channels": [channels],
+        "size": [size, size],
+    }
+    return ImageEncoder(body.eval(), note, 0).eval()
+
+
+# load_encoder --------------------------------------------------------------------------------
+
+
+def test_an_encoder_gives_the_bits_that_the_run_is_judged_by(
+    folder: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    session = reopened(folder)
+    judged = extract(session.body(session.global_weights()).encoder, images)
+    encoder = load_encoder(folder)
+    assert not encoder.training and not any(m.training for m in encoder.modules())
+    assert torch.equal(encoder.embed(images), judged)
+    paths = [tmp_path / f"{i}.png" for i in range(300)]
+    for path, image in zip(paths, images, strict=False):
+        Image.fromarray(image[0].numpy()).save(path)
+    assert torch.equal(encoder.embed(paths), judged[:300])
+    assert torch.equal(encoder.embed([Image.open(paths[0])]), encoder.embed(images[:1]))
+    with torch.no_grad():
+        assert torch.equal(encoder(encoder.preprocess(paths[7])[None]), encoder.embed(images[7:8]))
+
+
+def test_batches_change_no_more_than_rounding(folder: Path, images: torch.Tensor) -> None:
+    encoder = load_encoder(folder)
+    torch.testing.assert_close(encoder.embed(images[:20], batch=7), encoder.embed(images[:20]))
+    assert encoder.embed([]).shape == (0, 96)
+
+
+def test_a_double_precision_run_is_judged_and_used_in_single(
+    folder: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    shutil.copy(folder / "encoder.json", tmp_path)
+    state = load_file(folder / "encoder.safetensors")
+    save_file({k: v.double() for k, v in state.items()}, tmp_path / "encoder.safetensors")
+    assert torch.equal(load_encoder(tmp_path).embed(images), load_encoder(folder).embed(images))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_files_are_read_as_training_reads_a_folder(tmp_path: Path, halves: bool) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    generator = np.random.default_rng(0)
+    for i, (height, width) in enumerate([(40, 61), (33, 20), (16, 16)]):
+        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / f"{i}.{'jpg' if i == 0 else 'png'}")
+    data = Data("folder", str(root), 16, halves=halves, cache=str(tmp_path / "cache"))
+    trained = datasets.load(data).train.images
+    for tower, expected in enumerate(trained):
+        encoder = made("tiny", "group", 3, 16)
+        encoder.tower, encoder.width = tower, expected.shape[3]
+        read = torch.stack([encoder.preprocess(path) for path in sorted(root.iterdir())])
+        assert torch.equal(read, expected.float() / 255)
+    assert len(trained) == 1 + halves
+
+
+def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
+    session = reopened(two_towers)
+    assert session.dataset.test is not None
+    session.work.load(session.global_weights())
+    for tower, images in enumerate(session.dataset.test.images):
+        expected = extract(copy.deepcopy(session.encoder(tower).encoder).float(), images)
+        assert torch.equal(load_encoder(two_towers, tower=tower).embed(images), expected)
+    lines = list(export.export(two_towers, "safetensors", tmp_path / "both"))
+    assert sum("largest difference to torch 0" in line for line in lines) == 2
+    assert torch.equal(load_encoder(tmp_path / "both", tower=1).embed(images), expected)
+    second = tmp_path / "both" / "encoder-second.safetensors"
+    assert load_encoder(second).tower == 1
+    assert torch.equal(load_encoder(second).embed(images), expected)
+    lines = list(export.export(two_towers, "hf", tmp_path / "hub"))
+    assert sum("largest difference to torch 0" in line for line in lines) == 2
+    assert torch.equal(load_encoder(tmp_path / "hub", tower=1).embed(images), expected)
+    steps = json.loads((tmp_path / "hub" / "config.json").read_text())["fedssl"]["preprocess"]
+    assert "its left 4 columns" in steps["steps"]
+    with pytest.raises(UserError, match="tower=2"):
+        load_encoder(two_towers, tower=2)
+
+
+def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
+    words = ("algorithm.name=ditto", "partition.name=iid", "partition.clients=3")
+    folder = trained(tmp_path / "run", *words, "cohort.size=null", "rounds=1")
+    own = load_encoder(folder, client=2)
+    file = folder / "personal" / "client-2.safetensors"
+    for name, tensor in load_file(file).items():
+        assert torch.equal(own.body.state_dict()[name], tensor.float())
+    assert torch.equal(load_encoder(file).embed(images[:5]), own.embed(images[:5]))
+    assert not torch.equal(own.embed(images[:5]), load_encoder(folder).embed(images[:5]))
+    with pytest.raises(UserError, match=r"client=7: .* personal models of clients 0, 1, 2"):
+        load_encoder(folder, client=7)
+
+
+def test_images_of_another_shape_are_refused(folder: Path) -> None:
+    encoder = load_encoder(folder)
+    with pytest.raises(
+        UserError, match=r"expected N × 1 × 8 × 8 of torch.uint8, got 2 × 3 × 8 × 8"
+    ):
+        encoder.embed(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    with pytest.raises(UserError, match=r"got 1 × 8 × 8 of torch.float32"):
+        encoder.preprocess(torch.zeros(1, 8, 8))
+    with pytest.raises(UserError, match="several images"):
+        encoder.embed("a.png")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"nowhere\.png: No such file"):
+        encoder.preprocess("nowhere.png")
+
+
+def test_what_holds_no_encoder_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no encoder there"):
+        load_encoder(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="not a safetensors file"):
+        load_encoder(tmp_path / "x.safetensors")
+    shutil.copy(folder / "encoder.safetensors", tmp_path / "alone.safetensors")
+    with pytest.raises(UserError, match=r"keep encoder\.json beside it"):
+        load_encoder(tmp_path / "alone.safetensors")
+    note = json.loads((folder / "encoder.json").read_text())
+    for broken, problem in (
+        ({**note, "encoder": {**note["encoder"], "new": 1}}, "'new'"),
+        ({k: v for k, v in note.items() if k != "size"}, "no size"),
+    ):
+        (tmp_path / "encoder.json").write_text(json.dumps(broken))
+        with pytest.raises(UserError, match=f"another version of fedssl .*{problem}"):
+            load_encoder(tmp_path)
+
+
+def test_a_run_that_has_not_ended_says_how_to_end_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(folder / "config.yaml", tmp_path)
+    assert main(["export", str(tmp_path), "--format", "onnx"]) == 2
+    assert f"end it with: fedssl run --resume --out {tmp_path}" in capsys.readouterr().err
+    assert main(["embed", str(tmp_path), str(folder), "--to", str(tmp_path / "a.csv")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+# Formats -------------------------------------------------------------------------------------
+
+ALONE = """
+import sys
+sys.modules["fedssl"] = None  # as if it were not installed
+{blocked}
+import json
+import numpy as np
+images = np.load(sys.argv[2]).astype(np.float32) / 255
+{load}
+for count in (1, 7, len(images)):
+    found = infer(images[:count])
+    assert found.shape[0] == count
+np.save(sys.argv[3], found)
+print(note)
+"""
+TORCHSCRIPT = """
+import torch
+extra = {"fedssl.json": ""}
+model = torch.jit.load(sys.argv[1], _extra_files=extra)
+note = extra["fedssl.json"].decode()
+infer = lambda x: model(torch.from_numpy(x)).detach().numpy()
+"""
+ONNX = """
+import onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+note = session.get_modelmeta().custom_metadata_map["fedssl"]
+infer = lambda x: session.run(["embeddings"], {"images": x})[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("format", "ending", "load"), [("torchscript", "pt", TORCHSCRIPT), ("onnx", "onnx", ONNX)]
+)
+def test_an_export_gives_the_runs_embeddings_where_there_is_no_fedssl(
+    format: str,
+    ending: str,
+    load: str,
+    folder: Path,
+    images: torch.Tensor,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["export", str(folder), "--format", format]) == 0
+    said = capfd.readouterr()
+    file = folder / "export" / format / f"encoder.{ending}"
+    lines = said.out.splitlines()
+    assert lines[0].startswith(f"{file}: ") and lines[1].startswith("largest difference to torch ")
+    assert float(lines[1].split()[4]) < 1e-4 and lines[1].endswith("of the run's test images")
+    assert len(lines) == 3 and said.err == ""
+
+    np.save(tmp_path / "images.npy", images[:40].numpy())
+    blocked = 'sys.modules["torch"] = None' if format == "onnx" else ""
+    script = ALONE.format(blocked=blocked, load=load)
+    names = [str(file), "images.npy", "found.npy"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    alone = subprocess.run(
+        [sys.executable, "-I", "-c", script, *names],
+        cwd=tmp_path, env=clean, capture_output=True, text=True,
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    found = torch.from_numpy(np.load(tmp_path / "found.npy"))
+    expected = load_encoder(folder).embed(images[:40])
+    assert found.dtype == torch.float32
+    assert float((found - expected).abs().max()) < 1e-4
+
+    note = json.loads(alone.stdout)
+    assert note == json.loads(file.with_name(f"{file.name}.json").read_text())
+    wanted = note["preprocess"]
+    assert [wanted[key] for key in ("channels", "height", "width")] == [1, 8, 8]
+    assert wanted["range"] == [0.0, 1.0] and "divided by 255" in wanted["steps"]
+
+
+def test_safetensors_are_exact_from_folder_and_from_the_file_alone(
+    folder: Path, images: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(folder), "--format", "safetensors"]) == 0
+    assert "largest difference to torch 0" in capsys.readouterr().out
+    out = folder / "export" / "safetensors"
+    expected = load_encoder(folder).embed(images)
+    assert torch.equal(load_encoder(out).embed(images), expected)
+    shutil.copy(out / "encoder.safetensors", tmp_path / "renamed.safetensors")
+    assert torch.equal(load_encoder(tmp_path / "renamed.safetensors").embed(images), expected)
+    state = load_file(folder / "encoder.safetensors")
+    exported = load_file(out / "encoder.safetensors")
+    assert state.keys() == exported.keys()
+    assert all(torch.equal(state[key], exported[key]) for key in state)
+    # An exported encoder can be exported again; the run's images are not known there.
+    lines = list(export.export(out, "torchscript", tmp_path / "again.pt"))
+    assert "made images (the run's data is not here)" in lines[1]
+    assert (tmp_path / "again.pt").is_file()
+
+
+KINDS = [
+    ("tiny", "batch", 1, 8),
+    ("resnet14", "group", 3, 16),
+    ("resnet18", "batch", 3, 96),
+    ("resnet50", "group", 3, 16),
+    ("vit-tiny", "group", 3, 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "norm", "channels", "size"),
+    [
+        *(("torchscript", *kind) for kind in KINDS),
+        ("onnx", "resnet14", "batch", 3, 16),
+        ("onnx", "vit-tiny", "group", 3, 8),
+    ],
+)
+def test_every_encoder_goes_out(
+    format: str, name: str, norm: str, channels: int, size: int, tmp_path: Path
+) -> None:
+    encoder = made(name, norm, channels, size)
+    file = tmp_path / f"encoder{export.ENDINGS[format]}"
+    infer = export.WRITERS[format](encoder, file)
+    images = torch.randint(0, 256, (5, channels, size, size), dtype=torch.uint8)
+    assert export.compare(encoder, infer, images)[0] < 1e-4
+    if format == "torchscript":
+        assert "fedssl::" not in str(torch.jit.load(str(file)).inlined_graph)  # our kernels
+    else:
+        import onnx
+
+        graph = onnx.load(file).graph
+        assert {node.domain for node in graph.node} == {""}
+        assert str(Path(export.__file__).parent).encode() not in file.read_bytes()
+        assert graph.input[0].type.tensor_type.shape.dim[0].dim_param
+
+
+def test_an_export_that_differs_is_not_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(encoder: ImageEncoder, path: Path) -> export.Infer:
+        path.write_text("new")
+        return lambda images: encoder.body(images) + 2e-4
+
+    monkeypatch.setitem(export.WRITERS, "onnx", wrong)
+    out = tmp_path / "a.onnx"
+    out.write_text("old")
+    with pytest.raises(
+        TrainingError, match=r"not written; its largest difference to torch 0\.0002"
+    ):
+        list(export.export(folder, "onnx", out))
+    assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
+
+
+def test_checking_an_export_downloads_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = shutil.copytree(folder, tmp_path / "run")
+    tree = yaml.safe_load((moved / "config.yaml").read_text())
+    tree["data"] |= {"name": "cifar10", "cache": str(tmp_path / "cache")}
+    (moved / "config.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr("fedssl.data.datasets._network_patience", lambda: pytest.fail("network"))
+    assert "made images" in export.looks(moved, load_encoder(moved))[1]
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_extra_is_named(
+    missing: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = export.importlib.util.find_spec
+    monkeypatch.setattr(
+        export.importlib.util, "find_spec", lambda name: None if name == missing else real(name)
+    )
+    assert main(["export", str(folder), "--format", "onnx"]) == 2
+    assert "pip install 'fedssl[export]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["safetensors", "onnx", "hf"])
+def test_a_place_that_cannot_be_written_is_said_before_the_work(
+    format: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for name in export.WRITERS:
+        monkeypatch.setitem(export.WRITERS, name, lambda *_: pytest.fail("work"))
+    with pytest.raises(UserError, match=r"--out .*file/out: cannot be written \(Not a directory\)"):
+        list(export.export(folder, format, tmp_path / "file" / "out"))
+
+
+def test_a_wrong_name_for_the_output_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a file of --format onnx ends in \.onnx"):
+        list(export.export(folder, "onnx", tmp_path / "a.pt"))
+    with pytest.raises(UserError, match="a run's own folder"):
+        list(export.export(folder, "safetensors", folder))
+
+
+# Hugging Face --------------------------------------------------------------------------------
+
+
+def test_the_hub_folder_loads_and_its_card_says_what_it_is(
+    folder: Path, images: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "hub"
+    assert main(["export", str(folder), "--format", "hf", "--out", str(out)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"{out / 'model.safetensors'}: ") and said[-1].startswith(f"{out}: ")
+    assert said[1].startswith("largest difference to torch 0 ")
+    assert torch.equal(load_encoder(out).embed(images), load_encoder(folder).embed(images))
+    processor = json.loads((out / "preprocessor_config.json").read_text())
+    assert processor["size"] == {"shortest_edge": 8} and processor["rescale_factor"] == 1 / 255
+    assert processor["do_normalize"] is False
+
+    card = (out / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front)["pipeline_tag"] == "image-feature-extraction"
+    settings = config.build(config.read_yaml(folder / "config.yaml"))
+    summary = json.loads((folder / "summary.json").read_text())
+    clients = json.loads((folder / "clients.json").read_text())
+    count = sum(client["samples"] for client in clients)
+    assert f"`digits`, unlabeled in training: {count:,} images of {len(clients)} clients" in body
+    assert "algorithm `dcco`, 2 rounds" in body
+    assert deploy.exchanges(settings) in body
+    assert tables.result(summary, settings) in body and "`fedssl run recipe.yaml`" in body
+    assert "## Limits" in body
+    # The command in the card gives the same run.
+    assert config.resolve(config.read_recipe(str(out / "recipe.yaml"))) == settings
+    # A second export takes the place of the first.
+    assert main(["export", str(folder), "--format", "hf", "--out", str(out)]) == 0
+
+
+def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(folder, tmp_path / "run")
+    secret = str(tmp_path / "secret")
+    tree = yaml.safe_load((moved / "config.yaml").read_text())
+    tree["data"] |= {"name": "folder", "root": secret, "cache": secret}
+    tree["encoder"]["init"] = secret
+    (moved / "config.yaml").write_text(yaml.safe_dump(tree))
+    note = json.loads((moved / "encoder.json").read_text())
+    note["encoder"]["init"] = secret
+    (moved / "encoder.json").write_text(json.dumps(note))
+    list(export.export(moved, "hf", tmp_path / "hub"))
+    for file in (tmp_path / "hub").iterdir():
+        assert secret.encode() not in file.read_bytes(), file
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "fedssl run recipe.yaml data.root=DIR" in card
+    assert "It started from given weights." in card
+
+
+def test_a_folder_of_something_else_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        list(export.export(folder, "hf", tmp_path))
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_an_exported_folder_serves_as_a_run_for_embed(
+    folder: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    list(export.export(folder, "hf", tmp_path / "hub"))
+    Image.fromarray(images[0, 0].numpy()).save(tmp_path / "a.png")
+    to = tmp_path / "a.npz"
+    assert embed.embed(tmp_path / "hub", str(tmp_path / "a.png"), to, 256, "cpu") == 1
+    expected = load_encoder(folder).embed(images[:1])
+    assert np.array_equal(np.load(to)["embedding"], expected.numpy())
