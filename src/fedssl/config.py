@@ -232,7 +232,8 @@ class Config:
     partition: PartitionParams
     objective: ObjectiveParams
     algorithm: AlgorithmParams
-    about: str = ""
+    about: str = ""  # what a recipe is, in one line
+    # The cell that a recipe reproduces: row, results (measure: number) and note.
     paper: Mapping[str, Any] = field(default_factory=dict)
     data: Data = Data()
     augment: Augment = Augment()
@@ -240,12 +241,12 @@ class Config:
     engine: Engine = Engine()
     server: Optimizer = Optimizer("adam", 1e-3)
     client: Optimizer = Optimizer("sgd", 1.0)
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Literal["constant", "cosine"] = "cosine"  # of learning rates, over the rounds
     cohort: Cohort = Cohort()
     privacy: Privacy = Privacy()
     rounds: int = 100
-    seed: int = 0
-    device: str = "auto"
+    seed: int = 0  # all random numbers are a function of it, but those that protect people
+    device: str = "auto"  # as torch names them; auto: a GPU if there is one
     precision: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # of networks: bf16 on a GPU
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()

@@ -1,0 +1,424 @@
+"""The generated parts of the documentation, made when it is built: they cannot go stale.
+
+A page asks for one with a line such as ``<!-- generated: commands -->``; ``PARTS`` has them all.
+Links from a page to files outside docs/ become the files' names, since the site does not hold them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import io
+import json
+import os
+import posixpath
+import re
+import shlex
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import griffe
+import yaml
+from mkdocs.exceptions import PluginError
+
+from fedssl import cli, config, reproduce, tables
+from fedssl.data.augment import PRESETS
+
+NAMES = {"dcco": "DCCO", "fedema": "FedEMA", "decssl": "Dec-SSL", "perfcl": "PerFCL", "ccl": "CCL"}
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "results" / "measured.jsonl"
+MARK = re.compile(r"(^ +)?<!-- generated: (\S+) ?(.*?) -->", re.MULTILINE)
+TEST = re.compile(r"^<!-- test: .*? -->\n", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+ROLE = re.compile(r":(?:class|func|meth|mod|attr):(?=`)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """A page as it goes into the site (mkdocs calls this)."""
+    here = posixpath.dirname("docs/" + page.file.src_uri)
+    text = site_links(TEST.sub("", markdown), here, here)
+    return MARK.sub(lambda m: textwrap.indent(part(m[2], m[3], here), m[1] or ""), text)
+
+
+class Docstrings(griffe.Extension):
+    """Docstrings of the Python reference, as they are written here, become Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called by griffe for everything that it finds."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(docstring: str) -> str:
+    """Examples as code; references by role as plain code."""
+    paragraphs = ROLE.sub("", docstring.replace("  # doctest: +SKIP", "")).split("\n\n")
+    return "\n\n".join(
+        f"```pycon\n{text}\n```" if text.startswith(">>>") else text for text in paragraphs
+    )
+
+
+def part(name: str, argument: str, here: str) -> str:
+    """One generated part, for a page in the folder ``here``."""
+    if name not in PARTS:
+        raise PluginError(f"generated: {name}: unknown; choose of {', '.join(PARTS)}")
+    return site_links(PARTS[name](argument), "", here)
+
+
+def site_links(text: str, source: str, here: str) -> str:
+    """Links of a text in the folder ``source`` for a page in ``here``."""
+
+    def link(found: re.Match[str]) -> str:
+        words, target, anchor = found[1], found[2], found[3] or ""
+        path = posixpath.normpath(posixpath.join(source, target))
+        if not (ROOT / path).exists():
+            raise PluginError(
+                f"{target}: a link to a file that is not there, in {here or 'README'}"
+            )
+        if path.startswith("docs/"):
+            words = Path(path).stem if words == path else words
+            return f"[{words}]({posixpath.relpath(path, here)}{anchor})"
+        shown = words.strip("`")
+        return (
+            f"`{path}`"
+            if path.endswith(shown) or path.startswith(shown)
+            else (f"{words} (`{path}`)")
+        )
+
+    blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(b if b.startswith("```") else LINK.sub(link, b) for b in blocks)
+
+
+def readme(heading: str) -> str:
+    """A section of README.md, without its heading."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(
+        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        raise PluginError(f"generated: README.md has no section {heading!r}")
+    return found[1].replace("\nApache-2.0.\n", "\n").strip()
+
+
+# Configuration keys
+
+
+def configuration(_: str) -> str:
+    """Every key, section by section, and the classes that a section's name may stand for."""
+    top = [field for field in dataclasses.fields(config.Config) if not _is_section(field.name)]
+    blocks = ["## Top level", _keys("", config.Config, [field.name for field in top])]
+    for section in (f.name for f in dataclasses.fields(config.Config) if _is_section(f.name)):
+        blocks += [f"## {section}", *_section(section)]
+    return "\n\n".join(blocks)
+
+
+def _is_section(name: str) -> bool:
+    return dataclasses.is_dataclass(config._fields(config.Config)[name])
+
+
+def _section(section: str) -> Iterator[str]:
+    kind = config._fields(config.Config)[section]
+    yield _docstring(kind)
+    fields = [field.name for field in dataclasses.fields(kind)]
+    if section not in config.VARIANTS:
+        standard = next(f.default for f in dataclasses.fields(config.Config) if f.name == section)
+        yield _keys(f"{section}.", kind, fields, standard)
+        if section == "augment":
+            yield f"Presets: {', '.join(f'`{name}`' for name in PRESETS)}."
+        return
+    yield _keys(f"{section}.", kind, fields, variants=list(config.VARIANTS[section]))
+    for name in config.VARIANTS[section]:
+        yield from _variant(section, name, fields)
+
+
+def _variant(section: str, name: str, shared: Sequence[str]) -> Iterator[str]:
+    """What a section's class says of itself, and the keys that only it has."""
+    kind = config.variant(section, name)
+    file = Path(inspect.getfile(kind)).relative_to(ROOT).as_posix()
+    yield f"### `{section}.name={name}`"
+    yield f"{_docstring(kind)}\n\n`{file}`, class `{kind.__name__}`."
+    fields = {field.name: field for field in dataclasses.fields(kind.Params)}
+    base = {f.name: f for f in dataclasses.fields(config._fields(config.Config)[section])}
+    own = [n for n in fields if n not in shared or fields[n].default != base[n].default]
+    own.remove("name") if "name" in own else None
+    if own:
+        if kind.Params.__doc__ and not kind.Params.__doc__.startswith(kind.Params.__name__ + "("):
+            yield _docstring(kind.Params)
+        yield _keys(f"{section}.", kind.Params, own)
+
+
+def _docstring(thing: Any) -> str:
+    return as_markdown(inspect.getdoc(thing) or "")
+
+
+def _keys(
+    prefix: str, kind: Any, names: Sequence[str], standard: Any = None, variants: Sequence[str] = ()
+) -> str:
+    """A table of keys: what each may be, what it is if not given, and what its comment says."""
+    types_, comments = config._fields(kind), _comments(kind)
+    rows = ["| key | values | default | |", "| --- | --- | --- | --- |"]
+    for field in (f for f in dataclasses.fields(kind) if f.name in names):
+        key = field.name.rstrip("_")
+        values = _words(types_[key])
+        if key == "name" and variants:
+            values = ", ".join(f"`{name}`" for name in variants)
+        default = _default(field) if standard is None else _value(getattr(standard, field.name))
+        if key == "name" and prefix.rstrip(".") in config.DEFAULT_NAMES:
+            default = f"`{config.DEFAULT_NAMES[prefix.rstrip('.')]}`"
+        cells = (f"`{prefix}{key}`", values, default, comments.get(field.name, ""))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _words(kind: Any) -> str:
+    """A type in words."""
+    arguments = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        return ", ".join(_value(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("`null`" if a is type(None) else _words(a) for a in arguments)
+    if origin is tuple:
+        plural = {int: "whole numbers", float: "numbers", str: "texts"}
+        every = arguments[-1] is Ellipsis
+        item = plural.get(arguments[0]) or _words(arguments[0])
+        return f"list of {item}" if every else f"list of {len(arguments)} numbers"
+    known = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
+    return known.get(kind, "keys and values")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return _value(field.default)
+    return "" if field.default_factory is dataclasses.MISSING else _value(field.default_factory())
+
+
+def _value(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    if value is None or isinstance(value, bool):
+        value = json.dumps(value)
+    return f"`{value}`" if value != "" else ""
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """What the comments above and beside a dataclass's fields say, inherited ones too."""
+    found: dict[str, str] = {}
+    for cls in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(cls):
+            found |= _own_comments(cls)
+    return found
+
+
+def _own_comments(kind: type) -> dict[str, str]:
+    source = textwrap.dedent(inspect.getsource(kind))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        above: list[str] = []
+        line = node.lineno - 1
+        while line in comments and comments[line].line.strip().startswith("#"):
+            above.insert(0, comments[line].string)
+            line -= 1
+        beside = [
+            comments[i].string
+            for i in range(node.lineno, (node.end_lineno or 0) + 1)
+            if i in comments
+        ]
+        text = " ".join(comment.lstrip("# ") for comment in above + beside)
+        if text:
+            found[node.target.id] = text
+    return found
+
+
+# Command line
+
+
+def commands(_: str) -> str:
+    """What ``--help`` prints, of every command."""
+    with mock.patch.dict(os.environ, {"COLUMNS": "88", "NO_COLOR": "1"}):
+        parsers = list(_parsers(cli._parser()))
+        return "\n\n".join(
+            f"## {p.prog}\n\n```text\n{p.format_help().rstrip()}\n```" for p in parsers
+        )
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _parsers(child)
+
+
+# Papers
+
+
+def recipes(paper: str) -> str:
+    """A paper's recipes: a line a table, and one for files of their own that begin alike."""
+    files: dict[str, list[str]] = {}
+    for name in config.matching(paper):
+        table = config.table(name)
+        files.setdefault(name.split("-")[0] if table is None else table.file, []).append(name)
+    rows = ["| recipes | what they are | how many |", "| --- | --- | --- |"]
+    for file, names in files.items():
+        table, about = config.table(names[0]), tables._recipe(names[0])[1]
+        if table is not None:
+            about = f"{table.title}: {table.about}"
+        elif len(names) > 1:
+            file, about = f"{file}-*", about.split(",")[0]
+        else:
+            file = names[0]
+        rows.append(f"| `{file}` | {about} | {len(names)} |")
+    return "\n".join(rows)
+
+
+def compared(pattern: str) -> str:
+    """The paper's numbers, ours beside them where measured.jsonl has them at full size."""
+    rows = ["| recipe | measure | the paper's | ours |", "| --- | --- | --- | --- |"]
+    ours = _at_full_size()
+    for name in config.matching(pattern):
+        paper = config.read_recipe(name).get("paper", {})
+        results = dict(paper.get("results", {}))
+        if not results and paper.get("note"):
+            results = {"": paper["note"]}
+        for measure, number in results.items():
+            mine = ours.get((name, measure), "not measured yet")
+            rows.append(f"| `{name}` | {tables.title(measure)} | {number} | {mine} |")
+    return "\n".join(rows)
+
+
+def measured(paper: str) -> str:
+    """The lines of measured.jsonl that name a paper's method, with what they were made with."""
+    blocks = []
+    for line in _lines():
+        about = re.search(rf"\b{NAMES[paper]}\b", line["what"])
+        if not about and paper != _recipe_of(line).split("/")[0]:
+            continue
+        origin = f"{line['hardware']}, commit {line['commit']}, {line['date']}"
+        blocks += [f"**{_sentence(line['what'])}** ({origin})", f"```text\n{line['command']}\n```"]
+        blocks.append(_numbers(line))
+        if line.get("note"):
+            blocks.append(f"{_sentence(line['note'])}.")
+    return "\n\n".join(blocks) or "Not measured yet."
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _numbers(line: dict[str, Any]) -> str:
+    """A table; what is longer than a few numbers is in the file only."""
+    other, rows = line.get("untrained", {}), []
+    for key, value in line["numbers"].items():
+        values = value if isinstance(value, list) else [value]
+        if len(values) > 8 or not all(isinstance(v, (int, float)) for v in values):
+            continue
+        shown = ", ".join(f"{v:,}" for v in values)
+        rows.append(f"| {tables.title(key)} | {shown} | {other.get(key, '')} |")
+    head = f"| measure | ours | {'untrained' if other else ''} |\n| --- | --- | --- |"
+    more = "\nWhat is longer is in `results/measured.jsonl`."
+    return "\n".join(
+        ([head, *rows] if rows else []) + ([more] if len(rows) < len(line["numbers"]) else [])
+    )
+
+
+def _at_full_size() -> dict[tuple[str, str], str]:
+    """Ours by recipe and measure, of runs that changed nothing that a result depends on."""
+    found: dict[tuple[str, str], str] = {}
+    for line in _lines():
+        recipe, words = _recipe_of(line), shlex.split(line["command"])[3:]
+        keys = [word.partition("=")[0] for word in words]
+        if recipe and all(key.startswith(reproduce.COMPARABLE) for key in keys):
+            found |= {(recipe, k): f"{v} ({line['hardware']})" for k, v in line["numbers"].items()}
+    return found
+
+
+def _recipe_of(line: dict[str, Any]) -> str:
+    """The recipe that a measured line's command names; empty: none."""
+    words = line["command"].split()
+    if len(words) < 3 or words[0] != "fedssl" or words[1] not in ("run", "reproduce"):
+        return ""
+    return "" if "=" in words[2] else words[2].strip("'")
+
+
+def _lines() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
+
+
+def reading(file: str) -> str:
+    """What the comments of a recipe's file say: our reading where the paper is silent."""
+    path = ROOT / "src" / "fedssl" / "recipes" / file
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comments = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    return f"{comments.replace('<', '&lt;')} (`{path.relative_to(ROOT)}`)"
+
+
+def says(names: str) -> str:
+    """What classes, named as module:Class, say of themselves."""
+    blocks = []
+    for name in names.split():
+        module, _, attribute = name.partition(":")
+        found = __import__(f"fedssl.{module}", fromlist=["_"])
+        thing = getattr(found, attribute) if attribute else found
+        file = Path(inspect.getfile(found)).relative_to(ROOT).as_posix()
+        label = f"`{attribute}` in `{file}`" if attribute else f"`{file}`"
+        blocks.append(f"{label}\n\n{textwrap.indent(_docstring(thing), '> ', lambda _: True)}")
+    return "\n\n".join(blocks)
+
+
+def exchanges(_: str) -> str:
+    """What each algorithm asks of clients by name, as it declares it."""
+    rows = [
+        "| algorithm | exchange | what a client tells | the server needs |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in config.VARIANTS["algorithm"]:
+        kind = config.variant("algorithm", name)
+        asked = [(t, "the mean") for t in kind.means]
+        asked += [(t, "**each client's own**") for t in kind.gathers]
+        asked += [(t, "each client's own number, for the log") for t in kind.logs]
+        for task, seen in asked:
+            about = (getattr(kind, task).__doc__ or "").strip().split("\n\n")[0]
+            only = " (simulations only)" if task in kind.simulated else ""
+            rows.append(f"| `{name}` | `{task}`{only} | {' '.join(about.split())} | {seen} |")
+    return "\n".join(rows)
+
+
+def file(path: str) -> str:
+    """A Python file of the repository, whole."""
+    return f"```python\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n```"
+
+
+def yaml_of(name: str) -> str:
+    """A recipe, with everything that it extends."""
+    text = yaml.safe_dump(config.read_recipe(name), sort_keys=False, allow_unicode=True)
+    return f"```yaml\n{text.rstrip()}\n```"
+
+
+PARTS: dict[str, Callable[[str], str]] = {
+    "commands": commands,
+    "compared": compared,
+    "configuration": configuration,
+    "exchanges": exchanges,
+    "file": file,
+    "measured": measured,
+    "readme": readme,
+    "reading": reading,
+    "recipe": yaml_of,
+    "recipes": recipes,
+    "says": says,
+}

@@ -1,0 +1,313 @@
+"""What the documentation shows is executed: every command and Python block of every page, in order.
+
+A page's blocks run in a folder of their own, where ``docs`` and ``examples`` are the repository's.
+Shown output must be printed, line by line; there may be more in between. A comment before a block
+says how it runs here:
+
+    <!-- test: rounds=2 -->           with these words more; numbers in the output may differ
+    <!-- test: vary -->               numbers may differ
+    <!-- test: exit 2 -->             with this exit code
+    <!-- test: after start.md -->     at a page's beginning: in the folder that this page leaves
+    <!-- test: skip REASON -->        not at all; the reason names the file that executes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import http.server
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl import cli, config
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+CHROMIUM = Path("/usr/bin/chromium")
+BLOCK = re.compile(
+    r"(?:^<!-- test: (?P<how>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+AFTER = re.compile(r"^<!-- test: after (\S+) -->$", re.MULTILINE)
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: (?:[kMGT]?B)\b)?")
+# Files of a run, and attributes of objects that are called like a section.
+NOT_KEYS = (
+    *("encoder.safetensors", "encoder.json", "encoder.preprocess"),
+    *("cohort.mean", "cohort.gather", "server.state", "client.state"),
+)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block, and how a test is to run it."""
+
+    kind: str
+    text: str
+    how: str
+
+    @property
+    def code(self) -> int:
+        return int(self.how.removeprefix("exit ")) if self.how.startswith("exit ") else 0
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.how) if "=" in self.how else []
+
+    @property
+    def varies(self) -> bool:
+        return bool(self.words) or self.how == "vary"
+
+    def commands(self) -> Iterator[tuple[str, list[str]]]:
+        """Each command with the lines that are shown below it."""
+        text = self.text.replace("\\\n", " ")
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            command, *shown = part.rstrip("\n").split("\n")
+            yield command, [line for line in shown if line.strip()]
+
+
+def blocks(page: str) -> list[Block]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [Block(m["kind"], m["text"], m["how"] or "") for m in BLOCK.finditer(text)]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """The folder that a page's blocks leave, made when it is asked for."""
+    done: dict[str, Path] = {}
+    root = tmp_path_factory.mktemp("docs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDSSL_CACHE", str(root / "cache"))
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        # One thread, whatever engine.threads says: several, on busy cores, wait for each other.
+        patch.setattr(torch, "set_num_threads", lambda count: None)
+        yield functools.partial(_folder, done, root)
+
+
+def _folder(done: dict[str, Path], root: Path, page: str) -> Path:
+    if page in done:
+        return done[page]
+    folder = root / page.removesuffix(".md").replace("/", "-")
+    before = AFTER.search((DOCS / page).read_text(encoding="utf-8"))
+    if before:
+        shutil.copytree(_folder(done, root, before[1]), folder, symlinks=True)
+    else:
+        folder.mkdir()
+        for name in ("docs", "examples"):
+            (folder / name).symlink_to(ROOT / name)
+    _execute(page, folder)
+    done[page] = folder
+    return folder
+
+
+def _execute(page: str, folder: Path) -> None:
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if block.how.startswith("skip "):
+            continue
+        if block.kind == "python":
+            with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(block.text, page, "exec"), names)
+        if block.kind == "console":
+            for command, shown in block.commands():
+                code, printed = _run(command, block.words, folder)
+                assert code == block.code, f"{page}: $ {command}\nexit code {code}\n{printed}"
+                missing = not_printed(shown, printed, block.varies)
+                assert missing is None, f"{page}: $ {command}\nnot printed: {missing}\n{printed}"
+
+
+def _run(command: str, words: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output; our own commands in this process, which has imported torch already."""
+    if not command.startswith("fedssl ") or set("|><") & set(command):
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=folder, text=True, capture_output=True, timeout=120
+        )
+        return result.returncode, result.stdout + result.stderr
+    arguments = shlex.split(command)[1:] + words
+    printed = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+    return code, printed.getvalue()
+
+
+def not_printed(shown: list[str], printed: str, varies: bool) -> str | None:
+    """The first shown line that was not printed, after those before it."""
+    lines = iter([_plain(line, varies) for line in printed.splitlines()])
+    for line in shown:
+        if _plain(line, varies) not in lines:
+            return line
+    return None
+
+
+def _plain(line: str, varies: bool) -> str:
+    return re.sub(r"[ \t]+", " ", NUMBER.sub("#", line)).strip() if varies else line.rstrip()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind for b in blocks(p))])
+def test_what_a_page_shows_runs(page: str, folders: Callable[[str], Path]) -> None:
+    folders(page)
+
+
+def test_shown_output_is_compared() -> None:
+    printed = "round 2/2  loss 1.5\n\n   knn\na  93.6 %\n1 rounds, 10 kB up\n"
+    assert not_printed(["round 2/2  loss 1.5", "   knn"], printed, False) is None
+    assert not_printed(["round 2/2  loss 1.6"], printed, False) is not None
+    assert not_printed(["round 200/200  loss 12,2.5"], printed, True) is None
+    assert not_printed(["1 rounds, 3.5 GB up"], printed, True) is None
+    assert not_printed(["round 2/2  lost 1.5"], printed, True) is not None
+    assert not_printed(["   knn", "round 2/2  loss 1.5"], printed, False) is not None
+
+
+def test_only_what_was_measured_at_the_papers_size_stands_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    name = "fedema/table3/fedu/cifar10-noniid"
+    made = {"hardware": "h", "commit": "c", "date": "d"}
+    line = {"what": "x", "numbers": {"linear_top1": 12.25}, **made}
+    words = f"fedssl run {name} data.root=DIR precision=bf16 seed=3"
+    file = tmp_path / "measured.jsonl"
+    monkeypatch.setattr(generate, "MEASURED", file)
+    for command in (f"{words} rounds=8", words.replace(name, "data.size=8")):
+        file.write_text(json.dumps({**line, "command": command}) + "\n")
+        assert f"| `{name}` | linear | 80.52 | not measured yet |" in generate.compared(name)
+    file.write_text(json.dumps({**line, "command": words}) + "\n")
+    assert f"| `{name}` | linear | 80.52 | 12.25 (h) |" in generate.compared(name)
+    assert "12.25" in generate.measured("fedema")
+    assert generate.measured("ccl") == "Not measured yet."
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_stand_where_they_are_executed(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert {b.kind for b in blocks(page)} <= {"console", "python", "toml", "yaml", "text"}
+    assert not re.search(r"^ {4}\$? ?(fedssl|flwr|pip|python) ", text, re.MULTILINE)
+    assert text.count("<!-- test:") == sum(bool(b.how) for b in blocks(page)) + len(
+        AFTER.findall(text)
+    )
+    for block in blocks(page):
+        if block.kind == "console":
+            assert block.text.startswith("$ "), block.text
+        if block.how.startswith("skip "):
+            files = re.findall(r"[\w./-]+\.(?:py|sh)|Makefile", block.how)
+            assert files, f"says not which test or script executes it: {block.how}"
+            assert all((ROOT / file).is_file() for file in files), block.how
+
+
+@functools.cache
+def keys() -> set[str]:
+    """All configuration keys, those of every objective, algorithm and partition among them."""
+    tree = config._fields(config.Config)
+    found = {f"{s}.{k}" for s, kind in tree.items() if hasattr(kind, "__mro__")
+             if dataclasses.is_dataclass(kind) for k in config._fields(kind)}  # fmt: skip
+    for section, names in config.VARIANTS.items():
+        found |= {
+            f"{section}.{k}" for n in names for k in config._fields(config._params(section, n))
+        }
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_and_commands_in_the_text_exist(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    sections = "|".join({key.partition(".")[0] for key in keys()})
+    for span in SPAN.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+        words = span.split()
+        for word in words:
+            if found := re.match(rf"'?((?:{sections})\.[a-z_]+)(?:=|$)", word):
+                assert found[1] in keys() or word in NOT_KEYS, f"{span}: no such key"
+        if words[0] == "fedssl" and len(words) > 1 and "…" not in span:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                try:
+                    cli._parse(shlex.split(span)[1:])
+                except SystemExit:
+                    # A name of a command alone is fine; an unknown one or an unknown option is not.
+                    assert "required" in said.getvalue(), f"{span}: {said.getvalue()}"
+
+
+def test_the_site_builds_and_asks_nobody_else(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT, text=True, capture_output=True, timeout=120,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    names = {p.relative_to(site).as_posix() for p in site.rglob("*.html")}
+    assert {page.replace(".md", ".html") for page in PAGES} <= names
+    assert not list(site.rglob("*.py"))
+    for page in site.rglob("*.html"):
+        _check_page(page)
+    text = (site / "reference" / "configuration.html").read_text(encoding="utf-8")
+    assert not [key for key in sorted(keys()) if f"<code>{key}</code>" not in text]
+    commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
+    assert all(f"usage: fedssl {name}" in commands for name in ("run", "report", "deploy init"))
+    if CHROMIUM.exists():
+        _browse(site)
+
+
+def _check_page(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    loads = re.findall(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"?([^\"\s>]+)", text)
+    loads += re.findall(r"<link[^>]*\shref=\"?([^\"\s>]+)", text)
+    outside = [place for place in loads if re.match(r"(?:https?:)?//", place)]
+    assert not outside, f"{page}: loads {outside}"
+    assert "<!-- generated:" not in text and "<!-- test:" not in text, page
+    assert not re.search(r":(?:class|meth|func):", text), page
+
+
+def _browse(site: Path) -> None:
+    """Some pages in a browser: nothing but the site's own files is asked for."""
+    from playwright.sync_api import sync_playwright
+
+    handler = functools.partial(_Quiet, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here, asked, said = f"http://127.0.0.1:{server.server_port}/", [], []
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"]
+            )
+            page = browser.new_page(viewport={"width": 390, "height": 800})
+            page.on("request", lambda request: asked.append(request.url))
+            page.on("console", lambda message: said.append(message.text))
+            for name in ("index", "images", "reference/configuration", "papers/dcco"):
+                page.goto(f"{here}{name}.html", wait_until="networkidle")
+                wide = page.evaluate("document.documentElement.scrollWidth")
+                assert wide <= 390, f"{name}: {wide} pixels wide on a phone"
+            browser.close()
+    finally:
+        server.shutdown()
+    assert not [url for url in asked if not url.startswith((here, "data:", "blob:"))]
+    assert not said
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
