@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from fedssl import cli, detection
+from fedssl import cli, detection, run
+from fedssl import config as configuration
 from fedssl.config import Encoder
 from fedssl.detection import Settings, Shapes, detector, load
 from fedssl.errors import UserError
 from fedssl.files import save, write_json
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
+from fedssl.session import prepare
 
 pytest.importorskip("pycocotools")
 SIDE = 48
@@ -55,14 +58,15 @@ def shapes(root: Path, train: int = 12, val: int = 6) -> Path:
     return root
 
 
-def a_run(folder: Path, name: str = "resnet18", channels: int = 3, seed: int = 5) -> Path:
+def a_run(folder: Path, name: str = "resnet18", channels: int = 3, size: int = 32) -> Path:
     """What a run leaves of its encoder."""
     folder.mkdir()
-    body = encoder(Encoder(name, "batch"), channels, 32)  # type: ignore[arg-type]
-    initialize(body, seed)
+    body = encoder(Encoder(name, "batch"), channels, size)
+    initialize(body, seed=5)
     save(folder / "encoder.safetensors", {k: v.clone() for k, v in body.state_dict().items()}, {})
     made = {"name": name, "norm": "batch", "groups": 32, "towers": 1, "init": None}
-    write_json(folder / "encoder.json", {"encoder": made, "channels": [channels], "size": [32, 32]})
+    note = {"encoder": made, "channels": [channels], "size": [size] * 2}
+    write_json(folder / "encoder.json", note)
     return folder
 
 
@@ -72,13 +76,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_weights_come_from_the_run_and_building_a_detector_changes_none(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
-    stored = load_file(run / "encoder.safetensors")
-    model: Any = detector(load(run, random=False, seed=0), 2, SIDE)
+    made = a_run(tmp_path / "run")
+    stored = load_file(made / "encoder.safetensors")
+    model: Any = detector(load(made, random=False, seed=0), 2, SIDE)
     found = model.backbone.body.state_dict()
     assert stored.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
-    fresh = load(run, random=True, seed=0).state_dict()
+    fresh = load(made, random=True, seed=0).state_dict()
     assert not torch.equal(fresh["stem.0.weight"], stored["stem.0.weight"])
 
 
@@ -99,8 +103,11 @@ def test_targets_are_what_the_file_says(data: Path) -> None:
 
 
 def test_pyramid_levels_and_anchors_of_both_stems() -> None:
-    for size, strides in ((32, [1, 2, 4, 8]), (128, [4, 8, 16, 32])):
-        body: Any = encoder(Encoder("resnet18", "batch"), 3, size)
+    small, large = [1, 2, 4, 8], [4, 8, 16, 32]
+    for name, size, strides in (
+        ("resnet18", 32, small), ("resnet18", 128, large), ("resnet50", 128, large),
+    ):  # fmt: skip
+        body: Any = encoder(Encoder(name, "batch"), 3, size)
         model: Any = detector(body, 2, 64)
         assert model.backbone.strides == strides
         maps = model.backbone(torch.zeros(2, 3, 64, 64))
@@ -128,14 +135,68 @@ def test_a_perfect_detector_has_an_ap_of_100(data: Path) -> None:
 
 
 def test_end_to_end_from_the_command_line(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = a_run(tmp_path / "run")
+    made = a_run(tmp_path / "run", size=128)
+    # Narrow heads on coarse maps: the same work in little time.
+    monkeypatch.setattr(detection, "Settings", functools.partial(Settings, width=16))
     words = ["--steps", "3", "--batch", "2", "--size", str(SIDE), "--device", "cpu"]
-    assert cli.main(["detect", str(run), str(data), *words]) == 0
+    assert cli.main(["detect", str(made), str(data), *words]) == 0
     assert "box ap " in capsys.readouterr().out
-    (line,) = (json.loads(text) for text in (run / "detections.jsonl").read_text().splitlines())
+    (line,) = (json.loads(text) for text in (made / "detections.jsonl").read_text().splitlines())
     assert line["steps"] == 3 and not line["random"] and 0 <= line["mask_ap"] <= 100
+
+
+def test_detection_starts_where_pretraining_ended(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of the same images without labels, and what Mask R-CNN has before its first step."""
+    words = [
+        *("data.name=folder", f"data.root={data / 'train2017'}", f"data.cache={tmp_path}"),
+        *("data.size=96", "partition.clients=2", "encoder.name=resnet18", "encoder.norm=batch"),
+        *("objective.name=simclr", "objective.projector=[16,16]", "algorithm.name=fedavg"),
+        *("algorithm.local_epochs=1", "algorithm.batch=6", "client.lr=0.1", "rounds=1"),
+        *("augment.name=flip", "evaluate.protocols=unlabeled", "device=cpu"),
+    ]
+    folder = tmp_path / "run"
+    settings = configuration.resolve({}, words)
+    run.run(settings, folder)
+    learned = load_file(folder / "encoder.safetensors")
+    starts: list[dict[str, torch.Tensor]] = []
+
+    def look(model: Any, *_: object) -> None:
+        starts.append({k: v.clone() for k, v in model.backbone.body.state_dict().items()})
+
+    monkeypatch.setattr(detection, "fit", look)
+    monkeypatch.setattr(detection, "score", lambda *_: {"box_ap": 0.0})
+    for random in (False, True):
+        detection.detect(folder, data, Settings(random=random, width=8), torch.device("cpu"))
+    ours, fresh = starts
+    assert ours.keys() == learned.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in learned.items())
+    assert not torch.equal(fresh["stem.0.weight"], learned["stem.0.weight"])
+    session = prepare(settings)
+    before = session.body(session.work.initial).encoder.state_dict()
+    assert not torch.equal(before["stem.0.weight"], learned["stem.0.weight"])  # it has learned
+
+
+def test_heads_of_full_width_are_torchvisions() -> None:
+    from torchvision.models.detection import MaskRCNN
+
+    body: Any = encoder(Encoder("resnet18", "batch"), 3, 128)
+    ours: Any = detector(body, 2, 64)
+    theirs = MaskRCNN(ours.backbone, 3)
+    for part in ("box_head", "box_predictor", "mask_head", "mask_predictor"):
+        shapes_of = [
+            {k: v.shape for k, v in getattr(m.roi_heads, part).state_dict().items()}
+            for m in (ours, theirs)
+        ]
+        assert shapes_of[0] == shapes_of[1]
+    sampler = ours.roi_heads.fg_bg_sampler.batch_size_per_image
+    assert sampler == theirs.roi_heads.fg_bg_sampler.batch_size_per_image
 
 
 def refused(*words: str) -> list[str]:
@@ -145,7 +206,7 @@ def refused(*words: str) -> list[str]:
 def test_bad_input_is_one_line(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, gray = a_run(tmp_path / "run"), a_run(tmp_path / "gray", channels=1)
+    made, gray = a_run(tmp_path / "run"), a_run(tmp_path / "gray", channels=1)
     tiny = a_run(tmp_path / "tiny", name="tiny")
     bare, lost, odd = (shapes(tmp_path / name, 2, 2) for name in ("bare", "lost", "odd"))
     file = bare / "annotations" / "instances_train2017.json"
@@ -155,14 +216,14 @@ def test_bad_input_is_one_line(
     (lost / "val2017" / "1.png").unlink()
     (odd / "annotations" / "instances_val2017.json").write_text("[]")
     for words, said in (
-        (refused(str(run), str(bare)), "annotation 2 has no mask (segmentation)"),
-        (refused(str(run), str(lost)), "there is no image"),
-        (refused(str(run), str(odd)), "not in COCO's format"),
-        (refused(str(run), str(tmp_path)), "expected one annotations/instances_train"),
+        (refused(str(made), str(bare)), "annotation 2 has no mask (segmentation)"),
+        (refused(str(made), str(lost)), "there is no image"),
+        (refused(str(made), str(odd)), "not in COCO's format"),
+        (refused(str(made), str(tmp_path)), "expected one annotations/instances_train"),
         (refused(str(tmp_path), str(data)), "holds no encoder.json"),
         (refused(str(gray), str(data)), "1 channel(s), not colours"),
         (refused(str(tiny), str(data)), "has no stages to detect with; use a ResNet"),
-        ([*refused(str(run), str(data)), "--batch", "0"], "--batch=0: must be above 0"),
+        ([*refused(str(made), str(data)), "--batch", "0"], "--batch=0: must be above 0"),
     ):
         assert cli.main(words) == 2
         found = capsys.readouterr().err

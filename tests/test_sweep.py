@@ -121,7 +121,25 @@ def test_a_run_that_diverges_is_passed_over(
     assert "[1/2] seed=0: the loss is nan" in said and "1 of 2 runs" in out
 
 
-def test_data_that_cannot_be_divided_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"partition.clients=100: partition.clients=100"):
-        sweep.sweep(tree("partition.clients=[4,100]"), tmp_path / "out", resume=False)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["partition.clients=[4,100]"], "partition.clients=100: partition.clients=100: more than"),
+        (["cohort.size=[2,9]"], "cohort.size=9: cohort.size=9: the partition has only 4 clients"),
+        (
+            ["algorithm.name=[dcco,gossip]"],
+            "algorithm.name=gossip: server.optimizer=adam with server.lr=0.003",
+        ),
+        (
+            ["evaluate.baselines=[[fedavg],[gossip]]"],
+            "evaluate.baselines=gossip: server.optimizer=adam with server.lr=0.003",
+        ),
+    ],
+)
+def test_a_later_run_that_cannot_be_is_refused_first(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        sweep.sweep(tree(*words), tmp_path / "out", resume=False)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()

@@ -46,6 +46,7 @@ The same command goes on after Ctrl-C; what is finished is not run again.
 """
 
 
+RUNS = "a run's folder, or one of a sweep or a table, for all its runs"
 DEPLOY = """examples:
   fedssl deploy init app default engine.sites=3 cohort.size=null
   fedssl deploy init app mine.yaml engine.sites=5 privacy.secure=true
@@ -165,13 +166,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
     report.add_argument(
         "--out", type=Path, metavar="FILE.html", help="default: report.html in the first run"
     )
     report.set_defaults(command=_report)
     compare = commands.add_parser("compare", help="runs beside each other, as a table")
-    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
     compare.set_defaults(command=_compare)
 
 

@@ -23,7 +23,7 @@ from fedssl.models.encoders import ResNet, encoder
 from fedssl.models.network import initialize
 
 FILE = "detections.jsonl"
-CHANNELS = 256  # of the feature pyramid, as in Lin et al. 2017
+WIDTH = 256  # channels of the feature pyramid and the heads, as in Lin et al. 2017
 REACH = 8  # an anchor's side in strides of its level: 32 pixels at stride 4
 
 
@@ -37,9 +37,10 @@ class Settings:
     size: int = 256  # the shorter side of images
     seed: int = 0
     random: bool = False  # start from random weights instead, to compare with
+    width: int = WIDTH  # smaller for a trial on a CPU, where the heads take most of the time
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "size", "lr"):
+        for name in ("steps", "batch", "size", "lr", "width"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"--{name}={getattr(self, name)}: must be above 0")
 
@@ -105,15 +106,15 @@ class Shapes:
 class Pyramid(nn.Module):
     """A feature pyramid (Lin et al. 2017) on the stages of a run's encoder."""
 
-    def __init__(self, body: ResNet) -> None:
+    def __init__(self, body: ResNet, width: int) -> None:
         from torchvision.ops import FeaturePyramidNetwork
         from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
         super().__init__()
         self.body = body
-        self.out_channels = CHANNELS
+        self.out_channels = width
         self.levels, widths, self.strides = _stages(body)
-        self.fpn = FeaturePyramidNetwork(widths, CHANNELS, LastLevelMaxPool())
+        self.fpn = FeaturePyramidNetwork(widths, width, LastLevelMaxPool())
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Maps of each stage, and one of half the last one's size."""
@@ -161,22 +162,29 @@ def load(run: Path, random: bool, seed: int) -> ResNet:
     return body
 
 
-def detector(body: ResNet, classes: int, size: int) -> nn.Module:
+def detector(body: ResNet, classes: int, size: int, width: int = WIDTH) -> nn.Module:
     """Mask R-CNN (He et al. 2017) for so many classes, on images of this size."""
     from torchvision.models.detection import MaskRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+    from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 
-    pyramid = Pyramid(body)
+    pyramid = Pyramid(body, width)
     sides = [REACH * stride for stride in (*pyramid.strides, 2 * pyramid.strides[-1])]
     anchors = AnchorGenerator(tuple((s,) for s in sides), ((0.5, 1.0, 2.0),) * len(sides))
+    # At a width of 256 the heads are torchvision's own.
     return MaskRCNN(
         pyramid,
-        classes + 1,
         min_size=size,
         max_size=2 * size,
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
         rpn_anchor_generator=anchors,
+        box_head=TwoMLPHead(width * 7**2, 4 * width),
+        box_predictor=FastRCNNPredictor(4 * width, classes + 1),
+        box_batch_size_per_image=2 * width,
+        mask_head=MaskRCNNHeads(width, (width,) * 4, 1),
+        mask_predictor=MaskRCNNPredictor(width, width, classes + 1),
     )
 
 
@@ -188,7 +196,7 @@ def detect(run: Path, data: Path, settings: Settings, device: torch.device) -> d
         raise UserError(f"{test.file}: not the categories of {train.file.name}")
     torch.manual_seed(settings.seed)  # torchvision draws new layers and proposals from here
     body = load(run, settings.random, settings.seed)
-    model = detector(body, len(train.categories), settings.size).to(device)
+    model = detector(body, len(train.categories), settings.size, settings.width).to(device)
     fit(model, train, settings, device)
     found = score(model, test, device)
     line = {"data": str(data), **asdict(settings), **found}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,21 @@ class Run:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: not readable as JSON ({error})") from None
+
+
+def opened(paths: Sequence[Path]) -> list[Run]:
+    """The runs in these folders; a folder of runs (a sweep's, a table's) stands for all in it."""
+    found: list[Run] = []
+    for path in paths:
+        below = [
+            file.parent
+            for depth in range(1, 5)  # runs/reproduce/fedema/table3/ROW/COLUMN
+            for file in sorted(path.glob("*/" * depth + "config.yaml"))
+            if "baselines" not in file.relative_to(path).parts
+        ]
+        alone = (path / "config.yaml").is_file() or not below
+        found += [Run(path)] if alone else map(Run, below)
+    return found
 
 
 def _pandas(what: str) -> Any:

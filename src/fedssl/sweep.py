@@ -13,9 +13,11 @@ import yaml
 
 from fedssl import config, run, tables
 from fedssl.config import Config
+from fedssl.data import datasets, sources
+from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
 from fedssl.files import write_text
-from fedssl.reproduce import check_data
+from fedssl.session import assemble, client_data
 
 FILE = "sweep.yaml"
 
@@ -48,7 +50,7 @@ def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any
     waiting = {label: own for label, own in settings.items() if _summary(out / label) is None}
     for label, own in settings.items():
         run.check_folder(own, out / label, (out / label / "config.yaml").exists())
-    check_data(waiting.items())
+    check(waiting)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / FILE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     for number, (label, own) in enumerate(settings.items(), 1):
@@ -61,6 +63,27 @@ def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any
                 print(f"[{number}/{len(settings)}] {label}: {error}", file=sys.stderr)
     found = {label: _summary(out / label) for label in settings}
     return {label: summary for label, summary in found.items() if summary is not None}
+
+
+def check(waiting: Mapping[str, Config]) -> None:
+    """Refuse, before the first run, whatever any of them would be refused for in its turn."""
+    loaded: dict[tuple[config.Data, int], Dataset] = {}
+    for label, own in waiting.items():
+        place = (own.data, own.seed)
+        names = sorted(set(own.evaluate.baselines) - {own.algorithm.name})
+        try:
+            if own.engine.name == "flower":
+                from fedssl.engines import flower
+
+                flower.require()
+            if place not in loaded:
+                loaded[place] = datasets.load(*place)
+            data = sources.altered(own, loaded[place])
+            groups = client_data(own, data)
+            for settings in (own, *(config.with_algorithm(own, name) for name in names)):
+                assemble(settings, data, groups)
+        except UserError as error:
+            raise UserError(f"{label}: {error}") from None
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -8,7 +8,9 @@ source it looks at; a classifier learns the one that its own labels need.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from fedssl.errors import TrainingError, UserError
 
 Array = NDArray[np.float64]
 LARGEST = 2048  # of d; the data takes some hundred megabytes
+LEFT, TOP, LENGTH, BAR, GAP = 150, 44, 420, 12, 10  # pixels of the picture
 SLACK = 100.0  # price of a missed margin: far above what any sample's constraint costs
 
 
@@ -145,10 +148,9 @@ def compare(d: int, sources: int, seed: int) -> dict[str, Array]:
     return {name: row[:sources] for name, row in table.items()}
 
 
-def report(d: int, sources: int, seed: int) -> str:
+def report(table: Mapping[str, Array], d: int) -> str:
     """The table that ``fedssl theory representability`` prints (Figure 3's message)."""
-    table = compare(d, sources, seed)
-    width = max(map(len, table))
+    sources, width = len(next(iter(table.values()))), max(map(len, table))
     lines = [" " * width + "".join(f"{f'e{j + 1}':>8}" for j in range(sources))]
     lines += [name.ljust(width) + "".join(f"{v:8.3f}" for v in row) for name, row in table.items()]
     return "\n".join(
@@ -163,3 +165,33 @@ def report(d: int, sources: int, seed: int) -> str:
             "a source's own.",
         ]
     )
+
+
+def draw(path: Path, table: Mapping[str, Array], d: int) -> None:
+    """The same as a picture: a bar for each basis vector, a group of them for each solution."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    from fedssl.data.picture import palette
+
+    rows, font = list(table.values()), ImageFont.load_default()
+    sources, most = len(rows[0]), max(1.0, max(float(row.max()) for row in rows))
+    group = BAR * sources + GAP
+    size = (LEFT + LENGTH + 2 * GAP, TOP + group * len(rows))
+    image, colours = Image.new("RGB", size, "white"), palette(sources)
+    pen = ImageDraw.Draw(image)
+    pen.text((GAP, GAP), f"d = {d}: what each solution has of e1 to e{sources}", "black", font)
+    one = LEFT + round(LENGTH / most)
+    for number, (name, row) in enumerate(table.items()):
+        top = TOP + number * group
+        pen.text((GAP, top + BAR * sources // 2 - 6), name, "black", font)
+        for j, value in enumerate(row):
+            end, y = LEFT + round(LENGTH * float(value) / most), top + j * BAR
+            if end > LEFT:
+                pen.rectangle((LEFT, y, end - 1, y + BAR - 2), colours[j])
+            pen.text((end + 4, y - 2), f"e{j + 1}", "black", font)
+    pen.line((one, TOP - 4, one, size[1] - GAP), "black")
+    pen.text((one - 2, TOP - 18), "1", "black", font)
+    try:
+        image.save(path, "PNG")
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror})") from None

@@ -26,6 +26,7 @@ from fedssl.data.partition import counts
 from fedssl.data.random import key
 from fedssl.data.sources import STYLES, altered, assign, clusters
 from fedssl.errors import UserError
+from fedssl.evaluate import per_client
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower, build
 from fedssl.session import check_deployment, client_data, load_data, prepare
@@ -171,6 +172,37 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
         assert torch.equal(own[part], wanted)
     assert torch.equal(datasets.load(config.data, config.seed).train.images[0], before)
     assert torch.equal(plain.train.images[0], before)
+
+
+@pytest.mark.parametrize("size", [8, 12])
+def test_each_client_is_judged_on_test_images_like_its_own(size: int) -> None:
+    words = ("partition.clients=4", "cohort.size=null", "data.size=8", "evaluate.client_test=iid")
+    config = resolved(*ROTATION, *words, f"evaluate.size={size}", "evaluate.protocols=per-client")
+    session = prepare(config)
+    plain = datasets.load(config.data, config.seed, size).test
+    assert plain is not None and plain.labels is not None
+    for k in range(4):
+        mine = torch.from_numpy(session.client_tests[k])
+        wanted = torch.rot90(plain.images[0][mine], k, (2, 3))
+        assert len(mine) > 50 and torch.equal(session.client_test_images[mine], wanted)
+    found, encoder = session._client_scores(session.work.initial), session.encoder().encoder
+    train = session.judged_splits[0]
+    assert train.labels is not None
+    features = (extract(encoder, x) for x in (train.images[0], session.client_test_images))
+    known = (next(features), train.labels, next(features), plain.labels)
+    wanted_scores = per_client.scores(*known, session.client_tests, 10, "logistic", 0)
+    np.testing.assert_allclose(found, wanted_scores)
+
+
+def test_test_images_have_a_clients_sources_in_their_shares() -> None:
+    """Three quarters and a quarter; a client with one test image; images that are nobody's."""
+    of, groups = np.array([0, 0, 1, 0, 2, 2]), groups_of([0, 1, 2, 3], [4, 5])
+    tests = groups_of([9, 3, 5, 1, 0, 2, 4, 8], [7])
+    found = per_client.sources(tests, groups, of, 11, seed=0)
+    assert sorted(found[tests[0]].tolist()) == [0] * 6 + [1] * 2
+    assert found[7] == 2 and found[6] == found[10] == -1
+    others = [per_client.sources(tests, groups, of, 11, seed).tolist() for seed in range(4)]
+    assert len(set(map(tuple, others))) > 1
 
 
 def test_other_sizes_to_judge_at_are_altered_alike() -> None:
@@ -362,6 +394,20 @@ def test_deploy_init_refuses_sources(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["deploy", "init", str(tmp_path / "app"), "default", *words]) == 2
     said = capsys.readouterr().err
     assert "partition.source" in said and said.count("\n") == 1
+
+
+def test_deploy_init_says_that_a_recipes_source_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["engine.sites=3", "algorithm.norm_policy=average"]
+    name = "decssl/figure11/rotation/alpha-5"
+    assert main(["deploy", "init", str(tmp_path / "app"), name, *words]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: {name}: partition.source=rotation is left out")
+    assert said.count("\n") == 1
+    plain = ["decssl/figure5/fedavg/alpha-5", *words]
+    assert main(["deploy", "init", str(tmp_path / "other"), *plain]) == 0
+    assert not capsys.readouterr().err
 
 
 # The picture -----------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import pytest
 from made_runs import made, scored
 
 from fedssl.cli import main
+from fedssl.errors import UserError
 from fedssl.report.compare import Value, compare, table
-from fedssl.runs import Run
+from fedssl.runs import Run, opened
 
 
 def test_runs_that_differ_only_in_seed_are_one_row(tmp_path: Path) -> None:
@@ -30,6 +31,21 @@ def test_runs_that_differ_only_in_seed_are_one_row(tmp_path: Path) -> None:
     value = found.rows[0].values["knn_top1"]
     assert (value.mean, value.spread) == (statistics.fmean(scores), statistics.stdev(scores))
     assert "91.8 ± 1.6 %" in table(runs)
+
+
+def test_a_folder_of_runs_stands_for_all_in_it(tmp_path: Path) -> None:
+    """A sweep's runs are its folders; a table's are two levels further down; baselines are not."""
+    made(tmp_path / "sweep/seed=0", (), scored(90))
+    made(tmp_path / "sweep/seed=1/baselines/fedavg", (), scored(10))
+    made(tmp_path / "sweep/seed=1", ("seed=1",), scored(92))
+    made(tmp_path / "table/row/column", ("rounds=7",), scored(50))
+    single = made(tmp_path / "alone", (), scored(90))
+    made(tmp_path / "alone/below", (), scored(90))
+    names = [run.name for run in opened([tmp_path / "sweep", tmp_path / "table", single])]
+    assert names == ["seed=0", "seed=1", "column", "alone"]
+    assert "91.0 ± 1.4 %" in table([tmp_path / "sweep"])
+    with pytest.raises(UserError, match="holds no run"):
+        opened([tmp_path / "nothing"])
 
 
 def test_one_seed_has_no_spread() -> None:

@@ -192,17 +192,14 @@ class FeatARC(Algorithm):
         The largest mean cosine with the features of the client's last local model; before it has
         one, its number modulo C.
         """
-        count, aligned = self.params.clusters, self.params.lambda_ > 0
-        last = cast("Tensor | None", client.state.get("network"))
-        if count == 1 or last is None:
-            chosen = client.id % count
-            frozen = look(client, models[str(chosen)], aligned)[1] if aligned else None
-            return chosen, frozen
-        own = features(client, last)
-        seen = [look(client, models[str(j)], aligned) for j in range(count)]
-        near = torch.stack([cosine(own, found) for found, _ in seen])
-        chosen = int(near.argmax())
-        return chosen, seen[chosen][1] if aligned else None
+        last, count = cast("Tensor | None", client.state.get("network")), self.params.clusters
+        chosen = client.id % count
+        if count > 1 and last is not None:
+            own = features(client, last)
+            sent = (client.open(models[str(j)]) for j in range(count))
+            chosen = int(torch.stack([cosine(own, features(client, m)) for m in sent]).argmax())
+        aligned = self.params.lambda_ > 0
+        return chosen, goal(client, models[str(chosen)]) if aligned else None
 
     def loss(self, encoded: Encoded, frozen: Tensor) -> Tensor:
         """The objective's loss and λ × alignment (Algorithm 2, line 10)."""
@@ -246,22 +243,30 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def features(client: Client, weights: Tensor) -> Tensor:
-    """The backbone's features of a client's images without augmentation."""
-    return _pass(client, weights, False)[0]
+    """The backbone's features of a client's images without augmentation, as an encoder is judged.
 
-
-def look(client: Client, received: Tensor, aligned: bool) -> tuple[Tensor, Tensor]:
-    """The same of a model that was sent, and what encodings are aligned with.
-
-    That is the backbone's features if encodings are as wide, else the model's own encodings.
+    So batch norm goes by its running statistics, where it has any: with those of the client's
+    images, models that learned from unlike data look alike.
     """
-    found, encodings = _pass(client, client.open(received), aligned)
-    return found, found if found.shape == encodings.shape else encodings
+    network = client.work.network
+    network.train(client.work.config.algorithm.norm_policy == "reset")
+    found = _pass(client, weights, False)[0]
+    network.train()
+    return found
+
+
+def goal(client: Client, received: Tensor) -> Tensor:
+    """What encodings are aligned with; batch norm goes by the client's images, as in training.
+
+    The backbone's features if encodings are as wide, else the model's own encodings.
+    """
+    found, encodings = _pass(client, client.open(received), True)
+    return found if found.shape == encodings.shape else encodings
 
 
 @torch.no_grad()
 def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor]:
-    """Features, and encodings where they are needed; batch norm goes by the client's images.
+    """Features, and encodings where they are needed.
 
     Running statistics that this changes are not kept: training loads its start anew.
     """

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl import config as configuration
-from fedssl.config import Config, SourceParams
+from fedssl.config import Config, PartitionParams, SourceParams
 from fedssl.data.augment import rotate
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.random import key, permutation
@@ -62,16 +62,26 @@ def assign(config: Config, dataset: Dataset, device: torch.device | str = "cpu")
 def altered(config: Config, dataset: Dataset) -> Dataset:
     """Turned or stylized training images, where clients differ in that (Dec-SSL, B.4).
 
-    It is a copy: the files and the cache keep the images as they are. So does the test split; the
-    paper does not say otherwise.
+    It is a copy: the files and the cache keep the images as they are. So does the test split: it is
+    for judging what holds for all; of a client's own test images see ``Session``.
     """
     params, train = config.partition, dataset.train
-    if not isinstance(params, SourceParams) or params.source not in ("rotation", "style"):
+    if not isinstance(params, SourceParams) or not alters(params):
         return dataset
     check(params, len(train))
     of = torch.from_numpy(_drawn(len(train), params.sources, config.seed))
-    images = tuple(_each(x, of, _alteration(params)) for x in train.images)
+    images = tuple(alter(params, x, of) for x in train.images)
     return replace(dataset, train=replace(train, images=images))
+
+
+def alters(params: PartitionParams) -> bool:
+    """Whether sources are something that images are given."""
+    return isinstance(params, SourceParams) and params.source in ("rotation", "style")
+
+
+def alter(params: SourceParams, images: Tensor, of: Tensor) -> Tensor:
+    """A copy in which every image is turned or stylized as its source has it; -1 stays as it is."""
+    return _each(images, of, _alteration(params))
 
 
 def check(params: SourceParams, total: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.errors import UserError
-from fedssl.runs import Run
+from fedssl.runs import opened
 
 QUIET = 3.0  # seconds in which nothing is said
 
@@ -32,7 +32,7 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Path:
     from fedssl.files import write_text
     from fedssl.report.page import build
 
-    opened = [Run(path) for path in runs]
+    found = opened(runs)
     target = runs[0] / "report.html" if out is None else out
     if target.is_dir():
         raise UserError(f"--out {target}: is a folder; name a file such as {target}/report.html")
@@ -40,7 +40,7 @@ def write(runs: Sequence[Path], out: Path | None = None) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):  # found before the work, not after it
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        write_text(target, build(opened, Voice()))
+        write_text(target, build(found, Voice()))
     except OSError as error:
         raise UserError(
             f"--out {target}: cannot be written ({error.strerror}); name another file with --out"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedssl import config, plugins, tables
-from fedssl.runs import Run
+from fedssl.runs import Run, opened
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
 # Two runs that differ in nothing else are the same experiment.
@@ -68,7 +68,7 @@ class Comparison:
 
 def table(runs: Sequence[Path]) -> str:
     """Runs as a table for the terminal, with what makes them hard to compare below it."""
-    found = compare([Run(path) for path in runs])
+    found = compare(opened(runs))
     head = ["", "runs", "seeds", "state", *map(tables.title, found.measures)]
     body = [
         [row.name, *row.about, *(text(m, row.values.get(m)) for m in found.measures)]
