@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl import config, run
+from fedssl import config, run, tables
 from fedssl.reevaluate import evaluate
 
 SITES = ("berlin", "oslo", "paris")
@@ -73,7 +73,8 @@ def test_clients_with_norm_layers_of_their_own_get_their_models(
     out = tmp_path / "run"
     words = ["algorithm.name=fedavg", "algorithm.norm_policy=local"]
     summary = run.run(settings(folder, tmp_path, *words), out)
-    assert summary["norm_layers"] == "mean of the clients'"
+    assert summary["norm_layers"] == "the mean of the clients'"
+    assert tables.closing(summary).startswith("normalization layers: the mean of the clients'\n")
     assert len(list((out / "personal").iterdir())) == 3
     assert {"per-client_global_top1", "per-client_personal_top1"} <= summary.keys()
     rows = evaluate(out, ["evaluate.protocols=per-client"])

@@ -284,7 +284,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "judged": session.judges,
         "result": result,
         **rows,
-        **({"norm_layers": "mean of the clients'"} if shared_norms(session) else {}),
+        "norm_layers": norm_layers(session),
         "merged": session.engine.merges,
         "seed": session.config.seed,
         "parameters": session.work.flat.parameters,
@@ -299,6 +299,16 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
     return summary
 
 
+def norm_layers(session: Session) -> str:
+    """Whose normalization layers the judged models have."""
+    if session.work.kept is None:
+        return "the model's own"
+    own, mean = "each client's own", "the mean of the clients'"
+    if session.judges == "global":
+        return mean
+    return f"{own}; of the global model {mean}" if session.algorithm.has_global else own
+
+
 def shared_norms(session: Session) -> bool:
     """Whether the global model's normalization layers are a mean that training never made."""
     return session.work.kept is not None and session.algorithm.has_global
@@ -307,9 +317,9 @@ def shared_norms(session: Session) -> bool:
 def export(session: Session, out: Path) -> None:
     """The encoder that is the result, with a note that says what it is."""
     towers = session.config.encoder.towers
-    weights, model = session.global_weights(), "global"
+    weights, model = session.global_weights(), session.algorithm.model
     if shared_norms(session):
-        model = "global, normalization layers: the mean of the clients'"
+        model += ", normalization layers: the mean of the clients'"
     personal = session.personal(MOST_PERSONAL_FILES)
     for client, own in personal.items():
         _save_towers(session, own, out / "personal", f"client-{client}", towers)

@@ -81,8 +81,10 @@ def title(measure: str) -> str:
 
 
 def closing(summary: Mapping[str, Any]) -> str:
-    """What the run cost, in one line."""
-    return (
+    """What the run cost, in one line; and whose normalization layers were judged, if not plain."""
+    judged = summary.get("norm_layers", "the model's own")
+    norms = "" if judged == "the model's own" else f"normalization layers: {judged}\n"
+    return norms + (
         f"{summary['rounds']} rounds, {summary['seconds']:.1f} s, "
         f"{summary['images_per_second']:,.0f} images/s, "
         f"{size(summary['bytes_up'])} up and {size(summary['bytes_down'])} down over all clients"

@@ -368,6 +368,8 @@ def test_a_run_logs_clusters_resumes_to_the_same_and_can_be_judged_again(
 ) -> None:
     config = small("server.momentum=0.5")
     summary = run.run(config, tmp_path / "whole")
+    note = json.loads((tmp_path / "whole/encoder.json").read_text())
+    assert note["model"].startswith("global: that of cluster 0")
     with monkeypatch.context() as patch:
         real = FeatARC.round
 

@@ -36,8 +36,8 @@ def test_runs_that_differ_only_in_seed_are_one_row(tmp_path: Path) -> None:
 def test_a_folder_of_runs_stands_for_all_in_it(tmp_path: Path) -> None:
     """A sweep's runs are its folders; a table's are two levels further down; baselines are not."""
     made(tmp_path / "sweep/seed=0", (), scored(90))
-    made(tmp_path / "sweep/seed=1/baselines/fedavg", (), scored(10))
     made(tmp_path / "sweep/seed=1", ("seed=1",), scored(92))
+    made(tmp_path / "sweep/seed=1/baselines/fedavg", (), scored(10))
     made(tmp_path / "table/row/column", ("rounds=7",), scored(50))
     single = made(tmp_path / "alone", (), scored(90))
     made(tmp_path / "alone/below", (), scored(90))
@@ -132,7 +132,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     run = made(tmp_path / "a", (), scored(90))
     assert main(["compare", str(run)]) == 0
     assert "90.0 %" in capsys.readouterr().out
-    assert main(["compare", str(run), str(tmp_path)]) == 2
+    (tmp_path / "none").mkdir()
+    assert main(["compare", str(run), str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     (run / "summary.json").write_text("{")
     assert main(["compare", str(run)]) == 2

@@ -71,6 +71,8 @@ class FeatARC(Algorithm):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
+        if self.params.clusters > 1:
+            self.model = "global: that of cluster 0"
         if self.params.lambda_ and type(objective).project is not Objective.project:
             raise UserError(
                 f"algorithm.lambda={self.params.lambda_} with objective.name="

@@ -35,6 +35,7 @@ class Gossip(Algorithm):
     """
 
     gathers = ("train",)
+    model = "global: the mean of all peers"
     means = ()
     note = "gossip: models go through the server, which does the mixing; peers do not connect"
 
