@@ -1,5 +1,13 @@
+from __future__ import annotations
+
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+# As the command line does, before torch: threads that wait must not spin beside other workers.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -7,8 +15,17 @@ import torch
 from fedssl import report
 
 sys.path.insert(0, str(Path(__file__).parent))
-# Two workers on two cores: more threads only get in each other's way.
-torch.set_num_threads(1)
+CHROMIUM = Path("/usr/bin/chromium")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run"),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Two workers on two cores: more threads, of a test before, only get in each other's way."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +33,15 @@ def no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A run's page takes two seconds, which only tests of it are worth."""
     if request.node.get_closest_marker("page") is None:
         monkeypatch.setattr(report, "leave", lambda run: None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium; one for all tests of a worker, since Playwright takes no second."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if not CHROMIUM.exists():
+        pytest.skip(f"needs {CHROMIUM}")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield opened
+        opened.close()

@@ -29,6 +29,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,6 @@ from fedssl import cli, config
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
-CHROMIUM = Path("/usr/bin/chromium")
 BLOCK = re.compile(
     r"(?:^<!-- test: (?P<how>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
@@ -250,14 +250,19 @@ def test_keys_and_commands_in_the_text_exist(page: str) -> None:
                     assert "required" in said.getvalue(), f"{span}: {said.getvalue()}"
 
 
-def test_the_site_builds_and_asks_nobody_else(tmp_path: Path) -> None:
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("docs") / "site"
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=ROOT, text=True, capture_output=True, timeout=120,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
+    return site
+
+
+def test_the_site_builds_and_names_nobody_else(site: Path) -> None:
     names = {p.relative_to(site).as_posix() for p in site.rglob("*.html")}
     assert {page.replace(".md", ".html") for page in PAGES} <= names
     assert not list(site.rglob("*.py"))
@@ -267,8 +272,6 @@ def test_the_site_builds_and_asks_nobody_else(tmp_path: Path) -> None:
     assert not [key for key in sorted(keys()) if f"<code>{key}</code>" not in text]
     commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
     assert all(f"usage: fedssl {name}" in commands for name in ("run", "report", "deploy init"))
-    if CHROMIUM.exists():
-        _browse(site)
 
 
 def _check_page(page: Path) -> None:
@@ -281,27 +284,20 @@ def _check_page(page: Path) -> None:
     assert not re.search(r":(?:class|meth|func):", text), page
 
 
-def _browse(site: Path) -> None:
-    """Some pages in a browser: nothing but the site's own files is asked for."""
-    from playwright.sync_api import sync_playwright
-
+def test_pages_in_a_browser_ask_nobody_else(site: Path, browser: Any) -> None:
     handler = functools.partial(_Quiet, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here, asked, said = f"http://127.0.0.1:{server.server_port}/", [], []
     try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(
-                executable_path=str(CHROMIUM), args=["--no-sandbox", "--disable-gpu"]
-            )
-            page = browser.new_page(viewport={"width": 390, "height": 800})
-            page.on("request", lambda request: asked.append(request.url))
-            page.on("console", lambda message: said.append(message.text))
-            for name in ("index", "images", "reference/configuration", "papers/dcco"):
-                page.goto(f"{here}{name}.html", wait_until="networkidle")
-                wide = page.evaluate("document.documentElement.scrollWidth")
-                assert wide <= 390, f"{name}: {wide} pixels wide on a phone"
-            browser.close()
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append(message.text))
+        for name in ("index", "images", "reference/configuration", "papers/dcco"):
+            page.goto(f"{here}{name}.html", wait_until="networkidle")
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= 390, f"{name}: {wide} pixels wide on a phone"
+        page.close()
     finally:
         server.shutdown()
     assert not [url for url in asked if not url.startswith((here, "data:", "blob:"))]

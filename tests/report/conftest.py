@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +9,6 @@ from PIL import Image
 
 from fedssl import config, run
 
-FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--no-first-run"),
-)
 SMALL = (
     *("encoder.groups=8", "evaluate.baselines=[]", "rounds=3"),
     *("objective.projector=32,16", "engine.threads=1"),
@@ -67,14 +61,3 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     run.run(config.build(tree), root / "run")
     return root / "run"
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if not Path("/usr/bin/chromium").exists():
-        pytest.skip("needs /usr/bin/chromium")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
-        yield opened
-        opened.close()
