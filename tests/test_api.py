@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pandas
 import pytest
 import torch
 
@@ -40,6 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> fedssl.Run:
 
 def test_it_is_the_command_lines_run(trained: fedssl.Run, tmp_path: Path) -> None:
     """The same configuration, the same numbers, to the bit."""
+    pytest.importorskip("pandas")
     out = tmp_path / "run"
     assert main(["run", *WORDS, "--out", str(out)]) == 0
     assert (trained.path / "config.yaml").read_text() == (out / "config.yaml").read_text()
@@ -51,6 +53,7 @@ def test_it_is_the_command_lines_run(trained: fedssl.Run, tmp_path: Path) -> Non
 
 
 def test_metrics_are_a_frame_of_rounds(trained: fedssl.Run) -> None:
+    pandas = pytest.importorskip("pandas")
     frame = trained.metrics
     lines = [json.loads(x) for x in (trained.path / "metrics.jsonl").read_text().splitlines()]
     assert isinstance(frame, pandas.DataFrame)
@@ -67,6 +70,7 @@ def test_the_encoder_encodes(trained: fedssl.Run) -> None:
 
 
 def test_evaluate_gives_a_frame_of_models_and_measures(trained: fedssl.Run) -> None:
+    pytest.importorskip("pandas")
     frame = trained.evaluate("knn", "linear@100")
     assert frame.index.tolist() == ["untrained", "result"]
     assert frame.loc["result", "knn_top1"] == trained.summary["knn_top1"]
@@ -87,6 +91,7 @@ def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
     for recipe, keys, said in (
         ({"roundz": 1}, {}, "roundz: unknown key"),
         ("no/such", {}, "no such recipe"),
+        ({"extends": 3}, {}, "recipe 3: no such recipe"),
         (None, {"algorithm__nam": "x"}, "algorithm.nam: unknown key"),
         (None, {"rounds": [1, 2]}, "expected a whole number"),
         (tmp_path / "none.yaml", {}, "no such recipe or file"),
@@ -104,7 +109,6 @@ def test_an_interrupted_run_goes_on(
     trained: fedssl.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook's stop button is SIGINT; what is left can be resumed to the same numbers."""
-    import os
     import signal
 
     real, out = run.one_round, tmp_path / "run"
@@ -121,7 +125,8 @@ def test_an_interrupted_run_goes_on(
     cut = fedssl.Run(out)
     assert not cut.finished and cut.rounds == 2 and "not finished" in cut._repr_html_()
     whole = fedssl.train(out=out, resume=True)
-    assert whole.finished and whole.metrics["loss"].tolist() == trained.metrics["loss"].tolist()
+    files = [(r.path / "encoder.safetensors").read_bytes() for r in (whole, trained)]
+    assert whole.finished and whole.rounds == 3 and files[0] == files[1]
 
 
 def test_a_notebook_shows_it_escaped(trained: fedssl.Run, tmp_path: Path) -> None:
@@ -165,15 +170,50 @@ def test_the_bar_in_a_notebook(
 
 def test_a_run_needs_no_folder_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert fresh_folder("dcco/x").parent == Path("runs")
     with pytest.raises(UserError, match="rounds=-1"):
         fedssl.train(rounds=-1)
+    with pytest.raises(UserError, match="/nonexistent"):  # found out when it has its folder
+        fedssl.train(data__name="folder", data__root="/nonexistent")
     assert not (tmp_path / "runs").exists()
 
 
-def test_importing_fedssl_stays_cheap() -> None:
-    import subprocess
+def test_runs_that_start_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedssl.api.time.strftime", lambda form: "now")
+    # None of them has written anything yet.
+    names = [fresh_folder("dcco/x") for _ in range(3)]
+    assert names == [Path("runs", f"dcco-x-now{end}") for end in ("", "-2", "-3")]
+    assert all(name.is_dir() for name in names)
 
+
+def test_a_folder_that_was_not_used_is_gone_when_python_ends(tmp_path: Path) -> None:
+    code = "import os, sys; from fedssl.api import fresh_folder as f; os.chdir(sys.argv[1]); f('a')"
+    for then, left in (("", []), ("; (f('b') / 'config.yaml').touch()", ["b"])):
+        subprocess.run([sys.executable, "-c", code + then, str(tmp_path)], check=True)
+        assert [path.name.partition("-")[0] for path in tmp_path.glob("runs/*")] == left
+        assert (tmp_path / "runs").exists() == bool(left)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_without_room_for_runs_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match=r"runs/x-.*cannot be written \(Permission denied\)"):
+        fresh_folder("x")
+
+
+def test_runs_may_not_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match="runs: is no folder"):
+        fresh_folder("x")
+
+
+def test_importing_fedssl_stays_cheap() -> None:
     code = (
         "import sys, fedssl, fedssl.api; assert not {'torch', 'numpy', 'pandas'} & {*sys.modules}"
     )

@@ -90,7 +90,10 @@ def test_words_may_stand_after_options(tmp_path: Path) -> None:
         ("dcco/derm-64.yaml", "derm-64"),
     ],
 )
-def test_a_runs_folder_is_named_after_its_recipe(name: str, folder: str) -> None:
+def test_a_runs_folder_is_named_after_its_recipe(
+    name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     out = _fresh_folder(name)
     assert out.parent == Path("runs") and out.name.startswith(f"{folder}-2")
 

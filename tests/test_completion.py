@@ -26,6 +26,7 @@ fedssl.cli.main()
 
 
 def complete(line: str) -> list[str]:
+    pytest.importorskip("argcomplete")
     with tempfile.NamedTemporaryFile("r") as answer:
         environment = {
             **os.environ,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,13 +43,34 @@ def test_it_says_what_is_here(
 
 
 def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor._version
     gone = ("mlflow", "onnx")
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in gone else real(name))
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in gone else "1.0")
     shown = doctor.report()
     assert re.search(r"mlflow +missing +log=mlflow; pip install 'fedssl\[mlflow\]'", shown)
     assert re.search(r"onnx +missing +.*'fedssl\[export\]'", shown)
     assert shown.splitlines()[-1].startswith("missing: onnx, mlflow")
+
+
+def test_without_torch_that_is_what_it_says() -> None:
+    code = "import sys; sys.modules['torch'] = None; from fedssl.cli import main; main(['doctor'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.search(r"^  torch +missing +pip install torch", done.stdout, re.MULTILINE)
+    assert re.search(r"^missing: torch\b", done.stdout.splitlines()[-1])
+
+
+def test_what_packages_offer_and_whether_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def point(package: str) -> SimpleNamespace:
+        return SimpleNamespace(dist=SimpleNamespace(name=package), value="")
+
+    offers = {"fedavg": [point("a")], "new": [point("a")], "two": [point("b"), point("a")]}
+    monkeypatch.setattr(
+        doctor.plugins, "offered", lambda section: offers if section == "algorithm" else {}
+    )
+    assert list(doctor._plugins()) == [
+        ["fedavg", "algorithm", "offered by a; not used, as fedssl has this name itself"],
+        ["new", "algorithm", "offered by a"],
+        ["two", "algorithm", "offered by a and b; neither is used, as the name is not clear"],
+    ]
 
 
 def test_it_knows_every_extra() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from fedssl.errors import UserError
 from fedssl.files import write_json
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
+from fedssl.outputs import write_text
 
 SIZE = 16
 
@@ -64,6 +64,7 @@ def photos(tmp_path: Path) -> Path:
 
 def read(to: Path) -> tuple[list[str], np.ndarray]:
     if to.suffix == ".parquet":
+        pq = pytest.importorskip("pyarrow.parquet")
         table = pq.read_table(to)
         assert table.schema.names == ["path", "embedding"]
         assert str(table.schema.field("embedding").type).startswith("fixed_size_list")
@@ -80,6 +81,8 @@ def read(to: Path) -> tuple[list[str], np.ndarray]:
 def test_a_folder_becomes_a_table_and_bad_files_are_named(
     suffix: str, run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
     to = tmp_path / f"out.{suffix}"
     words = ["embed", str(run), str(photos), "--to", str(to), "--batch", "3", "--device", "cpu"]
     assert main(words) == 0
@@ -98,6 +101,7 @@ def test_a_folder_becomes_a_table_and_bad_files_are_named(
 
 
 def test_embeddings_are_the_encoders_to_the_bit(run: Path, photos: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
     for name in ("out.parquet", "out.csv", "out.npz"):
         embed.embed(run, str(photos), tmp_path / name, 256, "cpu")
         paths, rows = read(tmp_path / name)
@@ -122,6 +126,8 @@ def test_a_pattern_and_a_single_file(run: Path, photos: Path, tmp_path: Path) ->
 def test_what_leaves_nothing_to_embed_is_an_error_and_no_file(
     name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
     for bad in ("1.png", "2.png"):
         (tmp_path / bad).write_text("no image")
     to = tmp_path / name
@@ -182,6 +188,8 @@ def test_a_missing_extra_is_named(
 def test_a_stop_in_the_middle_leaves_the_old_file(
     name: str, run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
     to = tmp_path / name
     to.write_text("old")
     real, calls = embed.ImageEncoder.embed_bytes, []
@@ -331,6 +339,7 @@ def test_a_huge_jpeg_is_read_at_a_fraction_of_its_size(
 
 
 def test_names_that_are_no_text_are_written_all_the_same(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
     root = tmp_path / "root"
     root.mkdir()
     noise(0).save(tmp_path / "a.png")
@@ -388,3 +397,37 @@ def test_more_neighbours_than_images_and_none_at_all(
         assert main(words) == 2
         assert message in capsys.readouterr().err
     assert not html.exists()
+
+
+@pytest.mark.parametrize("html", [".", "", "photos"])
+def test_a_page_that_is_a_folder_is_refused(
+    html: str,
+    run: Path,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(photos.parent)
+    assert main(["search", str(run), "photos/a.png", "photos", "--html", html]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be written (Is a directory)" in error and error.count("\n") == 1
+
+
+def test_no_pattern_is_not_the_current_folder(
+    run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(photos)
+    assert main(["embed", str(run), "", "--to", "out.csv"]) == 2
+    assert capsys.readouterr().err == (
+        "fedssl: IMAGES is empty; give a folder, a file, or a pattern in quotes\n"
+    )
+    assert not (photos / "out.csv").exists()
+
+
+def test_who_reads_the_old_file_keeps_it_whole(tmp_path: Path) -> None:
+    """The new one takes its name; nothing is written into it."""
+    path, held = tmp_path / "out.csv", tmp_path / "held"
+    path.write_text("old")
+    held.hardlink_to(path)
+    write_text(path, "new", "--to")
+    assert path.read_text() == "new" and held.read_text() == "old"

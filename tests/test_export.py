@@ -89,6 +89,12 @@ def made(name: str, norm: str, channels: int, size: int) -> ImageEncoder:
     return ImageEncoder(body.eval(), note, 0).eval()
 
 
+def needs(format: str) -> None:
+    """Skip where the extra is not installed."""
+    for package in ("onnx", "onnxruntime", "onnxscript") if format == "onnx" else ():
+        pytest.importorskip(package)
+
+
 # load_encoder --------------------------------------------------------------------------------
 
 
@@ -202,19 +208,32 @@ def test_what_holds_no_encoder_is_said(folder: Path, tmp_path: Path) -> None:
         load_encoder(tmp_path / "alone.safetensors")
     note = json.loads((folder / "encoder.json").read_text())
     for broken, problem in (
-        ({**note, "encoder": {**note["encoder"], "new": 1}}, "'new'"),
+        ({**note, "encoder": {**note["encoder"], "new": 1}}, "encoder.new: unknown key"),
+        ({**note, "encoder": {**note["encoder"], "groups": "x"}}, "encoder.groups=x: expected"),
+        ({**note, "encoder": 3}, "encoder=3: expected keys"),
+        ({**note, "channels": []}, r"channels=\[\]"),
+        ({**note, "channels": ["x"]}, r"channels=\['x'\]"),
+        ({**note, "size": 16}, "size=16"),
+        ({**note, "size": [16]}, r"size=\[16\]"),
+        ({**note, "features": None}, "features=None"),
         ({k: v for k, v in note.items() if k != "size"}, "no size"),
     ):
         (tmp_path / "encoder.json").write_text(json.dumps(broken))
         with pytest.raises(UserError, match=f"another version of fedssl .*{problem}"):
             load_encoder(tmp_path)
+    (tmp_path / "encoder.json").write_text("3")
+    with pytest.raises(UserError, match="expected keys and values of an encoder, got 3"):
+        load_encoder(tmp_path)
+    save_file({}, tmp_path / "x.safetensors", {"fedssl": "no JSON"})
+    with pytest.raises(UserError, match="not readable as JSON"):
+        load_encoder(tmp_path / "x.safetensors")
 
 
 def test_a_run_that_has_not_ended_says_how_to_end_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(folder / "config.yaml", tmp_path)
-    assert main(["export", str(tmp_path), "--format", "onnx"]) == 2
+    assert main(["export", str(tmp_path), "--format", "torchscript"]) == 2
     assert f"end it with: fedssl run --resume --out {tmp_path}" in capsys.readouterr().err
     assert main(["embed", str(tmp_path), str(folder), "--to", str(tmp_path / "a.csv")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
@@ -263,6 +282,7 @@ def test_an_export_gives_the_runs_embeddings_where_there_is_no_fedssl(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    needs(format)
     assert main(["export", str(folder), "--format", format]) == 0
     said = capfd.readouterr()
     file = folder / "export" / format / f"encoder.{ending}"
@@ -333,6 +353,7 @@ KINDS = [
 def test_every_encoder_goes_out(
     format: str, name: str, norm: str, channels: int, size: int, tmp_path: Path
 ) -> None:
+    needs(format)
     encoder = made(name, norm, channels, size)
     file = tmp_path / f"encoder{export.ENDINGS[format]}"
     infer = export.WRITERS[format](encoder, file)
@@ -349,20 +370,21 @@ def test_every_encoder_goes_out(
         assert graph.input[0].type.tensor_type.shape.dim[0].dim_param
 
 
+@pytest.mark.parametrize(("off", "said"), [(2e-4, r"0\.0002"), (float("nan"), "nan")])
 def test_an_export_that_differs_is_not_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    off: float, said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(encoder: ImageEncoder, path: Path) -> export.Infer:
         path.write_text("new")
-        return lambda images: encoder.body(images) + 2e-4
+        return lambda images: encoder.body(images) + off
 
-    monkeypatch.setitem(export.WRITERS, "onnx", wrong)
-    out = tmp_path / "a.onnx"
+    monkeypatch.setitem(export.WRITERS, "torchscript", wrong)
+    out = tmp_path / "a.pt"
     out.write_text("old")
     with pytest.raises(
-        TrainingError, match=r"not written; its largest difference to torch 0\.0002"
+        TrainingError, match=rf"not written; its largest difference to torch {said}"
     ):
-        list(export.export(folder, "onnx", out))
+        list(export.export(folder, "torchscript", out))
     assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
 
 
@@ -396,6 +418,7 @@ def test_a_missing_extra_is_named(
 def test_a_place_that_cannot_be_written_is_said_before_the_work(
     format: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs(format)
     (tmp_path / "file").write_text("")
     for name in export.WRITERS:
         monkeypatch.setitem(export.WRITERS, name, lambda *_: pytest.fail("work"))
@@ -404,10 +427,20 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
 
 
 def test_a_wrong_name_for_the_output_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a file of --format onnx ends in \.onnx"):
-        list(export.export(folder, "onnx", tmp_path / "a.pt"))
-    with pytest.raises(UserError, match="a run's own folder"):
-        list(export.export(folder, "safetensors", folder))
+    with pytest.raises(UserError, match=r"a file of --format torchscript ends in \.pt"):
+        list(export.export(folder, "torchscript", tmp_path / "a.onnx"))
+
+
+@pytest.mark.parametrize(
+    "place", ["", "encoder.safetensors", "other.safetensors", "personal/client-0.safetensors"]
+)
+def test_a_runs_own_files_are_not_written_over(place: str, folder: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(folder, tmp_path / "run")
+    (moved / "personal").mkdir()
+    before = {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="in a run's own folder; name another"):
+        list(export.export(moved, "safetensors", moved / place))
+    assert before == {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()}
 
 
 # Hugging Face --------------------------------------------------------------------------------
@@ -450,6 +483,10 @@ def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_
     tree = yaml.safe_load((moved / "config.yaml").read_text())
     tree["data"] |= {"name": "folder", "root": secret, "cache": secret}
     tree["encoder"]["init"] = secret
+    own = Path(__file__).parents[1] / "examples" / "own"  # as a user's files, anywhere
+    tree["partition"] = {"name": f"{own}/partition.py:Halving"}
+    protocol = f"{own}/protocol.py:nearest_mean"
+    tree["evaluate"] |= {"protocols": ["knn", f"{protocol}@100"], "monitor": [protocol]}
     (moved / "config.yaml").write_text(yaml.safe_dump(tree))
     note = json.loads((moved / "encoder.json").read_text())
     note["encoder"]["init"] = secret
@@ -457,6 +494,9 @@ def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_
     list(export.export(moved, "hf", tmp_path / "hub"))
     for file in (tmp_path / "hub").iterdir():
         assert secret.encode() not in file.read_bytes(), file
+        assert str(own).encode() not in file.read_bytes(), file
+    recipe = yaml.safe_load((tmp_path / "hub" / "recipe.yaml").read_text())
+    assert recipe["evaluate"]["protocols"] == ["knn", "protocol.py:nearest_mean@100"]
     card = (tmp_path / "hub" / "README.md").read_text()
     assert "fedssl run recipe.yaml data.root=DIR" in card
     assert "It started from given weights." in card
@@ -464,6 +504,9 @@ def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_
 
 def test_a_folder_of_something_else_is_left_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        list(export.export(folder, "hf", tmp_path))
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="exists and is not empty"):
         list(export.export(folder, "hf", tmp_path))
     assert (tmp_path / "README.md").read_text() == "mine"

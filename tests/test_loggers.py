@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from fedssl import config as configuration
 from fedssl import loggers, run
 from fedssl.cli import main
 from fedssl.loggers import Behind, Line
@@ -66,11 +67,10 @@ def use(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:
 
 
 def test_tensorboard_is_always_written(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "run"
     assert main(["run", *SMALL, "--out", str(out)]) == 0
-    board = EventAccumulator(str(out / "tensorboard"))
+    board = accumulator.EventAccumulator(str(out / "tensorboard"))
     board.Reload()
     for name in ("loss", "bytes_up"):
         written = [(event.step, event.value) for event in board.Scalars(name)]
@@ -79,6 +79,72 @@ def test_tensorboard_is_always_written(tmp_path: Path) -> None:
     assert [e.step for e in board.Scalars("knn_top1")] == [2, 4]
     assert board.Scalars("knn_top1")[-1].value == pytest.approx(summary["knn_top1"])
     assert board.Scalars("summary/bytes_up")[0].value == pytest.approx(summary["bytes_up"])
+
+
+def test_tensorboard_shows_each_round_once_after_a_resume(tmp_path: Path) -> None:
+    """Rounds after the last checkpoint are run again, and what they were is forgotten."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for done, lines in ((0, [(1, 1.0), (2, 2.0), (3, 3.0)]), (1, [(2, 20.0)])):
+        board = loggers.TensorBoard(tmp_path, done)
+        board.write([(round, {"loss": value}) for round, value in lines])
+        board.close(finished=False)
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "value", "said"),
+    [
+        ("mlflow", "MLFLOW_TRACKING_URI", "foo://x", "MLFLOW_TRACKING_URI=foo://x does not answer"),
+        ("mlflow", "MLFLOW_TRACKING_URI", "/proc/nope", "does not answer"),
+        ("wandb", "WANDB_MODE", "banana", "WANDB_MODE=banana: unknown; choose one of online, off"),
+    ],
+)
+def test_a_logger_that_cannot_work_is_said_before_anything(
+    name: str,
+    variable: str,
+    value: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip(name)
+    monkeypatch.setenv(variable, value)
+    assert main(["run", *SMALL, f"log={name}", "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert f"log={name}: " in error and said in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_logger_that_does_not_open_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What only the logger itself knows, such as a login, is found out in the run's folder."""
+
+    def refuses(config: Any, out: Path) -> Any:
+        raise ConnectionError("no login")
+
+    monkeypatch.setattr(loggers, "installed", lambda name: name != "tensorboard")
+    monkeypatch.setitem(loggers.NAMED, "wandb", refuses)  # type: ignore[arg-type]
+    out = tmp_path / "run"
+    assert main(["run", *SMALL, "log=wandb", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"(no login); mend it, or leave it out with log=[], then continue with --resume --out {out}"
+        in error
+    )
+    assert main(["run", "log=[]", "--resume", "--out", str(out)]) == 0
+
+
+def test_a_logger_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Recorder())
+    settings = configuration.resolve({}, ["log=[wandb,wandb]"])
+    started = loggers.start(settings, tmp_path, 0)
+    for logger in started:
+        logger.close(True)
+    assert len(started) == 1
 
 
 def test_a_logger_gets_every_round_then_the_result(

@@ -223,6 +223,8 @@ def test_a_protocol_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
     for body, said in (
         ("return 5", "returned int, not numbers by name"),
         ("return {'a': 'b'}", "a is 'b', not a number"),
+        ("return {'a': float('nan')}", "a is nan, not a finite number"),
+        ("return {'a': 10**400}", "not a number"),
         ("return 1 / 0", "line 2: ZeroDivisionError"),
     ):
         path.write_text(f"def f(*a):\n    {body}\n")
@@ -267,6 +269,66 @@ def test_it_is_looked_at_before_anything_starts(
         assert main([*command, f"partition.name={path}:Halving"]) == 2
         assert "gives a sample to two clients" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+FEDAVG = "from fedssl.algorithms.fedavg import FedAvg\nclass Own(FedAvg):\n"
+SIMCLR = "from fedssl.objectives.simclr import SimCLR\nclass Own(SimCLR):\n"
+IID = "from fedssl.data.partition import Iid\nclass Own(Iid):\n"
+FAILS = "    def {}(self, *a, **k):\n        return 1 / 0\n"
+RAISING = {
+    "algorithm.__init__": FEDAVG,
+    "algorithm.found": FEDAVG,
+    "algorithm.check_clients": FEDAVG,
+    "algorithm.round": FEDAVG,
+    "objective.__init__": SIMCLR,
+    "objective.loss": SIMCLR,
+    "partition.split": IID,
+}
+
+
+@pytest.mark.parametrize("where", RAISING)
+def test_what_ones_own_methods_raise_is_said_in_one_line(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, method = where.split(".")
+    path, out = tmp_path / "mine.py", tmp_path / "run"
+    path.write_text(RAISING[where] + FAILS.format(method))
+    key = f"{section}.name={path}:Own"
+    words = ["algorithm.name=fedavg", "objective.name=simclr", "evaluate.protocols=knn", key]
+    even = ["partition.name=iid", "partition.clients=8"]
+    assert main(["run", *SMALL, *even, *words, "--out", str(out)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    trains = method in ("round", "loss")
+    assert f"fedssl: {key}: line 4: ZeroDivisionError: division by zero" in error
+    assert error.endswith("; mend it, then continue with --resume") == trains
+    assert out.exists() == trains
+    if section == "partition":
+        assert main(["partition", key]) == 2
+        assert f"{key}: line 4: ZeroDivisionError" in capsys.readouterr().err
+    if trains:
+        path.write_text(RAISING[where] + "    pass\n")
+        assert main(["run", "--resume", "--out", str(out)]) == 0
+
+
+def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy\nfrom fedssl import plugins\n"
+        "def ours(*a): return plugins.label(3)\n"
+        "def theirs(*a): return numpy.array_split([1], 0)\n"
+    )
+    ours, theirs = (plugins.load("protocol", f"{path}:{n}", n, ()) for n in ("ours", "theirs"))
+    with pytest.raises(AttributeError), plugins.blamed():
+        ours()
+    said = r"^theirs: line 4: ValueError: number sections"  # raised in numpy, by a call of theirs
+    with pytest.raises(UserError, match=said), plugins.blamed():
+        theirs()
+    with pytest.raises(ZeroDivisionError), plugins.blamed():
+        _ = 1 / 0
+    path.write_text("from fedssl.algorithms.fedavg import FedAvg as Own\n")  # nothing of their own
+    os.utime(path, ns=(1, 1))
+    plugins.load("algorithm", f"{path}:Own", "key", ())
+    assert not any(map(plugins._is_ours, plugins._FILES))
 
 
 def installed(folder: Path, package: str, group: str, *points: str) -> None:

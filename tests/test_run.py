@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedssl import checkpoint, config, run
+from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
 from fedssl.errors import TrainingError, UserError
 
@@ -194,6 +195,36 @@ def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
         run.run(small("rounds=2"), tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_of_two_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
+    """Both saw it free; the second to write finds the first's."""
+    out, settings = tmp_path / "run", (small(), small("rounds=5"))
+    first, second = (run.open_run(own, out, resume=False) for own in settings)
+    run.start_folder(first, settings[0], out, resume=False)
+    with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
+        run.start_folder(second, settings[1], out, resume=False)
+    assert config.build(config.read_yaml(out / "config.yaml")) == settings[0]
+
+
+def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            run._claim(tmp_path, "rounds: 100")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / os.fsdecode(b"caf\xe9")
+    assert main(["run", *SMALL, "--out", str(out)]) == 2
+    said = f"fedssl: --out {tmp_path}/caf\\xe9: the name is not UTF-8; choose another folder\n"
+    assert capsys.readouterr().err == said and not any(tmp_path.iterdir())
 
 
 def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:

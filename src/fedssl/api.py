@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -12,6 +14,8 @@ from fedssl import config
 from fedssl.config import Tree
 from fedssl.errors import UserError
 from fedssl.runs import Run
+
+_FRESH: set[Path] = set()  # folders that were made for runs that had not started yet
 
 
 def train(
@@ -58,7 +62,7 @@ def recipe_of(
     if isinstance(recipe, Mapping):
         own = dict(recipe)
         base = own.pop("extends", None)
-        return "own", config.with_values({} if base is None else config.read_recipe(base), own)
+        return "own", config.with_values({} if base is None else config.read_recipe(str(base)), own)
     name = None if recipe is None else str(recipe)
     return name or "default", config.read_recipe(name)
 
@@ -69,12 +73,41 @@ def dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fresh_folder(name: str) -> Path:
-    """A folder in ``runs/`` that is not there yet, named after a recipe and the time."""
+    """A new folder in ``runs/``, named after a recipe and the time.
+
+    It is made at once, so that nobody else who starts in this second takes it.
+    """
     # Of a path only the file's own name; of what ships, and of a table's cell, all of it.
     path, yaml, cell = name.partition(".yaml")
     label = (Path(path).name + cell if yaml else path).replace("/", "-")
     stem = Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
     out, number = stem, 2
-    while out.exists():
+    while not _made(out):
         out, number = stem.with_name(f"{stem.name}-{number}"), number + 1
+    _FRESH.add(out.absolute())
+    atexit.register(give_back, out.absolute())
     return out
+
+
+def _made(folder: Path) -> bool:
+    """Make a folder; not, if it is there already."""
+    try:
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        if folder.parent.is_dir():
+            return False
+        raise UserError(f"{folder.parent}: is no folder; name one for the run") from None
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); name another folder for the run"
+        ) from None
+    return True
+
+
+def give_back(folder: Path) -> None:
+    """Remove a fresh folder if nothing came into it, and ``runs/`` if there is no other."""
+    if folder.absolute() in _FRESH:
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+            folder.parent.rmdir()

@@ -166,13 +166,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
+    report.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     report.add_argument(
         "--out", type=Path, metavar="FILE.html", help="default: report.html in the first run"
     )
     report.set_defaults(command=_report)
     compare = commands.add_parser("compare", help="runs beside each other, as a table")
-    compare.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUNS)
+    compare.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     compare.set_defaults(command=_compare)
 
 

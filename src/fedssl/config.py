@@ -87,9 +87,9 @@ class SourceParams(PartitionParams):
 
     # Its class; the cluster of its features; or how it was turned or stylized, which clients then
     # train on.
-    source: Literal["labels", "clusters", "rotation", "style"] = "labels"
+    source: Literal["labels", "features", "rotation", "style"] = "labels"
     sources: int = 5  # how many, of all but labels
-    # Of clusters: encoder.safetensors, or a run's folder; none: untrained, of the run's own kind.
+    # Of features: encoder.safetensors, or a run's folder; none: untrained, of the run's own kind.
     encoder: str | None = None
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 from fedssl import __version__, plugins, tables
 
@@ -40,10 +41,13 @@ def report() -> str:
         "versions": list(_versions()),
         "devices": list(_devices()),
         "optional packages": list(_packages()),
-        "data sets": list(_data()),
-        "disk": list(_disk()),
-        "own algorithms, objectives, partitions, protocols": list(_plugins()),
     }
+    if _torch() is not None:  # without it, nothing of fedssl runs that knows of these
+        parts |= {
+            "data sets": list(_data()),
+            "disk": list(_disk()),
+            "own algorithms, objectives, partitions, protocols": list(_plugins()),
+        }
     widths = [max(len(line[i]) for lines in parts.values() for line in lines) for i in (0, 1)]
     shown = [_part(title, lines, widths) for title, lines in parts.items() if lines]
     missing = [line[0] for lines in parts.values() for line in lines if line[1] == "missing"]
@@ -57,15 +61,26 @@ def _part(title: str, lines: list[list[str]], widths: list[int]) -> str:
     return "\n".join([title, *body])
 
 
-def _versions() -> Iterator[list[str]]:
-    import torch
+def _torch() -> ModuleType | None:
+    try:
+        import torch
+    except (ImportError, OSError):  # not there, or broken
+        return None
+    return torch
 
+
+def _versions() -> Iterator[list[str]]:
+    torch = _torch()
     yield ["fedssl", __version__, str(Path(__file__).parent)]
     yield ["python", platform.python_version(), sys.executable]
-    yield ["torch", torch.__version__, ""]
+    if torch is None:
+        yield ["torch", "missing", "pip install torch; nothing trains without it"]
+    else:
+        yield ["torch", torch.__version__, ""]
     for name in ("torchvision", "scikit-learn", "numpy"):
         yield [name, _version(name) or "missing", "" if _version(name) else "pip install fedssl"]
-    yield ["CUDA", torch.version.cuda or "none", "what torch was built with"]
+    if torch is not None:
+        yield ["CUDA", torch.version.cuda or "none", "what torch was built with"]
     driver = Path("/proc/driver/nvidia/version")
     if driver.is_file():
         found = re.search(r"\s(\d+\.\d+[\d.]*)\s", driver.read_text(encoding="utf-8"))
@@ -80,10 +95,11 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> Iterator[list[str]]:
-    import torch
-
+    torch = _torch()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield ["cpu", f"{usable} cores", "a run uses engine.threads=2 of them unless told otherwise"]
+    if torch is None:
+        return
     if not torch.cuda.is_available():
         yield ["gpu", "none", "device=auto takes the CPU"]
     for number in range(torch.cuda.device_count()):

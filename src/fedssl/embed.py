@@ -156,6 +156,8 @@ def _encoder(run: Path, batch: int, device: str) -> ImageEncoder:
 
 def found(images: str) -> list[Path]:
     """The image files that a folder (at any depth), a file or a pattern means."""
+    if not images:  # Path("") is the current folder
+        raise UserError("IMAGES is empty; give a folder, a file, or a pattern in quotes")
     place = Path(images).expanduser()
     if place.is_dir():
         paths = [place / file.path for file in files.find(place, key=images)[0]]

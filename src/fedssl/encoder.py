@@ -6,13 +6,14 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from fedssl import config
 from fedssl.config import Encoder
 from fedssl.data import images as files
 from fedssl.errors import UserError
@@ -139,14 +140,21 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
 
 def described(note: Note, path: Path) -> Encoder:
     """The network that a note describes."""
-    missing = [key for key in ("encoder", "features", "channels", "size") if key not in note]
     try:
-        if not missing:
-            return Encoder(**note["encoder"])
-        problem = f"{NOTE} has no {missing[0]}"
-    except TypeError as error:
-        problem = str(error)
-    raise UserError(f"{path}: written by another version of fedssl ({problem})")
+        for key in ("encoder", "features", "channels", "size"):
+            if key not in note:
+                raise UserError(f"{NOTE} has no {key}")
+        for key, lengths in (("features", (1,)), ("channels", (1, 2)), ("size", (2,))):
+            given = [note[key]] if key == "features" else note[key]
+            if not _counts(given) or len(given) not in lengths:
+                raise UserError(f"{key}={note[key]}")
+        return cast(Encoder, config._convert(Encoder, note["encoder"], "encoder"))
+    except UserError as error:
+        raise UserError(f"{path}: written by another version of fedssl ({error})") from None
+
+
+def _counts(given: Any) -> bool:
+    return isinstance(given, list) and all(type(n) is int and n > 0 for n in given)
 
 
 def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = None) -> Path:
@@ -181,7 +189,7 @@ def read_note(path: Path) -> Note:
     if (path / NOTE).is_file():
         return _read(path / NOTE)
     if (path / "config.json").is_file() and HEADER in (known := _read(path / "config.json")):
-        return dict(known[HEADER])
+        return _parsed(json.dumps(known[HEADER]), path / "config.json")
     if (path / "config.yaml").is_file():
         raise UserError(
             f"{path}: the run has not ended, so there is no encoder yet; end it with: "
@@ -195,10 +203,19 @@ def read_note(path: Path) -> Note:
 
 def _read(path: Path) -> Note:
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8"), path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable as JSON ({error})") from None
-    return dict(note)
+
+
+def _parsed(text: str, path: Path) -> Note:
+    try:
+        note = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(note, dict):
+        raise UserError(f"{path}: expected keys and values of an encoder, got {text.strip()[:50]}")
+    return note
 
 
 def _header(path: Path) -> Note | None:
@@ -210,4 +227,4 @@ def _header(path: Path) -> Note | None:
             text = (file.metadata() or {}).get(HEADER)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from None
-    return None if text is None else dict(json.loads(text))
+    return None if text is None else _parsed(text, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import importlib.util
 import io
 import json
@@ -19,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedssl import __version__, outputs
-from fedssl.config import Data
 from fedssl.data import datasets
 from fedssl.encoder import HEADER, NOTE, SUFFIXES, ImageEncoder, described, load_encoder, read_note
 from fedssl.errors import TrainingError, UserError
@@ -61,7 +59,7 @@ def checked(run: Path, encoder: ImageEncoder, path: Path, write: Writer) -> Iter
         infer = write(encoder, new)
         images, which = looks(run, encoder)
         furthest, line = compare(encoder, infer, images)
-        if furthest > LIMIT:
+        if not furthest <= LIMIT:  # also of what is no number
             raise TrainingError(f"{path}: not written; its {line} on {which}; use another --format")
     yield f"{path}: {size(path.stat().st_size)}"
     yield f"{line} on {which}"
@@ -82,14 +80,15 @@ def _require(format: str) -> None:
 def _place(run: Path, format: str, out: Path | None) -> Path:
     """The first tower's file."""
     ending = ENDINGS[format]
-    folder = (run if run.is_dir() else run.parent) / "export" / format if out is None else out
-    if folder.suffix == ending:
-        return outputs.folder(folder.parent, "--out") / folder.name
-    if folder.suffix in ENDINGS.values():
+    place = (run if run.is_dir() else run.parent) / "export" / format if out is None else out
+    if place.suffix != ending and place.suffix in ENDINGS.values():
         raise UserError(f"--out {out}: a file of --format {format} ends in {ending}")
-    if (folder / "config.yaml").exists():
-        raise UserError(f"--out {out}: is a run's own folder; name another")
-    return outputs.folder(folder, "--out") / f"encoder{ending}"
+    path = place if place.suffix == ending else place / f"encoder{ending}"
+    above = path.parent.parent if path.parent.name == "personal" else path.parent
+    if (above / "config.yaml").exists():
+        raise UserError(f"--out {out}: is in a run's own folder; name another")
+    outputs.folder(path.parent, "--out")
+    return path
 
 
 def about(encoder: ImageEncoder) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def looks(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
     """Images to check with: the run's own where they are here, else made ones; and which."""
     with contextlib.suppress(UserError):
         settings = Run(run).settings
-        data = datasets.load(_here(settings.data), settings.seed)
+        data = datasets.load(datasets.here(settings.data), settings.seed)
         split = data.train if data.test is None else data.test
         images = split.images[encoder.tower % len(split.images)]
         if len(images):
@@ -168,17 +167,6 @@ def looks(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
     shape = (IMAGES, encoder.channels, encoder.height, encoder.width)
     made = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return made, f"{IMAGES} made images (the run's data is not here)"
-
-
-def _here(data: Data) -> Data:
-    """The same data, but never downloaded for this."""
-    if data.root is not None or data.name in ("digits", "folder", "paired"):
-        return data
-    places = [datasets._cache(data) / "downloads" / data.name]
-    if data.name == "fashion-mnist":
-        places.insert(0, datasets.DEBIAN_FASHION)
-    found = next((place for place in places if place.is_dir()), places[-1])
-    return dataclasses.replace(data, root=str(found))
 
 
 # Formats -------------------------------------------------------------------------------------

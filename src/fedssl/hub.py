@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def _check_free(folder: Path) -> None:
     known = folder / "config.json"
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not known.is_file() or f'"{HEADER}"' not in known.read_text(encoding="utf-8"):
+    if not known.is_file() or f'"{HEADER}"'.encode() not in known.read_bytes():
         raise UserError(f"--out {folder}: exists and is not empty; name a new folder")
 
 
@@ -109,7 +110,8 @@ def processor(encoder: ImageEncoder) -> dict[str, Any]:
 
 def recipe(settings: Config) -> Tree:
     """The run's configuration without places on its machine: a recipe for whoever has the data."""
-    tree = config.to_tree(settings)
+    named = config.renamed(settings.evaluate, plain)
+    tree = config.to_tree(dataclasses.replace(settings, evaluate=named))
     for section, key in PLACES:
         if key in tree[section]:
             tree[section][key] = None
@@ -207,7 +209,7 @@ def _data(run: Run) -> str:
         most = f" to {max(counts):,}" if max(counts) > min(counts) else ""
         text += f": {sum(counts):,} images of {len(counts):,} clients, {min(counts):,}{most} each"
     if settings.engine.sites is None:
-        text += f", divided by `partition.name={settings.partition.name}`"
+        text += f", divided by `partition.name={plain(settings.partition.name)}`"
     return text + "."
 
 

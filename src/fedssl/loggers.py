@@ -36,6 +36,7 @@ QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "WANDB_ERROR_REPORTING": "false",
 }
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 _MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # of one of MLflow's requests, of a value
 
 Numbers = dict[str, float]
@@ -85,7 +86,7 @@ class WandB(Logger):
         import wandb
 
         known = _known(out / self.FILE) or uuid.uuid4().hex[:8]
-        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        mode: Any = _wandb_mode()
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedssl"),
             name=out.resolve().name,
@@ -218,21 +219,26 @@ NAMED: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow
 
 
 def require(config: Config) -> None:
-    """Refuse, before anything is left on the disk, what cannot be logged to."""
+    """Refuse, before the run leaves anything on the disk, what is known not to work."""
     for name in config.log:
         if not installed(name):
             raise UserError(f"log={name}: not installed; pip install 'fedssl[{name}]'")
     if config.log:
         os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
-    server = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if "mlflow" in config.log and server.startswith("http"):
+    if "wandb" in config.log and _wandb_mode() not in WANDB_MODES:
+        raise UserError(
+            f"log=wandb: WANDB_MODE={_wandb_mode()}: unknown; choose one of "
+            f"{', '.join(WANDB_MODES)}"
+        )
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    if "mlflow" in config.log and server:
         try:
             _mlflow(server).search_experiments(max_results=1)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"log=mlflow: MLFLOW_TRACKING_URI={server} does not answer ({reason}); start the "
-                "server, or leave log out"
+                "server, set it to another, or leave log out"
             ) from None
 
 
@@ -244,14 +250,17 @@ def start(config: Config | None, out: Path, round: int) -> list[Logger]:
     if config is None:
         return found
     require(config)
-    for name in config.log:
+    for name in dict.fromkeys(config.log):
         try:
             found.append(Behind(name, NAMED[name](config, out)))
         except Exception as error:
             for logger in found:
                 logger.close(False)
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"log={name}: cannot be opened ({reason}); leave it out") from None
+            raise UserError(
+                f"log={name}: cannot be opened ({reason}); mend it, or leave it out with log=[], "
+                f"then continue with --resume --out {out}"
+            ) from None
     return found
 
 
@@ -259,6 +268,10 @@ def installed(name: str) -> bool:
     """Whether a package is; a mere folder of that name, as wandb makes them, is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
+
+
+def _wandb_mode() -> str:
+    return os.environ.get("WANDB_MODE") or "offline"
 
 
 def _mlflow(server: str) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from fedssl.config import Config
 
 FILE = "metrics.jsonl"
+LARGEST = 2**63  # of whole numbers: what arrays hold
 BOARD_POINTS = 2000  # loggers show no more, and a point costs as much as a small round
 
 
@@ -90,12 +92,19 @@ def read(out: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics; a line that a kill cut short is passed over."""
     if not (out / FILE).is_file():
         return
-    with (out / FILE).open(encoding="utf-8") as file:
+    with (out / FILE).open(encoding="utf-8", errors="replace") as file:
         for text in file:
             with contextlib.suppress(json.JSONDecodeError):
                 line = json.loads(text)
-                if isinstance(line, dict) and "round" in line:
+                if isinstance(line, dict) and type(line.get("round")) is int:
                     yield line
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value from a file is a number that can be drawn and averaged."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < LARGEST
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:

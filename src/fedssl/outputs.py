@@ -20,12 +20,12 @@ def replacing(path: Path, option: str) -> Iterator[Path]:
 
     ``option`` is what the user named it with.
     """
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         new.touch(exist_ok=False)
     except OSError as error:
         raise _refused(path, option, error) from None

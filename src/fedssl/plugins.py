@@ -12,6 +12,8 @@ import difflib
 import hashlib
 import importlib
 import inspect
+import math
+import os
 import sys
 import traceback
 import types
@@ -21,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from fedssl.errors import UserError
+from fedssl.errors import TrainingError, UserError
 
 GROUPS = {
     "algorithm": "fedssl.algorithms",
@@ -33,6 +35,7 @@ BASES = {
     "algorithm": "fedssl.algorithms.base:Algorithm",
     "objective": "fedssl.objectives.base:Objective",
 }
+_FILES: dict[str, str] = {}  # of users' code in use, with the key=value that named it last
 _MODULES: dict[Path, tuple[int, types.ModuleType]] = {}  # with the time of the file's last change
 
 
@@ -81,7 +84,14 @@ def load(
         _check_protocol(found, where)
     else:
         _check_class(section, found, where, params)
+    file = str(getattr(sys.modules.get(found.__module__), "__file__", ""))
+    if not _is_ours(file):  # a file may name one of ours only to have it under another name
+        _FILES[file] = where
     return found
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(f"{Path(__file__).parent}{os.sep}")
 
 
 def _offered(section: str, name: str, where: str, known: Collection[str]) -> Any:
@@ -137,6 +147,27 @@ def _one_line(where: str, path: Path | None = None) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{where}: {_place(error, path)}{_described(error)}") from None
+
+
+@contextlib.contextmanager
+def blamed(remedy: str | None = None) -> Iterator[None]:
+    """What a user's own code raises becomes one line; an error of ours keeps its traceback.
+
+    ``remedy`` is what to do once it is mended.
+    """
+    try:
+        yield
+    except (UserError, TrainingError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # Of the two, who came last: what torch or numpy then did was asked for there.
+        known = [f for f in frames if f.filename in _FILES or _is_ours(f.filename)]
+        if not known or known[-1].filename not in _FILES:
+            raise
+        where, then = _FILES[known[-1].filename], f"; mend it, then {remedy}" if remedy else ""
+        line = f"line {known[-1].lineno}: {_described(error)}"
+        raise UserError(f"{where}: {line}{then}") from None
 
 
 def _place(error: BaseException, path: Path | None) -> str:
@@ -237,9 +268,12 @@ def measures(function: Any, spec: str, *arguments: Any) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in found.items():
         try:
-            numbers[f"{label(spec)}_{name}"] = float(value)
-        except (TypeError, ValueError):
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
             raise UserError(f"{where}: {name} is {value!r}, not a number") from None
+        if not math.isfinite(number):
+            raise UserError(f"{where}: {name} is {number}, not a finite number")
+        numbers[f"{label(spec)}_{name}"] = number
     return numbers
 
 

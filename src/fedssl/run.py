@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import signal
 import sys
 import time
@@ -17,10 +18,12 @@ import torch
 
 from fedssl import __version__, checkpoint, config, loggers, plugins
 from fedssl.algorithms.base import Cohort, TooFewReplies
+from fedssl.api import give_back
 from fedssl.config import Config
+from fedssl.encoder import SUFFIXES
 from fedssl.errors import TrainingError, UserError
 from fedssl.evaluate import drift
-from fedssl.files import save, write_json, write_text
+from fedssl.files import save, write_json
 from fedssl.metrics import Metrics, read
 from fedssl.progress import Progress
 from fedssl.session import Session, prepare
@@ -45,10 +48,14 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
         folders[out / "baselines" / name] = config.with_algorithm(settings, name)
     # All are checked before the first leaves anything on the disk.
-    sessions = {
-        folder: open_run(own, folder, resume and (folder == out or _started(folder)))
-        for folder, own in folders.items()
-    }
+    try:
+        sessions = {
+            folder: open_run(own, folder, resume and (folder == out or _started(folder)))
+            for folder, own in folders.items()
+        }
+    except BaseException:
+        give_back(out)
+        raise
     for folder, own in folders.items():
         start_folder(sessions[folder], own, folder, resume)
     with contextlib.ExitStack() as stack:
@@ -56,7 +63,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
             folder: stack.enter_context(_metrics(session, folders[folder], folder))
             for folder, session in sessions.items()
         }
-        with _stop_signals() as stop:
+        with _stop_signals() as stop, plugins.blamed("continue with --resume"):
             for folder, session in sessions.items():
                 work = functools.partial(train, session, folder, stop, metrics[folder])
                 session.engine.drive(work)
@@ -74,7 +81,7 @@ def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> di
     """One run of a session whose clients are elsewhere."""
     start_folder(session, settings, out, resume)
     with _metrics(session, settings, out) as metrics:
-        with _stop_signals() as stop:
+        with _stop_signals() as stop, plugins.blamed("continue with --resume"):
             session.engine.drive(functools.partial(train, session, out, stop, metrics))
         summary = finish(session, out)
         metrics.conclude(summary)
@@ -95,38 +102,66 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         from fedssl.engines import flower
 
         flower.require()
-    return prepare(settings)
+    with plugins.blamed():
+        return prepare(settings)
 
 
 def check_folder(settings: Config, out: Path, resume: bool) -> None:
     """Refuse a folder that holds another run, or none to resume."""
+    _check_name(out)
     if _started(out):
         if not resume:
-            raise UserError(
-                f"--out {out}: holds another run; choose another folder, "
-                "or continue it with --resume"
-            )
+            raise _taken(out)
         check_same(settings, config.build(config.read_yaml(out / "config.yaml")), out)
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
+
+
+def _check_name(out: Path) -> None:
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:  # it stands in files and on the screen, which are UTF-8
+        shown = os.fsencode(out).decode(errors="backslashreplace")
+        raise UserError(f"--out {shown}: the name is not UTF-8; choose another folder") from None
 
 
 def _started(out: Path) -> bool:
     return (out / "config.yaml").exists()
 
 
+def _taken(out: Path) -> UserError:
+    return UserError(
+        f"--out {out}: holds another run; choose another folder, or continue it with --resume"
+    )
+
+
 def start_folder(session: Session, settings: Config, out: Path, resume: bool) -> None:
     """Write the configuration as it was given, and go to the checkpoint if there is one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not _started(out):
-            write_text(out / "config.yaml", config.dump(settings))
+        if not (resume and _started(out)):
+            _claim(out, config.dump(settings))
             write_json(out / "clients.json", clients(session))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
     session.engine.open(out)
     if resume and not checkpoint.read(out, session) and any(read(out)):
         print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
+
+
+def _claim(out: Path, text: str) -> None:
+    """Write the configuration, unless another run has come first since the folder was checked."""
+    path = out / "config.yaml"
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise _taken(out) from None
+    try:
+        with file:
+            file.write(text)
+    except OSError:
+        path.unlink()  # half of it would look like a run
+        raise
 
 
 def clients(session: Session) -> list[dict[str, Any]]:
@@ -319,7 +354,7 @@ def export(session: Session, out: Path) -> None:
     towers = session.config.encoder.towers
     weights, model = session.global_weights(), session.algorithm.model
     if shared_norms(session):
-        model += ", normalization layers: the mean of the clients'"
+        model += ", normalization layers: the mean of its clients'"
     personal = session.personal(MOST_PERSONAL_FILES)
     for client, own in personal.items():
         _save_towers(session, own, out / "personal", f"client-{client}", towers)
@@ -337,7 +372,7 @@ def export(session: Session, out: Path) -> None:
         "channels": [i.shape[1] for i in images],
         "size": list(images[0].shape[2:]),
         "input": "pixels divided by 255, no further normalization",
-        "files": ["encoder.safetensors", *(["encoder-second.safetensors"] if towers == 2 else [])],
+        "files": [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]],
         "personal": [f"personal/client-{k}.safetensors" for k in personal],
     }
     write_json(out / "encoder.json", note)
@@ -347,7 +382,7 @@ def _save_towers(
     session: Session, weights: torch.Tensor, out: Path, name: str, towers: int
 ) -> None:
     session.work.load(weights)
-    for tower, suffix in zip(range(towers), ("", "-second"), strict=False):
+    for tower, suffix in enumerate(SUFFIXES[:towers]):
         state = session.encoder(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
         path = out / f"{name}{suffix}.safetensors"

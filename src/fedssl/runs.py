@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,13 +132,13 @@ class Run:
 
     def _repr_html_(self) -> str:
         """A notebook's view: what it is, and how good."""
-        result = self.summary.get("result", {})
+        result = section(self.summary, "result")
         shown = {
             "run": str(self.path),
-            "algorithm": plugins.label(str(self.tree.get("algorithm", {}).get("name", ""))),
-            "objective": plugins.label(str(self.tree.get("objective", {}).get("name", ""))),
+            "algorithm": plugins.label(str(section(self.tree, "algorithm").get("name", ""))),
+            "objective": plugins.label(str(section(self.tree, "objective").get("name", ""))),
             "rounds": f"{self.rounds}{'' if self.finished else ', not finished'}",
-            **{measure: f"{value:.2f}" for measure, value in result.items()},
+            **{str(k): f"{v:.2f}" for k, v in result.items() if metrics.is_number(v)},
         }
         rows = (
             f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in shown.items()
@@ -155,15 +155,29 @@ class Run:
         if not path.is_file():
             return otherwise
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{path}: not readable as JSON ({error})") from None
+        if not isinstance(found, type(otherwise)):
+            wanted = "keys and values" if isinstance(otherwise, dict) else "a list"
+            said = json.dumps(found)[:40]
+            raise UserError(f"{path}: holds {said}, not {wanted}; is it of another version?")
+        return found
 
 
-def opened(paths: Sequence[Path]) -> list[Run]:
+def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part with keys of its own; in a file of another version it may be something else."""
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def opened(paths: Sequence[str | Path]) -> list[Run]:
     """The runs in these folders; a folder of runs (a sweep's, a table's) stands for all in it."""
     found: list[Run] = []
-    for path in paths:
+    for given in paths:
+        if given == "":
+            raise UserError('"": an empty name is no run; give the folder that a run wrote')
+        path = Path(given)
         below = [
             file.parent
             for depth in range(1, 5)  # runs/reproduce/fedema/table3/ROW/COLUMN

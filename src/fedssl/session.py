@@ -219,14 +219,22 @@ class Session:
         network = build_network(fresh, self.work.objective, channels, size, classes)
         return Flat(network).vector.to(self.work.initial)
 
-    def global_weights(self) -> Tensor:
-        """The global model; layers that never leave a client are the mean of the clients' own."""
+    def number_of(self, client: int) -> int:
+        """Which of the server's models a client trains, where the server has several."""
+        path = self.algorithm.personal
+        own = None if path is None else self.engine.states.get_leaf(client, path)
+        return 0 if own is None or own.ndim else int(own)
+
+    def global_weights(self, number: int = 0) -> Tensor:
+        """A global model; layers that never leave a client are the mean of its clients' own."""
         work, states = self.work, self.engine.states
+        weights = self.algorithm.numbered(self.server, number)
         if work.kept is None:
-            return self.server.weights
-        leaves = ([states.get_leaf(k, (n,)) for n in ("samples", "norm")] for k in sorted(states))
+            return weights
+        members = [k for k in sorted(states) if self.number_of(k) == number]
+        leaves = ([states.get_leaf(k, (n,)) for n in ("samples", "norm")] for k in members)
         known = [(float(n), own) for n, own in leaves if n is not None and own is not None]
-        weights = self.server.weights.clone()
+        weights = weights.clone()
         if known:
             weights[work.kept] = cast(Tensor, mean(known)[0]).to(weights)
         return weights

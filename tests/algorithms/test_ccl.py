@@ -519,9 +519,10 @@ def test_a_whole_run_with_keys_of_the_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("algorithm.features=0", "algorithm.features=0: must be at least 2"),
         ("algorithm.neighbours=20", "algorithm.neighbours=20: must be below the 20 candidates"),
         ("algorithm.features=3", "algorithm.neighbours=3: must be below the 3 candidates"),
-        ("algorithm.features=0", "algorithm.features=0: must be at least 1"),
+        ("algorithm.features=1 algorithm.lambda=0", "algorithm.features=1: must be at least 2"),
         ("algorithm.neighbours=0", "algorithm.neighbours=0: must be at least 1"),
         ("algorithm.lambda=-0.1", "algorithm.lambda=-0.1: must be finite and not negative"),
         ("algorithm.temperature=0", "algorithm.temperature=0.0: must be above 0"),

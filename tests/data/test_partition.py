@@ -829,14 +829,14 @@ HALF = Split(unlabeled(180).images, torch.tensor([0, -1] * 90))
         (
             Dirichlet.Params("dirichlet", clients=5, alpha=1.0),
             unlabeled(180),
-            "partition.source=clusters$",
+            "partition.source=features$",
         ),
         (Skew.Params("skew", clients=0), DIGITS, "partition.clients=0: .*at least 1"),
         (Skew.Params("skew", clients=181), DIGITS, "partition.clients=181: .*at most 180"),
         (Skew.Params("skew", beta=-0.1), DIGITS, "partition.beta=-0.1: .*0 to 1"),
         (Skew.Params("skew", beta=1.1), DIGITS, "partition.beta=1.1: .*0 to 1"),
         (Skew.Params("skew", beta=math.nan), DIGITS, "partition.beta=nan: .*0 to 1"),
-        (Skew.Params("skew"), unlabeled(180), "name=skew: needs labels.*source=clusters"),
+        (Skew.Params("skew"), unlabeled(180), "name=skew: needs labels.*source=features"),
         (
             Skew.Params("skew", clients=100),
             data([90, 2]),

@@ -33,7 +33,7 @@ from fedssl.session import check_deployment, client_data, load_data, prepare
 
 ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
 STYLE = ("partition.name=skew", "partition.source=style", "partition.sources=10")
-CLUSTERS = ("partition.name=skew", "partition.source=clusters", "partition.sources=3")
+CLUSTERS = ("partition.name=skew", "partition.source=features", "partition.sources=3")
 
 
 def resolved(*words: str) -> Config:
@@ -234,7 +234,7 @@ def test_held_out_and_public_images_keep_their_source() -> None:
     assert ((counts(groups, of.numpy()) > 0) == np.eye(4, dtype=bool)).all()
 
 
-@pytest.mark.parametrize("source", ["rotation", "clusters"])
+@pytest.mark.parametrize("source", ["rotation", "features"])
 def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Path) -> None:
     words = (f"partition.source={source}", "partition.sources=3", "partition.beta=0.2")
     assert_both_engines_agree(
@@ -344,7 +344,7 @@ def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "partition.source: unknown key",
         ),
         (
-            "partition.name=skew partition.source=clusters partition.sources=5000",
+            "partition.name=skew partition.source=features partition.sources=5000",
             "partition.sources=5000: more clusters than the 1438 samples",
         ),
         (
@@ -361,10 +361,10 @@ def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
         (
             "partition.name=skew partition.encoder=runs/a",
-            "partition.encoder=runs/a: only partition.source=clusters",
+            "partition.encoder=runs/a: only partition.source=features",
         ),
         (
-            "partition.name=skew partition.source=clusters partition.encoder=nowhere",
+            "partition.name=skew partition.source=features partition.encoder=nowhere",
             "partition.encoder=nowhere: no such file",
         ),
         ("partition.name=skew partition.balanced=true", "partition.balanced: unknown key"),
@@ -378,7 +378,7 @@ def test_refusals_before_training_are_one_line(words: str, message: str) -> None
 
 @pytest.mark.parametrize("name", ["dirichlet", "skew", "classes"])
 def test_labels_that_are_not_there(name: str) -> None:
-    with pytest.raises(UserError, match=f"name={name}: needs labels.*partition.source=clusters"):
+    with pytest.raises(UserError, match=f"name={name}: needs labels.*partition.source=features"):
         client_data(resolved(f"partition.name={name}"), patterns())
 
 

@@ -48,6 +48,44 @@ def test_a_folder_of_runs_stands_for_all_in_it(tmp_path: Path) -> None:
         opened([tmp_path / "nothing"])
 
 
+def test_what_some_seeds_lack_is_said(tmp_path: Path) -> None:
+    reached = (2, None, None)
+    runs = [
+        made(tmp_path / f"s{k}", (f"seed={k}",), scored(90 + k, rounds_to_90=round))
+        for k, round in enumerate(reached)
+    ]
+    own = json.loads((runs[2] / "summary.json").read_text())
+    del own["knn_top1"], own["result"]["knn_top1"]
+    (runs[2] / "summary.json").write_text(json.dumps(own))
+    said = table(runs)
+    assert "90.5 ± 0.7 % (2 of 3)" in said and "  2 (1 of 3)" in said
+    assert "(1 of 3): of three seeds only one has this number." in said
+    assert " of " not in table(runs[:1]) and "only one has" not in table(runs[:1])
+
+
+def test_where_a_run_is_logged_makes_no_other_experiment(tmp_path: Path) -> None:
+    runs = [
+        made(tmp_path / "a", (), scored(90)),
+        made(tmp_path / "b", ("seed=1", "log=[mlflow]"), scored(91)),
+    ]
+    assert compare([Run(path) for path in runs]).rows[0].seeds == ["0", "1"]
+
+
+def test_a_name_with_a_line_break_stays_in_its_line(tmp_path: Path) -> None:
+    runs = [made(tmp_path / "a\nb", (), None, ({"round": 1},))]
+    first, *rest = table(runs).split("\n\n")
+    assert len(first.splitlines()) == 2 and "a\N{REPLACEMENT CHARACTER}b" in first
+    assert all(len(remark.splitlines()) == 1 for remark in rest)
+
+
+def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "a", (), scored(90))
+    monkeypatch.chdir(tmp_path)
+    assert len(opened(["."])) == 1
+    with pytest.raises(UserError, match="an empty name is no run"):
+        opened([""])
+
+
 def test_one_seed_has_no_spread() -> None:
     assert Value((91.25,)).spread is None and Value((91.25,)).mean == 91.25
 

@@ -45,7 +45,7 @@ def test_what_a_metrics_file_becomes(tmp_path: Path) -> None:
     )
     history = curves.read(Run(made(tmp_path / "a", (), None, lines)))
     assert (history.rounds, history.asked, history.exchanges) == (
-        2, 4, {"train": {"up": 10, "down": 14, "rounds": 2}},
+        2, 4, {"train": {"up": 10, "down": 14, "rounds": 2, "asked": 4}},
     )  # fmt: skip
     assert set(history.plain) == {"loss", "images_per_second", "epsilon", "linear_top1"}
     panels = {panel["of"][0]: panel for panel in curves.panels([("a", history)])}

@@ -48,12 +48,18 @@ def test_every_algorithm_gets_its_page(name: str, tmp_path: Path) -> None:
     kinds = {own.name: own.kind for own in found.exchanges}
     if algorithm.pools_data:
         assert not kinds and "every image would have left" in found.verdict
+        assert found.notes == []
     else:
         assert kinds == {
             **dict.fromkeys(algorithm.means, "mean"),
             **dict.fromkeys((*algorithm.gathers, *algorithm.logs), "single"),
         }
+        assert exchanges.ONE_PROCESS in found.notes
     assert ("each client's own reply" in found.verdict) == bool(algorithm.gathers)
+    logged = name in ("fedu", "fedema", "featarc")
+    assert ("and single numbers of each client for its log" in found.verdict) == logged
+    assert any("1000 public images" in note for note in found.notes) == (name == "fedca")
+    assert not any("folder's name" in note for note in found.notes)
     text = html.unescape(report.write([path], None).read_text())
     assert "it could not be made" not in text
     for own in found.exchanges:
@@ -70,6 +76,22 @@ def test_bytes_are_sums_and_shares(tmp_path: Path) -> None:
     assert "2,000 bytes" in row[0] and "60 bytes" in row[0]
 
 
+def test_an_exchange_of_one_round_is_shared_by_those_asked_for_it(tmp_path: Path) -> None:
+    once, always = {"up": 32_768, "down": 64}, {"up": 320, "down": 32}
+    rounds = tuple(
+        {"round": k, "clients": 32, "exchanges": {"encode": always} | more}
+        for k, more in ((1, {"locate": once}), (2, {}), (3, {}))
+    )
+    path = made(tmp_path / "a", WORDS["dcco"], None, rounds)
+    assert {own.name: own.asked for own in sheet_of(path).exchanges} == {"locate": 32, "encode": 96}
+    text = report.write([path], None).read_text()
+    shares = {
+        name: re.findall(r"<td class=n>([^<]*)</td>", row)
+        for name, row in re.findall(r"<tr><td><code>(\w+)</code>(.*?)</tr>", text, re.S)
+    }
+    assert shares == {"locate": ["1", "1.0 kB", "2 B"], "encode": ["3", "10 B", "1 B"]}
+
+
 def test_secure_sums(tmp_path: Path) -> None:
     words = (*WORDS["fedavg"], "engine.name=flower", "privacy.secure=true")
     found = sheet_of(made(tmp_path / "a", words, None, lines(words)))
@@ -83,9 +105,54 @@ def test_noise_and_what_it_spent(tmp_path: Path) -> None:
     spent = {"epsilon": 3.25, "delta": 1e-5}
     found = sheet_of(made(tmp_path / "a", words, scored(90) | spent, lines(words, **spent)))
     assert dict(found.protection)["(ε, δ) spent"] == "(3.25, 1e-05)"
-    assert dict(found.protection)["Noise (differential privacy)"].startswith("4 times the norm 0.5")
-    assert "(3.25, 1e-05)-differentially private" in found.verdict
-    assert all("with noise added" in own.seen for own in found.exchanges)
+    said = dict(found.protection)["Noise (differential privacy)"]
+    assert said.startswith(
+        "added by the server: 4 times the norm 0.5 to which changes of the model"
+    )
+    assert "of moments 4 times their norm, 2.236" in said
+    assert found.verdict.endswith(
+        "it added noise before using them, so what it publishes (the model) is (3.25, 1e-05)-"
+        "differentially private for a client's whole data; the server itself is trusted."
+    )
+    assert all("and the server adds noise before use" in own.seen for own in found.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        (
+            "dcco",
+            ("objective.bound=2", "privacy.moments_noise=9"),
+            "changes of the model are clipped; of moments 9 times their norm, 7.483",
+        ),
+        ("fedavg", (), "to which contributions are clipped"),
+        (
+            "fedavg",
+            ("privacy.most_samples=4",),
+            "to which contributions are clipped, all √2 larger for the weights",
+        ),
+    ],
+)
+def test_noise_of_each_norm(name: str, more: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    words = (*WORDS[name], "privacy.noise=4", *more)
+    protection = dict(sheet_of(made(tmp_path / "a", words)).protection)
+    assert protection["Noise (differential privacy)"].endswith(said)
+
+
+def test_under_noise_and_secure_sums_nothing_is_said_for_the_log(tmp_path: Path) -> None:
+    words = (*WORDS["fedema"], "engine.name=flower", "privacy.secure=true")
+    found = sheet_of(made(tmp_path / "a", words))
+    assert [own.name for own in found.exchanges] == ["train"] and "log" not in found.verdict
+
+
+def test_alone_a_client_sends_its_loss(tmp_path: Path) -> None:
+    words = WORDS["standalone"]
+    found = sheet_of(made(tmp_path / "a", words, None, lines(words)))
+    assert found.verdict == (
+        "No image and no model left a client: each trained alone, and sent only its loss."
+    )
+    assert [own.carries for own in found.exchanges] == ["Its loss, nothing else"]
+    assert not any("secure" in note for note in found.notes)
 
 
 def test_without_either_it_says_no(tmp_path: Path) -> None:
@@ -96,9 +163,16 @@ def test_without_either_it_says_no(tmp_path: Path) -> None:
 
 
 def test_robust_means_show_single_replies(tmp_path: Path) -> None:
-    words = (*WORDS["fedavg"], "cohort.average=median")
+    words = (*WORDS["dcco"], "cohort.average=median")
     found = sheet_of(made(tmp_path / "a", words, None, lines(words)))
-    assert [own.kind for own in found.exchanges] == ["single"]
+    assert [own.kind for own in found.exchanges] == ["single"] * 3
+    assert found.verdict == (
+        "No image left a client; the server saw each client's own reply to “locate” and “encode” "
+        "and “descend” and compared them."
+    )
+    notes = " ".join(found.notes)
+    assert "not possible with cohort.average=median" in notes
+    assert "privacy.secure=true" not in notes  # which is refused there
 
 
 def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
@@ -110,7 +184,13 @@ def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
     (path / "clients.json").write_text(
         '[{"client": 0, "name": "north", "samples": 7}, {"client": 1, "name": "s", "samples": 9}]'
     )
-    assert exchanges.ONE_PROCESS not in sheet_of(path).notes
+    notes = sheet_of(path).notes
+    assert exchanges.ONE_PROCESS not in notes
+    assert (
+        "Besides the table, once, before training: the folder's name, how many images there are, "
+        "their size."
+    ) in notes
+    assert any("it may name a folder or a file" in note for note in notes)
     text = report.write([path], None).read_text()
     assert "the images are at their sites" in text and '"sizes":[7,9]' in text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from made_runs import again, made
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fedssl import report
+from fedssl import config, report
+from fedssl.data import datasets
 from fedssl.evaluate.features import extract
 from fedssl.report import looks
 from fedssl.runs import Run
@@ -159,6 +161,28 @@ def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_pa
     text = report.write([path], None).read_text()
     assert "it could not be made" not in text
     assert ("There are no labels here to tell classes by" in text) == (not levels)
+
+
+def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: Any) -> None:
+        raise AssertionError("a download")
+
+    monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "_network_patience", asked)
+    path = made(tmp_path / "a", ("data.name=cifar10", "evaluate.size=64"))
+    (path / "encoder.safetensors").touch()
+    text = report.write([path], None).read_text()
+    assert text.count("and not downloaded for this") == 3  # who holds what, map, gallery
+    assert "a download" not in text
+
+
+def test_data_on_this_machine_is_found(tmp_path: Path) -> None:
+    data = config.resolve(config.read_recipe(None), ("data.name=stl10",)).data
+    held = tmp_path / "downloads" / "stl10"
+    held.mkdir(parents=True)
+    assert datasets.here(replace(data, cache=str(tmp_path))).root == str(held)
+    own = replace(data, root="elsewhere")
+    assert datasets.here(own) == own
 
 
 def test_an_encoder_of_another_shape_is_said(trained: Path, tmp_path: Path) -> None:

@@ -405,3 +405,11 @@ def test_a_run_does_not_fail_for_its_page(
     monkeypatch.setattr(report, "write", fails)
     report.leave(tmp_path)
     assert capsys.readouterr().err == "fedssl: no report.html: no room\n"
+
+    def breaks(runs: list[Path], out: Path | None = None) -> Path:
+        raise ZeroDivisionError("of all\nthings")
+
+    monkeypatch.setattr(report, "write", breaks)
+    report.leave(tmp_path)
+    said = "fedssl: no report.html: ZeroDivisionError: of all things\n"
+    assert capsys.readouterr().err == said

@@ -104,8 +104,11 @@ class CCL(Algorithm):
         given = self.params.features
         self.features = objective.params.queue if given is None else given
         self.width = objective.params.projector[-1]
-        if self.features < 1:
-            raise UserError(f"algorithm.features={self.features}: must be at least 1")
+        if self.features < 2:
+            raise UserError(
+                f"algorithm.features={self.features}: must be at least 2; a bank's images are "
+                "encoded together"
+            )
         if self.params.lambda_ and self.params.neighbours >= self.features:
             raise UserError(
                 f"algorithm.neighbours={self.params.neighbours}: must be below the "

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fedssl import plugins
 from fedssl.config import PartitionParams, SourceParams, variant
 from fedssl.data.dataset import Groups, Split
 from fedssl.data.random import key, mix, permutation
@@ -26,7 +27,7 @@ Shares = NDArray[np.floating[Any]]
 _WINDOW = 8192  # places drawn at once: bounds the work that a class running out undoes
 _TRIES = 50  # draws of the dirichlet partition before it gives up
 _BALANCED_TRIES = 1000  # the same, where clients of about the same size are asked for
-_UNLABELED = ", and so does partition.source=clusters"
+_UNLABELED = ", and so does partition.source=features"
 _ROWS = 20  # clients that the table lists
 _COLUMNS = 12  # the most classes that get a column each
 
@@ -36,7 +37,8 @@ def partition(params: PartitionParams, split: Split, classes: int, seed: int) ->
     chosen = variant("partition", params.name)
     if not 0 < params.fraction <= 1:
         raise UserError(f"partition.fraction={params.fraction}: must be above 0 and at most 1")
-    groups = cast(Groups, chosen(params).split(split, classes, seed))
+    with plugins.blamed():
+        groups = cast(Groups, chosen(params).split(split, classes, seed))
     return groups if params.fraction == 1 else _thinned(groups, params.fraction, seed)
 
 

@@ -49,7 +49,7 @@ def assign(config: Config, dataset: Dataset, device: torch.device | str = "cpu")
     count = params.sources
     if params.source == "labels":
         return Sources(train.labels, dataset.classes)
-    if params.source == "clusters":
+    if params.source == "features":
         found = clusters(_features(config, params, train, device), count, config.seed)
         names = [f"cluster {k}" for k in range(count)]
         return Sources(torch.from_numpy(found), tuple(names), "clusters")
@@ -89,15 +89,16 @@ def check(params: SourceParams, total: int) -> None:
     count, source = params.sources, params.source
     if count < 2:
         raise UserError(f"partition.sources={count}: must be at least 2, or clients cannot differ")
-    if params.encoder is not None and source != "clusters":
+    if params.encoder is not None and source != "features":
         raise UserError(
-            f"partition.encoder={params.encoder}: only partition.source=clusters looks at one; "
+            f"partition.encoder={params.encoder}: only partition.source=features looks at one; "
             "leave it out"
         )
     if source != "labels" and count > total:
+        what = "clusters" if source == "features" else "sources"
         raise UserError(
-            f"partition.sources={count}: more {source if source == 'clusters' else 'sources'} than "
-            f"the {total} samples there are; use at most {total}"
+            f"partition.sources={count}: more {what} than the {total} samples there are; use at "
+            f"most {total}"
         )
     if source == "style" and count > len(STYLES):
         raise UserError(

@@ -24,7 +24,7 @@ COLOURS = ("#222222", "#e6862d", "#3f7fbf", "#4c9f4c", "#b5539c", "#8c6d46", "#d
 
 
 def measure(session: Session) -> dict[str, Any]:
-    """Each client's distances to the new global model, and those between clients, for the metrics.
+    """Each client's distances to its new global model, and those between clients, for the metrics.
 
     Weights: the sum over convolutions and linear layers of the L2 norm of their difference.
     Features: the mean L2 distance over images, and 1 where CKA sees the same geometry.
@@ -32,19 +32,31 @@ def measure(session: Session) -> dict[str, Any]:
     seen, flat = session.work.watched, session.work.flat
     if not seen:
         return {}
-    central = session.global_weights()
-    layers = {str(k): layer_distances(flat, own, central) for k, own in seen.items()}
+    central, its = centres(session), {str(k): centre_of(session, k) for k in seen}
+    layers = {str(k): layer_distances(flat, own, central[its[str(k)]]) for k, own in seen.items()}
     features = looks(session)
-    shared = features.pop("global")
+    shared = {name: features.pop(name) for name in central}
     pairs = [sum(layer_distances(flat, a, b).values()) for a, b in combinations(seen.values(), 2)]
     names = next(iter(layers.values()))
     return {
         "local_weight_distance": {k: sum(each.values()) for k, each in layers.items()},
-        "local_feature_distance": {k: apart(own, shared) for k, own in features.items()},
-        "local_cka": {k: cka(own, shared) for k, own in features.items()},
+        "local_feature_distance": {k: apart(own, shared[its[k]]) for k, own in features.items()},
+        "local_cka": {k: cka(own, shared[its[k]]) for k, own in features.items()},
         "layer_distance": {n: float(np.mean([d[n] for d in layers.values()])) for n in names},
         **({"between_clients_weight_distance": float(np.mean(pairs))} if pairs else {}),
     }
+
+
+def centre_of(session: Session, client: int) -> str:
+    """The name of the global model that a client trains: one of several with FeatARC."""
+    number = session.number_of(client)
+    return f"global {number}" if number else "global"
+
+
+def centres(session: Session) -> dict[str, Tensor]:
+    """The global models of the clients that are watched."""
+    numbers = {centre_of(session, k): session.number_of(k) for k in session.work.watched or ()}
+    return {name: session.global_weights(number) for name, number in sorted(numbers.items())}
 
 
 def layer_distances(flat: Flat, a: Tensor, b: Tensor) -> dict[str, float]:
@@ -58,12 +70,12 @@ def layer_distances(flat: Flat, a: Tensor, b: Tensor) -> dict[str, float]:
 
 
 def looks(session: Session) -> dict[str, Tensor]:
-    """Features of the same images under the global and the local models."""
+    """Features of the same images under the global models and the local ones."""
     images = session.dataset.train.images[session.modality]
     chosen = choose(key(session.config.seed, "drift"), len(images), IMAGES)
     part = images[torch.as_tensor(chosen)]
     assert session.work.watched is not None
-    models: dict[str, Tensor] = {"global": session.global_weights()}
+    models = centres(session)
     models |= {str(client): weights for client, weights in session.work.watched.items()}
     return {
         name: extract(session.body(weights).encoder, part, device=session.work.device)
@@ -102,7 +114,7 @@ def picture(features: Mapping[str, Tensor], path: Path) -> None:
         x, y = at[i]
         draw.ellipse((x, y, x + DOT, y + DOT), fill=COLOURS[owners[i] % len(COLOURS)])
     for number, name in enumerate(features):
-        label = name if name == "global" else f"client {name}"
+        label = name if name.startswith("global") else f"client {name}"
         colour = COLOURS[number % len(COLOURS)]
         draw.text((10 + 90 * (number % 9), SIDE - 34 + 14 * (number // 9)), label, fill=colour)
     image.save(path)

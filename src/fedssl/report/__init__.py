@@ -27,13 +27,13 @@ class Voice:
             print(f"report: {text}", file=sys.stderr)
 
 
-def write(runs: Sequence[Path], out: Path | None = None) -> Path:
+def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     """Write the page of these runs; without ``out`` it goes into the first run's folder."""
     from fedssl.files import write_text
     from fedssl.report.page import build
 
     found = opened(runs)
-    target = runs[0] / "report.html" if out is None else out
+    target = Path(runs[0]) / "report.html" if out is None else out
     if target.is_dir():
         raise UserError(f"--out {target}: is a folder; name a file such as {target}/report.html")
     try:
@@ -52,5 +52,8 @@ def leave(run: Path) -> None:
     """The page that a run ends with; a run does not fail for it."""
     try:
         write([run])
-    except (UserError, OSError) as error:
+    except UserError as error:
         print(f"fedssl: no report.html: {error}", file=sys.stderr)
+    except Exception as error:  # hours of training are not called a failure for a picture of them
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"fedssl: no report.html: {said}", file=sys.stderr)

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedssl import config, plugins, tables
-from fedssl.runs import Run, opened
+from fedssl.metrics import is_number
+from fedssl.runs import Run, opened, section
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
 # Two runs that differ in nothing else are the same experiment.
-APART = ("seed", "device", "about", "checkpoint.", "data.cache", "engine.workers", "engine.timeout")
+APART = (
+    *("seed", "device", "about", "log", "checkpoint.", "data.cache"),
+    *("engine.workers", "engine.timeout"),
+)
 TELLING = ("data.", "objective.", "partition.", "rounds", "algorithm.", "encoder.")
 
 
@@ -23,6 +27,7 @@ class Value:
     """A measure over the seeds of a row."""
 
     each: tuple[float, ...]
+    of: int = 0  # seeds in all; some may not have it
 
     @property
     def mean(self) -> float:
@@ -66,7 +71,7 @@ class Comparison:
         return list(dict.fromkeys(m for row in self.rows for m in row.values))
 
 
-def table(runs: Sequence[Path]) -> str:
+def table(runs: Sequence[str | Path]) -> str:
     """Runs as a table for the terminal, with what makes them hard to compare below it."""
     found = compare(opened(runs))
     head = ["", "runs", "seeds", "state", *map(tables.title, found.measures)]
@@ -74,18 +79,27 @@ def table(runs: Sequence[Path]) -> str:
         [row.name, *row.about, *(text(m, row.values.get(m)) for m in found.measures)]
         for row in found.rows
     ]
-    return "\n\n".join([tables.align([head, *body]), *found.remarks])
+    aligned = tables.align([[_one_line(cell) for cell in cells] for cells in (head, *body)])
+    return "\n\n".join([aligned, *map(_one_line, found.remarks)])
+
+
+def _one_line(text: str) -> str:
+    """A cell as it can stand in a line: a folder's name may hold anything."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def text(measure: str, value: Value | None) -> str:
-    """A cell: mean ± standard deviation."""
+    """A cell: mean ± standard deviation, and of how many seeds where some have no such number."""
     if value is None:
         return "–"
+    some = f" ({len(value.each)} of {value.of})" if len(value.each) < value.of else ""
     if measure.startswith("rounds_to"):
-        return f"{value.mean:.0f}"
+        return f"{value.mean:.0f}{some}"
     digits, unit = (2, "") if measure in tables.MEASURES else (1, " %")
     spread = "" if value.spread is None else f" ± {value.spread:.{digits}f}"
-    return f"{value.mean:.{digits}f}{spread}{unit}"
+    return f"{value.mean:.{digits}f}{spread}{unit}{some}"
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -99,7 +113,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
         if row.kind != "run" and names.count(row.name) > 1:
             row.name += f" ({row.label})"
     order: tuple[Kind, ...] = ("run", "baseline", "untrained", "paper")
-    return Comparison(sorted(rows, key=lambda row: order.index(row.kind)), list(_remarks(runs)))
+    remarks = list(_remarks(runs))
+    if any(len(value.each) < value.of for row in rows for value in row.values.values()):
+        remarks.append("(1 of 3): of three seeds only one has this number.")
+    return Comparison(sorted(rows, key=lambda row: order.index(row.kind)), remarks)
 
 
 def _known(row: Row, rows: Iterable[Row]) -> bool:
@@ -166,14 +183,14 @@ def _rows(label: str, group: Sequence[Run]) -> list[Row]:
         Row(name, "run", label, names, seeds, own, values)
         for name, values in _joined([_models(label, run) for run in group]).items()
     ] or [Row(label, "run", label, names, seeds, own)]
-    for name in _mapping(first.summary.get("baselines")):
-        of = [_mapping(_mapping(run.summary.get("baselines")).get(name)) for run in group]
+    for name in section(first.summary, "baselines"):
+        of = [section(section(run.summary, "baselines"), name) for run in group]
         found = _joined([tables.models(name, each, _judges(name)) for each in of])
         rows += [Row(n, "baseline", label, seeds=seeds, values=v) for n, v in found.items()]
     for key, name in {"untrained": "untrained", "initial": "as it started"}.items():
-        found = _joined([{name: _mapping(run.summary.get(key))} for run in group])
+        found = _joined([{name: section(run.summary, key)} for run in group])
         rows += [Row(n, "untrained", label, seeds=seeds, values=v) for n, v in found.items()]
-    published = numbers(_mapping(_mapping(first.tree.get("paper")).get("results")))
+    published = numbers(section(section(first.tree, "paper"), "results"))
     found = _joined([tables.models("paper", published, judged(first))])
     return rows + [Row(f"{n}, its data", "paper", label, values=v) for n, v in found.items()]
 
@@ -185,7 +202,8 @@ def _joined(tables_: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, d
         for name, row in table_.items():
             for measure, value in numbers(row).items():
                 joined.setdefault(name, {}).setdefault(measure, []).append(value)
-    return {n: {m: Value(tuple(v)) for m, v in row.items()} for n, row in joined.items()}
+    count = len(tables_)
+    return {n: {m: Value(tuple(v), count) for m, v in row.items()} for n, row in joined.items()}
 
 
 def _models(label: str, run: Run) -> dict[str, dict[str, float]]:
@@ -208,7 +226,7 @@ def judged(run: Run) -> str:
 def result(run: Run) -> dict[str, float]:
     """A run's measures; of one that goes on, those of its last evaluation."""
     if run.finished:
-        own = _mapping(run.summary.get("result"))
+        own = section(run.summary, "result")
         reached = {k: v for k, v in run.summary.items() if k.startswith("rounds_to")}
         return numbers(own or {k: v for k, v in run.summary.items() if k.endswith("_top1")}) | (
             numbers(reached)
@@ -230,7 +248,7 @@ def _remarks(runs: Sequence[Run]) -> Iterable[str]:
     """What makes the numbers hard to compare."""
     data: dict[str, list[str]] = {}
     for run in runs:
-        own = _mapping(run.tree.get("data"))
+        own = section(run.tree, "data")
         data.setdefault(str(own.get("name", "digits")), []).append(run.name)
     if len(data) > 1:
         held = "; ".join(f"{name}: {_some(names)}" for name, names in data.items())
@@ -249,7 +267,7 @@ def _remarks(runs: Sequence[Run]) -> Iterable[str]:
 
 
 def _note(run: Run) -> str:
-    return str(_mapping(run.tree.get("paper")).get("note") or "")
+    return str(section(run.tree, "paper").get("note") or "")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -263,12 +281,6 @@ def _in_short(seeds: Sequence[str]) -> str:
     return f"{numbers[0]}–{numbers[-1]}" if follow else ", ".join(seeds)
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """What should be keys and values; a file of another version may hold something else."""
-    return value if isinstance(value, Mapping) else {}
-
-
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The entries that are numbers."""
-    kept = {str(k): v for k, v in row.items() if isinstance(v, (int, float))}
-    return {k: v for k, v in kept.items() if not isinstance(v, bool)}
+    """The entries that are finite numbers."""
+    return {str(k): v for k, v in row.items() if is_number(v)}

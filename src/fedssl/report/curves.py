@@ -7,12 +7,13 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedssl import tables
+from fedssl.metrics import is_number
 from fedssl.runs import Run
 
 POINTS = 1500  # of one curve, at most
@@ -60,7 +61,7 @@ class Curve:
         self.values.append(value)
 
     def thinned(self, most: int) -> tuple[list[int], list[float]]:
-        """At most ``most`` points, the first, the last and all local extremes among them."""
+        """At most ``most`` points: first and last, smallest and largest of each stretch."""
         x, y = np.array(self.rounds), np.array(self.values)
         kept = keep(y, most)
         return x[kept].tolist(), y[kept].tolist()
@@ -84,14 +85,17 @@ class History:
     exchanges: dict[str, dict[str, int]] = field(default_factory=dict)
     asked: int = 0  # clients over all rounds
     last: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""  # why the metrics could not be read to their end
 
 
 def read(run: Run) -> History:
-    """Read a run's metrics, once."""
+    """Read a run's metrics, once; what is odd in a file of another version ends them."""
     history = History()
-    for line in run.lines():
-        if isinstance(line["round"], int):
+    try:
+        for line in run.lines():
             _take(history, line)
+    except Exception as error:  # what came before can still be shown
+        history.problem = f"{type(error).__name__}: {str(error)[:200]}"
     for name in _DULL & set(history.plain):
         if not any(history.plain[name].values):
             del history.plain[name]
@@ -102,24 +106,28 @@ def _take(history: History, line: Mapping[str, Any]) -> None:
     round = line["round"]
     history.rounds, history.lines = max(history.rounds, round), history.lines + 1
     history.last = dict(line)
-    history.asked += line.get("clients", 0) if isinstance(line.get("clients"), int) else 0
+    clients = line.get("clients")
+    asked = int(clients) if is_number(clients) else 0
+    history.asked += asked
     for name, value in line.items():
         if name == "exchanges" and isinstance(value, dict):
-            _add_traffic(history.exchanges, value)
+            _add_traffic(history.exchanges, value, asked)
         elif name in _OTHER:
             continue
         elif isinstance(value, dict):
             _take_parts(history, name, round, value)
-        elif _is_number(value):
+        elif is_number(value):
             history.plain.setdefault(name, Curve()).add(round, value)
     seconds, images = line.get("seconds"), line.get("images")
-    if _is_number(seconds) and _is_number(images) and seconds:
-        history.plain.setdefault("images_per_second", Curve()).add(round, images / seconds)
+    if is_number(seconds) and is_number(images) and seconds:
+        speed = images / seconds
+        if is_number(speed):
+            history.plain.setdefault("images_per_second", Curve()).add(round, speed)
 
 
 def _take_parts(history: History, name: str, round: int, values: Mapping[str, Any]) -> None:
     """Each of the first clients, and the mean over all of this round."""
-    known = {str(k): float(v) for k, v in values.items() if _is_number(v)}
+    known = {str(k): float(v) for k, v in values.items() if is_number(v)}
     if not known:
         return
     parts = history.parts.setdefault(name, {"mean": Curve()})
@@ -129,19 +137,15 @@ def _take_parts(history: History, name: str, round: int, values: Mapping[str, An
             parts.setdefault(key, Curve()).add(round, value)
 
 
-def _add_traffic(total: dict[str, dict[str, int]], line: Mapping[str, Any]) -> None:
+def _add_traffic(total: dict[str, dict[str, int]], line: Mapping[str, Any], asked: int) -> None:
+    """One round's bytes of each exchange, and how many clients were asked for it."""
     for task, moved in line.items():
-        own = total.setdefault(str(task), {"up": 0, "down": 0, "rounds": 0})
+        own = total.setdefault(str(task), {"up": 0, "down": 0, "rounds": 0, "asked": 0})
         own["rounds"] += 1
+        own["asked"] += asked
         for way in ("up", "down"):
             count = moved.get(way) if isinstance(moved, dict) else None
-            own[way] += int(count) if _is_number(count) else 0
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return math.isfinite(value)
+            own[way] += int(count) if is_number(count) else 0
 
 
 def keep(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:

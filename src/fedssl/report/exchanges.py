@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedssl import deploy, plugins
+from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.report.curves import History
-from fedssl.runs import Run
+from fedssl.runs import Run, section
 
 Kind = Literal["single", "mean", "masked"]
 ONE_PROCESS = (
     "This run was a simulation in one process: nothing left any machine. The table says what the "
     "same recipe sends between sites and server."
+)
+ROBUST = (
+    "Secure sums are not possible with cohort.average={}: the server has to look at what each "
+    "client sends. Updates and moments of a model are not images, but they can tell things about "
+    "them."
 )
 
 
@@ -25,9 +32,15 @@ class Exchange:
     carries: str  # in words
     seen: str  # what of it the server sees
     rounds: int
-    up: int  # bytes over all clients and rounds
+    asked: int  # clients over these rounds
+    up: int  # bytes over all of them
     down: int
     kind: Kind  # each client's own, means in the open, or sums
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes up and down."""
+        return self.up, self.down
 
 
 @dataclass(frozen=True)
@@ -50,18 +63,44 @@ def sheet(run: Run, history: History) -> Sheet:
             for name in history.exchanges
         ]
         verdict = "The configuration is of another version: what each exchange carries is not said."
-        return Sheet(verdict, rows, [], _protection(run.tree.get("privacy"), history, run))
+        return Sheet(verdict, rows, [], _protection(run, history, None))
     config, algorithm = run.config, deploy.algorithm_of(run.config)
-    rows = [_exchange(name, config, algorithm, history) for name in _names(algorithm, history)]
-    notes = [] if config.engine.sites is not None or algorithm.pools_data else [ONE_PROCESS]
+    rows = [
+        _exchange(name, config, algorithm, history) for name in _names(config, algorithm, history)
+    ]
+    deployed = config.engine.sites is not None
+    notes = [] if deployed or algorithm.pools_data else [ONE_PROCESS]
     unasked = [name for name in _declared(algorithm) if name not in history.exchanges]
     if unasked and history.lines and not algorithm.pools_data:
         notes.append(f"Declared, and not asked for in this run: {', '.join(unasked)}.")
     if not algorithm.pools_data:
-        text = deploy.protection(config).replace("**", "").replace("`", "")
-        notes += [" ".join(part.split()) for part in text.split("\n\n")]
-    protection = _protection(run.tree.get("privacy"), history, run)
-    return Sheet(_verdict(config, algorithm, history), rows, notes, protection)
+        notes += [*_besides(config, deployed), *_protected(config, algorithm)]
+    verdict = _verdict(config, algorithm, [own.name for own in rows], history)
+    return Sheet(verdict, rows, notes, _protection(run, history, algorithm))
+
+
+def _besides(config: Config, deployed: bool) -> Iterable[str]:
+    """What is sent outside the exchanges: by sites' first contact and faults, or to clients."""
+    for line in deploy.exchanges(config).splitlines():
+        said = line.removeprefix("- ")
+        downwards = said.startswith("(the other way")
+        if not said.startswith("`") and (deployed or downwards):
+            yield f"Besides the table, {said[1:-1] if downwards else said}."
+
+
+def _protected(config: Config, algorithm: Any) -> list[str]:
+    """How what is sent is protected, as paragraphs; a loss alone needs no words on models."""
+    text = deploy.protection(config).replace("**", "").replace("`", "")
+    sums, *rest = (" ".join(part.split()) for part in text.split("\n\n"))
+    if config.cohort.average != "mean":
+        sums = ROBUST.format(config.cohort.average)
+    return [sums, *rest] if _shares(algorithm) or config.privacy.secure else rest
+
+
+def _shares(algorithm: Any) -> bool:
+    """Whether anything but a loss leaves a client; somebody's own algorithm may reply more."""
+    alone = not algorithm.has_global and not algorithm.gathers
+    return not (alone and type(algorithm).reply_like is Standalone.reply_like)
 
 
 def _declared(algorithm: Any) -> list[str]:
@@ -71,21 +110,25 @@ def _declared(algorithm: Any) -> list[str]:
     )
 
 
-def _names(algorithm: Any, history: History) -> list[str]:
+def _names(config: Config, algorithm: Any, history: History) -> list[str]:
     """Those that were asked for; before the first round those that will be."""
     if algorithm.pools_data:
         return []
-    return list(history.exchanges) if history.lines else _declared(algorithm)
+    if history.lines:
+        return list(history.exchanges)
+    silent = config.privacy.secure or config.privacy.noise is not None  # nothing for the log
+    return [name for name in _declared(algorithm) if not (silent and name in algorithm.logs)]
 
 
-def _cost(history: History, name: str) -> tuple[int, int, int]:
+def _cost(history: History, name: str) -> tuple[int, int, int, int]:
     moved = history.exchanges.get(name, {})
-    return moved.get("rounds", 0), moved.get("up", 0), moved.get("down", 0)
+    rounds, asked, up, down = (moved.get(key, 0) for key in ("rounds", "asked", "up", "down"))
+    return rounds, asked, up, down
 
 
 def _exchange(name: str, config: Config, algorithm: Any, history: History) -> Exchange:
     seen, kind = _seen(name, config, algorithm)
-    carries = deploy.about(algorithm, name)
+    carries = deploy.about(algorithm, name) if _shares(algorithm) else "Its loss, nothing else"
     return Exchange(name, carries, seen, *_cost(history, name), kind)
 
 
@@ -97,29 +140,43 @@ def _seen(name: str, config: Config, algorithm: Any) -> tuple[str, Kind]:
         return "single numbers of each client, for the log", "single"
     if config.cohort.average != "mean":
         return f"each client's own reply; the {config.cohort.average} is used", "single"
-    noise = "" if config.privacy.noise is None else ", with noise added"
+    noise = "" if config.privacy.noise is None else ", and the server adds noise before use"
     if config.privacy.secure:
         return f"only the sum over the clients (masked){noise}", "masked"
     return f"only the mean is used{noise}; replies reach the server unmasked", "mean"
 
 
-def _verdict(config: Config, algorithm: Any, history: History) -> str:
+def _verdict(config: Config, algorithm: Any, asked: Sequence[str], history: History) -> str:
     """One plain sentence."""
     if algorithm.pools_data:
         return (
             f"{plugins.label(config.algorithm.name)} has all data in one place: in reality every "
             "image would have left its site."
         )
-    if not algorithm.has_global and not algorithm.gathers:
-        return "No image and no model left a client; each trained alone."
+    if not _shares(algorithm):
+        return "No image and no model left a client: each trained alone, and sent only its loss."
+    logged = any(task in algorithm.logs and task not in algorithm.simulated for task in asked)
+    numbers = ", and single numbers of each client for its log" if logged else ""
     if algorithm.gathers:
-        tasks = " and ".join(f"“{task}”" for task in algorithm.gathers)
         return (
             f"No image left a client as it is, but the server saw each client's own reply to "
-            f"{tasks}, not only means."
+            f"{_quoted(algorithm.gathers)}, not only means{numbers}."
         )
     if config.cohort.average != "mean":
-        return "No image left a client; the server compared the clients' own model changes."
+        compared = _quoted([t for t in asked if t in algorithm.means] or algorithm.means)
+        return (
+            f"No image left a client; the server saw each client's own reply to {compared} and "
+            f"compared them{numbers}."
+        )
+    return f"{_sums(config, history)}{numbers}."
+
+
+def _quoted(tasks: Sequence[str]) -> str:
+    return " and ".join(f"“{task}”" for task in tasks)
+
+
+def _sums(config: Config, history: History) -> str:
+    """What a server that needs only means has learned, and who is shielded by noise."""
     what = (
         "No image left a client; the server used only means over the clients, which it computed "
         "from replies that it could have looked at"
@@ -128,14 +185,17 @@ def _verdict(config: Config, algorithm: Any, history: History) -> str:
         what = "No image left a client; the server learned only sums over the clients"
     spent = history.last.get("epsilon")
     if isinstance(spent, (int, float)):
-        what += f", with noise that makes all of it ({spent:.3g}, {config.privacy.delta:g})"
-        what += "-differentially private for a client's whole data"
-    return what + "."
+        what += (
+            "; it added noise before using them, so what it publishes (the model) is "
+            f"({spent:.3g}, {config.privacy.delta:g})-differentially private for a client's whole "
+            "data; the server itself is trusted"
+        )
+    return what
 
 
-def _protection(privacy: Any, history: History, run: Run) -> list[tuple[str, str]]:
+def _protection(run: Run, history: History, algorithm: Any) -> list[tuple[str, str]]:
     """What was protected how, as name and words."""
-    keys = privacy if isinstance(privacy, dict) else {}
+    keys = section(run.tree, "privacy")
     secure, noise = bool(keys.get("secure")), keys.get("noise")
     rows = [("Secure sum", "no")]
     if secure:
@@ -145,9 +205,24 @@ def _protection(privacy: Any, history: History, run: Run) -> list[tuple[str, str
         ]
     if noise is None:
         return [*rows, ("Noise (differential privacy)", "no")]
-    said = f"{noise:g} times the norm {keys.get('clip', 1):g} to which contributions are clipped"
-    rows.append(("Noise (differential privacy)", said))
+    rows.append(("Noise (differential privacy)", _noise(keys, algorithm)))
     spent = {**history.last, **run.summary}
     if "epsilon" in spent:
         rows.append(("(ε, δ) spent", f"({spent['epsilon']:.4g}, {spent['delta']:g})"))
     return rows
+
+
+def _noise(keys: Mapping[str, Any], algorithm: Any) -> str:
+    """How much noise the server added to the sums; moments have a norm and noise of their own."""
+    noise, clip = keys["noise"], keys.get("clip", 1)
+    what = "contributions"
+    tasks = () if algorithm is None else algorithm.means
+    bounds = [algorithm.bound(task) for task in tasks]
+    moments = ""
+    if bound := next((bound for bound in bounds if bound is not None), None):
+        own = keys.get("moments_noise") or noise
+        what = "changes of the model"
+        moments = f"; of moments {own:g} times their norm, {bound:.4g}"
+    more = ", all √2 larger for the weights" if keys.get("most_samples", 1) > 1 else ""
+    said = f"added by the server: {noise:g} times the norm {clip:g} to which {what} are clipped"
+    return f"{said}{moments}{more}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.data import sources
+from fedssl.data import datasets, sources
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.partition import counts, distance
 from fedssl.data.random import choose, key
@@ -112,8 +112,12 @@ class Data:
         """The data set."""
         config = self.settings()
         if self._loaded is None:
-            self._loaded = load_data(config)
+            self._loaded = self.sized(config)
         return self._loaded
+
+    def sized(self, config: Config, size: int | None = None) -> Dataset:
+        """The data set at another size; a page downloads nothing."""
+        return load_data(replace(config, data=datasets.here(config.data)), size)
 
 
 def tried(what: Callable[[], T]) -> T | str:
@@ -163,7 +167,7 @@ def look(data: Data) -> Look:
         raise Empty("the data has no test split, and training images are not shown")
     before, modality = untrained(config, dataset, tower)
     after = _loaded(before, file)
-    judged = _judged(config, dataset)
+    judged = _judged(data, config, dataset)
     chosen = _chosen(config, judged)
     images = judged.images[modality][chosen]
     device = pick_device("auto")
@@ -209,11 +213,11 @@ def _loaded(like: nn.Module, file: Path) -> nn.Module:
     return trained
 
 
-def _judged(config: Config, dataset: Dataset) -> Split:
+def _judged(data: Data, config: Config, dataset: Dataset) -> Split:
     """The test images at the size at which they are judged."""
     size, test = config.evaluate.size, dataset.test
     if size is not None and size != config.data.size:
-        test = load_data(config, size).test
+        test = data.sized(config, size).test
     assert test is not None
     return test
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -10,9 +9,10 @@ from importlib import resources
 from typing import Protocol
 
 from fedssl import __version__, tables
+from fedssl.metrics import is_number
 from fedssl.report import compare, curves, looks, sections, words
 from fedssl.report.sections import MOST_LOOKS, Page, Subject, empty
-from fedssl.runs import Run
+from fedssl.runs import Run, section
 
 CONTENTS: dict[str, tuple[str, Callable[[Page], str]]] = {
     "accuracy": ("Accuracy", sections.accuracy),
@@ -73,8 +73,8 @@ def _document(page: Page, made: Sequence[str]) -> str:
     own = resources.files("fedssl.report")
     css, js = ((own / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     # Nothing in the block may end it, whatever a class or a folder is called.
-    block = json.dumps(page.data, ensure_ascii=False, separators=(",", ":"), default=list)
-    block = block.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    block = ",".join(f'"{kind}":[{",".join(each)}]' for kind, each in page.data.items())
+    block = f"{{{block}}}".replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     names = [subject.label for subject in page.subjects]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
     links = "".join(f'<li><a href="#{key}">{name}</a></li>' for key, (name, _) in CONTENTS.items())
@@ -145,17 +145,17 @@ def _headline_of_many(page: Page) -> str:
 
 def _tiles(subject: Subject) -> str:
     """A few numbers, large."""
-    summary, untrained = subject.run.summary, words.section(subject.run.summary, "untrained")
+    summary, untrained = subject.run.summary, section(subject.run.summary, "untrained")
     tiles = []
     for name, value in list(compare.result(subject.run).items())[:4]:
         if not name.endswith("_top1") or name.startswith("per-client"):
             continue
         before = untrained.get(name)
-        note = f"untrained {before:.1f} %" if isinstance(before, (int, float)) else ""
+        note = f"untrained {before:.1f} %" if is_number(before) else ""
         tiles.append((f"{value:.1f} %", tables.title(name), note))
     rounds = subject.history.rounds
     speed = summary.get("images_per_second")
-    note = f"{speed:,.0f} images/s" if isinstance(speed, (int, float)) else ""
+    note = f"{speed:,.0f} images/s" if is_number(speed) else ""
     tiles.append((f"{rounds:,}", "rounds", note))
     moved = [
         sum(each[way] for each in subject.history.exchanges.values()) for way in ("up", "down")

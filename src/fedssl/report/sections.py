@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +13,8 @@ from typing import Any
 import yaml
 
 from fedssl import tables
-from fedssl.report import compare, curves, exchanges, looks, words
-from fedssl.runs import Run
+from fedssl.report import compare, curves, exchanges, looks
+from fedssl.runs import Run, section
 
 MOST_LOOKS = 4  # runs with a map, a gallery and tables of their own
 MOST_NUMBERS = 300  # curves in the table of numbers
@@ -36,13 +37,16 @@ class Page:
     """The sections so far, and the data and pictures that their figures need."""
 
     subjects: list[Subject]
-    data: dict[str, list[Any]] = field(default_factory=dict)
+    data: dict[str, list[str]] = field(default_factory=dict)  # as JSON, by kind of figure
     styles: list[str] = field(default_factory=list)
 
     def figure(self, kind: str, content: Any, title: str, caption: str = "") -> str:
-        """A figure that the page's script draws."""
+        """A figure that the page's script draws; NaN would take all figures with it."""
+        coded = json.dumps(
+            content, ensure_ascii=False, separators=(",", ":"), default=list, allow_nan=False
+        )
         of_kind = self.data.setdefault(kind, [])
-        of_kind.append(content)
+        of_kind.append(coded)
         heading = f'<p class="title">{title}</p>' if title else ""
         below = f"<figcaption>{caption}</figcaption>" if caption else ""
         place = f'<div class="plot" data-kind="{kind}" data-index="{len(of_kind) - 1}"></div>'
@@ -80,8 +84,8 @@ def accuracy(page: Page) -> str:
     """Accuracies beside the baselines, the paper and the other runs."""
     found = compare.compare([subject.run for subject in page.subjects])
     measures = found.measures
+    remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in found.remarks)
     if not measures:
-        remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in found.remarks)
         return remarks + empty("no accuracy has been measured in these runs")
     figures = []
     for measure in [m for m in measures if m.endswith("_top1")][:6]:
@@ -107,7 +111,6 @@ def accuracy(page: Page) -> str:
     if several:
         note += " With several seeds: mean ± standard deviation of the sample."
     grid = f'<div class="grid three">{"".join(figures)}</div>' if figures else ""
-    remarks = "".join(f'<p class="remark">{escape(text)}</p>' for text in found.remarks)
     return f"{grid}{table(head, body, 4, 'results')}<p>{note}</p>{remarks}"
 
 
@@ -235,8 +238,8 @@ def _sheet(subject: Subject) -> str:
         [
             f"<code>{escape(own.name)}</code>", escape(own.carries),
             f'<span class="{own.kind}">{escape(own.seen)}</span>',
-            f"{own.rounds:,}", tables.size(own.up / asked), tables.size(own.down / asked),
-            _bytes(own.up), _bytes(own.down),
+            f"{own.rounds:,}", *(tables.size(each / max(1, own.asked)) for each in own.moved),
+            *map(_bytes, own.moved),
         ]
         for own in found.exchanges
     ]  # fmt: skip
@@ -264,7 +267,7 @@ def clients(page: Page) -> str:
     """Accuracy of each client."""
     blocks, rows = [], []
     for subject in page.subjects:
-        scores = words.section(subject.run.summary, "per_client")
+        scores = section(subject.run.summary, "per_client")
         each = {str(k): compare.numbers(v) for k, v in scores.items() if isinstance(v, Mapping)}
         for model, own in each.items():
             if own:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedssl import plugins
 from fedssl.report.curves import History
-from fedssl.runs import Run
+from fedssl.runs import Run, section
 
 NAMES = {
     "dcco": "DCCO",
@@ -34,12 +34,6 @@ NAMES = {
     "mae": "MAE",
     "supervised": "labels",
 }
-
-
-def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section of a configuration; of another version it may not be there."""
-    found = tree.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def called(tree: Mapping[str, Any], name: str) -> str:
@@ -98,15 +92,23 @@ def _local(tree: Mapping[str, Any]) -> str:
 
 def state(run: Run, history: History) -> tuple[str, bool]:
     """How far the run is, and whether a reader should take care."""
+    said = [_far(run, history)]
+    if history.problem:
+        said.append(f"metrics.jsonl could not be read to its end ({history.problem}).")
+    text = " ".join(filter(None, said))
+    return text, bool(text)
+
+
+def _far(run: Run, history: History) -> str:
     if run.config is None:
         done = "It is finished" if run.finished else f"It has {history.rounds} rounds"
         return (
             f"This run is of another version of fedssl, or needs a file that is not here "
             f"({run.problem}). {done}; what its files say is shown, and the rest is left out."
-        ), True
+        )
     if not run.finished:
         return (
             f"Not finished: round {history.rounds:,} of {run.config.rounds:,}. The numbers are "
             "those of its last evaluation, if there was one."
-        ), True
-    return "", False
+        )
+    return ""
