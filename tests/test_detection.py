@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,55 @@ def test_a_perfect_detector_has_an_ap_of_100(data: Path) -> None:
     assert found == pytest.approx(
         {"box_ap": 100, "box_ap50": 100, "mask_ap": 100, "mask_ap50": 100}, abs=1e-6
     )
+
+
+def test_boxes_that_are_half_right_count_at_the_loose_threshold_alone(data: Path) -> None:
+    """Boxes of three quarters of the width overlap by 0.75: five of COCO's ten thresholds fall."""
+    test = Shapes(data, "val")
+
+    class Near(torch.nn.Module):
+        number = 0
+
+        def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+            target = test.target(self.number)
+            self.number += 1
+            boxes = target["boxes"].clone()
+            boxes[:, 2] -= 0.28 * (boxes[:, 2] - boxes[:, 0])
+            scores = torch.ones(len(boxes))
+            masks = target["masks"][:, None].float()
+            return [{**target, "boxes": boxes, "scores": scores, "masks": masks}]
+
+    found = detection.score(Near(), test, torch.device("cpu"))
+    assert found["box_ap50"] == pytest.approx(100) and found["box_ap"] == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "said"),
+    [
+        ("annotations", "category_id", 99, "annotation 1 is of a category or an image"),
+        ("annotations", "image_id", 99, "annotation 1 is of a category or an image"),
+        ("annotations", "bbox", None, "annotation 1 has no bbox"),
+        ("annotations", "bbox", [1, 2, 3], "bbox=[1, 2, 3]: expected x, y, width and height"),
+        ("annotations", "bbox", [1, 2, 3, "4"], "expected x, y, width and height"),
+        ("annotations", "area", None, "annotation 1 has no area"),
+        ("annotations", "iscrowd", None, "annotation 1 has no iscrowd"),
+        ("annotations", "segmentation", [[1, 2]], "a polygon needs at least three points"),
+        ("images", "file_name", None, "has no file_name"),
+        ("images", "height", None, "has no height"),
+    ],
+)
+def test_a_file_that_is_not_cocos_is_refused(
+    part: str, field: str, value: Any, said: str, tmp_path: Path
+) -> None:
+    root = shapes(tmp_path, 2, 2)
+    file = root / "annotations" / "instances_val2017.json"
+    tree = json.loads(file.read_text())
+    tree[part][0][field] = value
+    if value is None:
+        del tree[part][0][field]
+    file.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=re.escape(said)):
+        Shapes(root, "val")
 
 
 def test_end_to_end_from_the_command_line(

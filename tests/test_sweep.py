@@ -105,6 +105,14 @@ def test_a_half_done_sweep_goes_on_and_prints_one_table(
     assert lines[4].endswith(f"{summary['knn_top1']:.1f} %") and "3 of 3 runs" in out
 
 
+def test_an_untrained_network_stands_there_once_or_not_at_all() -> None:
+    """One of another kind beside a run would be a wrong comparison."""
+    one = {"untrained": {"knn_top1": 10.0}, "result": {"knn_top1": 20.0}}
+    other = {"untrained": {"knn_top1": 11.0}, "result": {"knn_top1": 21.0}}
+    assert "untrained" in sweep.table({"a": one, "b": one})
+    assert "untrained" not in sweep.table({"a": one, "b": other})
+
+
 def test_a_run_that_diverges_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,32 @@ class Shapes:
         if not self.categories or not self.ids:
             raise UserError(f"{self.file}: has no categories or no images")
         for note in self.coco.dataset["annotations"]:
-            if not note.get("segmentation"):
-                raise UserError(
-                    f"{self.file}: annotation {note.get('id')} has no mask (segmentation); "
-                    "Mask R-CNN learns masks, so give one for every object"
-                )
+            self._check_annotation(note)
         for image in self.coco.loadImgs(self.ids):
+            for field in ("file_name", "height", "width"):
+                if field not in image:
+                    raise UserError(f"{self.file}: image {image.get('id')} has no {field}")
             path = self.images / image["file_name"]
             if not path.is_file():
                 raise UserError(f"{self.file}: there is no image {path}")
+
+    def _check_annotation(self, note: Mapping[str, Any]) -> None:
+        what = f"{self.file}: annotation {note.get('id')}"
+        if not note.get("segmentation"):
+            raise UserError(
+                f"{what} has no mask (segmentation); Mask R-CNN learns masks, so give one for "
+                "every object"
+            )
+        for field in ("bbox", "area", "iscrowd", "category_id", "image_id"):
+            if field not in note:
+                raise UserError(f"{what} has no {field}; COCO's format has one in each")
+        if note["category_id"] not in self.categories or note["image_id"] not in self.ids:
+            raise UserError(f"{what} is of a category or an image that the file does not list")
+        box, shape = note["bbox"], note["segmentation"]
+        if not (isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))):
+            raise UserError(f"{what}: bbox={box}: expected x, y, width and height")
+        if isinstance(shape, list) and not all(isinstance(p, list) and len(p) >= 6 for p in shape):
+            raise UserError(f"{what}: segmentation: a polygon needs at least three points")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -101,6 +118,10 @@ class Shapes:
             "labels": torch.tensor(labels, dtype=torch.int64),
             "masks": torch.stack(masks) if masks else empty,
         }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 class Pyramid(nn.Module):

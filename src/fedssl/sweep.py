@@ -87,11 +87,12 @@ def check(waiting: Mapping[str, Config]) -> None:
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each run, after an untrained network's."""
+    """A row for each run; after an untrained network's, where that is the same for all."""
     rows: dict[str, Mapping[str, float]] = {}
-    for label, summary in summaries.items():
-        rows.setdefault("untrained", summary["untrained"])
-        rows[label] = summary["result"]
+    first = next(iter(summaries.values()))["untrained"]
+    if all(summary["untrained"] == first for summary in summaries.values()):
+        rows["untrained"] = first
+    rows |= {label: summary["result"] for label, summary in summaries.items()}
     return tables.rows(rows)
 
 

@@ -410,7 +410,9 @@ def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
     step(engine, server, 0)
     before, share = dict(banks(server)), CCL.share
     monkeypatch.setattr(
-        CCL, "share", lambda a, c: {"features": share(a, c)["features"] * (1e4 if c.id == 1 else 1)}
+        CCL,
+        "share",
+        lambda a, c: {"features": share(a, c)["features"] * (1.05 if c.id == 1 else 1)},
     )
     step(engine, server, 1)
     assert server.warnings == [

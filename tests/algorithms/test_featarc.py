@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -228,10 +228,11 @@ def test_an_empty_cluster_keeps_its_model_and_that_is_said_once() -> None:
     assert not torch.equal(models(engine, server)[1], before[1])
 
 
+@pytest.mark.parametrize("objective", ["byol", "moco"])
 def test_who_changes_cluster_leaves_target_and_memory_behind(
-    monkeypatch: pytest.MonkeyPatch,
+    objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, server = made("algorithm.lambda=0", objective="byol")
+    engine, server = made("algorithm.lambda=0", objective=objective)
     step(engine, server, 0)
     received = {str(j): m for j, m in enumerate(models(engine, server))}
     targets = []
@@ -239,10 +240,14 @@ def test_who_changes_cluster_leaves_target_and_memory_behind(
         client = engine.client(np.array([0]), 1, remember=False)
         monkeypatch.setattr(FeatARC, "assign", lambda *_, chosen=chosen: (chosen, None))
         fresh = engine.client(np.array([0]), 1, remember=False)
-        fresh.state.pop("target")
+        for name in ("target", "memory"):
+            fresh.state.pop(name, None)
         fresh.train(received[str(chosen)], fresh.state)
         engine.algorithm.train(client, received)  # type: ignore[attr-defined]
         targets.append(torch.equal(client.state["target"], fresh.state["target"]))  # type: ignore[arg-type]
+        if objective == "moco":
+            kept, new = (int(cast(Any, c.state["memory"])["seen"]) for c in (client, fresh))
+            assert (kept == new) == (chosen == 1)
     assert targets == [False, True]
 
 

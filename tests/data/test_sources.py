@@ -405,7 +405,7 @@ def test_deploy_init_says_that_a_recipes_source_is_left_out(
     said = capsys.readouterr().err
     assert said.startswith(f"fedssl: {name}: partition.source=rotation is left out")
     assert said.count("\n") == 1
-    plain = ["decssl/figure5/fedavg/alpha-5", *words]
+    plain = ["decssl/figure2/dec-ssl/labels-5", *words]
     assert main(["deploy", "init", str(tmp_path / "other"), *plain]) == 0
     assert not capsys.readouterr().err
 

@@ -76,6 +76,32 @@ def test_distances_are_those_of_the_models() -> None:
     assert found["1"] == pytest.approx(float(features.norm(dim=1).mean()), rel=1e-5)
 
 
+def test_where_there_are_several_global_models_each_client_is_compared_with_its_own() -> None:
+    """FeatARC with clusters that start apart, and clients that keep their norm layers."""
+    made = session(
+        *("algorithm.name=featarc", "algorithm.clusters=2", "algorithm.start=apart"),
+        *("encoder.norm=batch", "algorithm.norm_policy=local"),
+    )
+    line = one_round(made)
+    watched, kept, states = made.work.watched, made.work.kept, made.engine.states
+    assert watched is not None and kept is not None
+    numbers = [made.number_of(k) for k in range(3)]
+    assert set(numbers) == {0, 1}
+    for number in (0, 1):
+        members = [k for k in range(3) if numbers[k] == number]
+        sizes = [(8, 12, 20)[k] for k in members]
+        norms = [states.get_leaf(k, ("norm",)) for k in members]
+        mean = sum(n * norm for n, norm in zip(sizes, norms, strict=True)) / sum(sizes)  # type: ignore[operator]
+        model, other = made.global_weights(number), made.global_weights(1 - number)
+        torch.testing.assert_close(model[kept], mean)
+        for k in members:
+            expected = sum(drift.layer_distances(made.work.flat, watched[k], model).values())
+            assert line["local_weight_distance"][str(k)] == pytest.approx(expected)  # type: ignore[index]
+            assert sum(drift.layer_distances(made.work.flat, watched[k], other).values()) > expected
+    names = {name for name in drift.looks(made) if name.startswith("global")}
+    assert names == {"global", "global 1"}
+
+
 def test_cka_is_blind_to_rotation_and_scale_and_nothing_else() -> None:
     generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(50, 6, generator=generator) for _ in range(2))
