@@ -86,6 +86,7 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
     ("words", "said"),
     [
         ("algorithm.name=dcco", "Secure sums are off"),
+        ("cohort.average=median", "server has to look at what each"),
         ("algorithm.name=gossip", "sees each site's own reply to train"),
         ("algorithm.name=ccl objective.name=moco", "one\nrow for an image"),
         (

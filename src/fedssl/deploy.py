@@ -265,6 +265,12 @@ def protection(config: Config) -> str:
             "sites agree on,\nand the server can only unmask the sum, if at least "
             f"{privacy.threshold:.0%} of the sites answer."
         )
+    elif config.cohort.average != "mean":
+        lines.append(
+            f"Secure sums are not possible with `cohort.average={config.cohort.average}`: **the "
+            "server has to look at what each\nsite sends**. Updates and moments of a model are not "
+            "images, but they can tell things about them."
+        )
     elif set(kind.gathers) & set(kind.varying):
         lines.append(
             f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "

@@ -32,7 +32,7 @@ class Standalone(Algorithm):
         return {"loss": work.initial.new_zeros(())}
 
     def train(self, client: Client) -> dict[str, Tree]:
-        """One round of the client's own training."""
+        """The loss of one round of its own training; the model stays with it."""
         work, rule = client.work, client.work.config.server
         if "weights" not in client.state:
             start = optim.start(rule, work.flat.params)
