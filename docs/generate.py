@@ -163,7 +163,7 @@ def _keys(
 ) -> str:
     """A table of keys: what each may be, what it is if not given, and what its comment says."""
     types_, comments = config._fields(kind), _comments(kind)
-    rows = ["| key | values | default | |", "| --- | --- | --- | --- |"]
+    rows = ["| key | values | default | what it is |", "| --- | --- | --- | --- |"]
     for field in (f for f in dataclasses.fields(kind) if f.name in names):
         key = field.name.rstrip("_")
         values = _words(types_[key])

@@ -103,6 +103,13 @@ def test_a_runs_folder_is_named_after_its_recipe(
     [
         (["run", "bogus=1"], "bogus: unknown key"),
         (["run", "--resume"], "--resume: say which run with --out"),
+        (["run", "--resume", "photos"], "did you mean --out photos?"),
+        (["run", "photos"], "for your own images: fedssl run folder data.root=photos"),
+        (["run", "folder", "photos"], "for your own images: fedssl run folder data.root=photos"),
+        (["run", "half"], "to go on with the run in it: fedssl run --resume --out half"),
+        (["run", "folder", "data.root=set/train"], "give the folder above train, data.root=set"),
+        (["run", "folder", "data.root=photoz"], "data.root=photoz: no such folder (looked for /"),
+        (["run", "folder", "data.root=photos", "evaluate.protocols=nn"], "evaluate.protocols=nn"),
         (["run", "--resume", "--out", "/nonexistent/x"], "holds no run"),
         (["run", "no-such-recipe"], "no such recipe or file"),
         (["run", "fedema/table3"], "a table of 22 recipes; name one"),
@@ -140,6 +147,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for folder in ("photos", "half", "set/train", "set/test"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "half/config.yaml").touch()
     assert main(words) == 2
     shown = capsys.readouterr()
     assert sentence in shown.err

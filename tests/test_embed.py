@@ -379,6 +379,32 @@ def test_the_nearest_images_as_a_list_and_as_a_page(
     sources = re.findall(r'(?:src|href|url)\s*[=(]\s*"?([^">)]{5})', text)
     assert set(sources) == {"data:"} and "http" not in text
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
+    assert page.stat().st_mode & 0o777 == 0o600  # it shows images
+
+
+def test_no_page_unless_asked_for(
+    run: Path,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert main(["search", str(run), str(photos / "a.png"), str(photos), "--top", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".csv", ".npz"])
+def test_only_the_owner_reads_embeddings(
+    ending: str, run: Path, photos: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / f"out{ending}"
+    to.touch(mode=0o644)
+    assert embed.embed(run, str(photos / "a.png"), to, 8, "cpu") == 1
+    assert to.stat().st_mode & 0o777 == 0o600
 
 
 def test_more_neighbours_than_images_and_none_at_all(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import step
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -220,3 +221,95 @@ def test_an_encoder_with_batch_norm_is_a_start_for_another_run(tmp_path: Path) -
     assert any("running_var" in name for name in stored)
     for name, tensor in stored.items():
         assert torch.equal(named[f"towers.0.encoder.{name}"], tensor)
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the images of three sites, and a run of one round in it."""
+    root = tmp_path_factory.mktemp("sites")
+    pixels = torch.randint(0, 255, (4, 8, 8, 3), dtype=torch.uint8)
+    for site in ("east", "north", "south"):
+        (root / "photos" / site).mkdir(parents=True)
+        for number, image in enumerate(pixels):
+            Image.fromarray(image.numpy()).save(root / "photos" / site / f"{number}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        run.run(of_sites("data.root=photos", f"data.cache={root / 'cache'}"), Path("run"))
+    return root
+
+
+def of_sites(*words: str) -> config.Config:
+    own = (
+        "data.name=folder", "data.levels=client", "partition.name=folder", "rounds=1",
+        "data.size=8", "cohort.size=null", "objective.projector=32,16", "engine.threads=1",
+        "evaluate.protocols=unlabeled", "evaluate.baselines=[]", "checkpoint.seconds=0",
+    )  # fmt: skip
+    return config.resolve(config.read_recipe(None), [*own, *words])
+
+
+def again(sites: Path) -> None:
+    run.run(config.build(config.read_yaml(sites / "run/config.yaml")), sites / "run", resume=True)
+
+
+def test_a_run_goes_on_from_another_folder(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "photos").mkdir()  # which it must not take for its own
+    monkeypatch.chdir(tmp_path)
+    again(sites)
+    kept = config.read_yaml(sites / "run/config.yaml")
+    assert kept["data"]["root"] == str((sites / "photos").resolve())
+
+
+def test_relative_paths_of_an_older_run_are_the_same_paths(
+    sites: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sites)
+    given, full = of_sites("data.root=photos"), of_sites(f"data.root={sites / 'photos'}")
+    run.check_same(given, full, Path("run"))
+    with pytest.raises(UserError, match=r"data\.root was /.*/photos in run and is now /.*/other"):
+        run.check_same(of_sites("data.root=other"), full, Path("run"))
+    own = ("partition.name=skew", "partition.encoder=a", "encoder.init=b")
+    tree = config.to_tree(config.placed(config.resolve(config.read_recipe(None), own)))
+    assert tree["partition"]["encoder"] == str(sites.resolve() / "a")
+    assert tree["encoder"]["init"] == str(sites.resolve() / "b")
+
+
+def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
+    photos = sites / "photos"
+    moves = (
+        (photos / "north", sites / "away", "north had 4 images in .* and is not there now; put"),
+        (photos / "north", photos / "west", "north had 4 images in .* and is not there now; put"),
+        (photos / "south/3.png", sites / "3.png", "south had 4 images in .* and has 3 now; put"),
+        (photos / "south/3.png", photos / "east/4.png", "east had 4 images in .* and has 5 now"),
+    )
+    for place, other, sentence in moves:
+        place.rename(other)
+        try:
+            with pytest.raises(UserError, match=f"--resume: {sentence}"):
+                again(sites)
+        finally:
+            other.rename(place)
+    again(sites)
+
+
+def test_an_older_run_without_a_list_of_clients_goes_on(sites: Path) -> None:
+    listed = sites / "run/clients.json"
+    text = listed.read_text()
+    listed.unlink()
+    try:
+        again(sites)
+    finally:
+        listed.write_text(text)
+
+
+def test_a_run_of_folders_says_what_it_takes_them_for(
+    sites: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again(sites)
+    said = "folders: no classes, 3 clients (east, north, south); data.levels says what folders mean"
+    assert said in capsys.readouterr().err
+    words = (f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}", "partition.name=iid")
+    made = prepare(of_sites(*words, "partition.clients=2", "data.levels=class"))
+    said = "folders: 3 classes (east, north, south), 2 made clients; data.levels says"
+    assert next(note for note in made.notes() if note.startswith(said))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -70,7 +71,7 @@ def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     summary = run.run(small("evaluate.baselines=fedavg", "evaluate.every=2"), out)
     assert {p.name for p in out.iterdir()} == {
         "config.yaml", "metrics.jsonl", "checkpoint", "encoder.safetensors", "encoder.json",
-        "summary.json", "baselines", "tensorboard", "clients.json",
+        "summary.json", "baselines", "tensorboard", "clients.json", "lock",
     }  # fmt: skip
     rows = lines(out)
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -205,6 +206,49 @@ def test_of_two_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
         run.start_folder(second, settings[1], out, resume=False)
     assert config.build(config.read_yaml(out / "config.yaml")) == settings[0]
+
+
+def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
+    """Until that one ends, in whatever way."""
+    out = tmp_path / "run"
+    run.run(small("rounds=1"), out)
+    code = (
+        "import sys, time; from pathlib import Path; from fedssl.checkpoint import locked\n"
+        "with locked(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(out / checkpoint.LOCK)], stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        try:
+            with pytest.raises(UserError, match=rf"a run is at work there \(process {other.pid}\)"):
+                run.run(small("rounds=1"), out, resume=True)
+        finally:
+            other.kill()
+    run.run(small("rounds=1"), out, resume=True)
+
+
+def test_a_run_holds_its_folder_while_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+
+    def held(out: Path) -> contextlib.AbstractContextManager[None]:
+        return checkpoint.locked(out / checkpoint.LOCK, "", "")
+
+    def train(session: object, out: Path, *_: object) -> None:
+        with pytest.raises(UserError, match="a run is at work there"), held(out):
+            pass
+        tried.append(out)
+        raise run.Interrupted
+
+    monkeypatch.setattr(run, "train", train)
+    with pytest.raises(run.Interrupted):
+        run.run(small(), tmp_path / "run")
+    assert tried
+    with held(tmp_path / "run"):
+        pass
 
 
 def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +21,7 @@ from fedssl.trees import Tree, flatten, unflatten
 
 FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
+LOCK = "lock"  # a file in the run's folder, held by the process that is at work
 
 
 def write(out: Path, session: Session) -> None:
@@ -137,3 +141,28 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if path.name == FILE.name and not metadata.get("round", "").isdecimal():
         raise UserError(f"{path}: not a checkpoint of this program (it names no round)")
     return tensors, metadata
+
+
+@contextlib.contextmanager
+def locked(path: Path, where: str, hint: str) -> Iterator[None]:
+    """The folder of a lock file for one process at a time, however the one before ended."""
+    import fcntl
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{where}: cannot be written ({error.strerror})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            number = file.read().strip() or "unknown"
+            raise UserError(f"{where}: a run is at work there (process {number}); {hint}") from None
+        except OSError:
+            pass  # some network disks have no locks
+        file.truncate(0)
+        with contextlib.suppress(OSError):  # a full disk; it is only for the line above
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
+        yield

@@ -203,9 +203,8 @@ def _add_use(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     search.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
     search.add_argument("--top", type=int, default=10, help="how many (default: 10)")
     search.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="a contact sheet (default: search.html)",
-        default=Path("search.html"),
-    )  # fmt: skip
+        "--html", type=Path, metavar="FILE.html", help="also a page that shows the images"
+    )
     _add_device(search)
     search.set_defaults(command=_search)
 
@@ -339,7 +338,9 @@ def _representability(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.resume and options.out is None:
-        raise UserError("--resume: say which run with --out DIR")
+        folder = next((word for word in options.words if Path(word).is_dir()), None)
+        hint = "" if folder is None else f" (did you mean --out {folder}?)"
+        raise UserError(f"--resume: say which run with --out DIR{hint}")
     swept = _swept(options)
     if swept is not None:
         return _sweep(*swept, options)
@@ -450,7 +451,8 @@ def _search(options: argparse.Namespace) -> int:
     )  # fmt: skip
     for path, similarity in found:
         print(f"{similarity:.3f}  {embed.text(path)}")
-    print(f"\n{options.html}")
+    if options.html is not None:
+        print(f"\n{options.html}")
     return 0
 
 

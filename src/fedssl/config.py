@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 import math
+import os
 import re
 import types
 import typing
@@ -409,6 +410,8 @@ def _layers(name: str) -> list[Tree]:
     """What a recipe's own file says, in the order in which it is merged."""
     file, path, cell = _locate(name)
     cells = None if path is None else _table(file, path)
+    if path is None and Path(name).is_dir():
+        raise UserError(f"recipe {name}: a folder, not a recipe; {_meant(name)}")
     if path is None or (cell and (cells is None or cell not in cells.cells())):
         raise UserError(
             f"recipe {name}: no such recipe or file{_nearest(name, recipes())}; "
@@ -509,6 +512,25 @@ def build(tree: Tree) -> Config:
     config = dataclasses.replace(config, evaluate=renamed(config.evaluate, plugins.settled))
     _check(config)
     return config
+
+
+def placed(config: Config) -> Config:
+    """The same with paths that mean the same from any folder, as a run's folder keeps them."""
+    if config.engine.sites is not None:
+        return config  # in a deployment a path is for machines that are elsewhere
+    partition = config.partition
+    if isinstance(partition, SourceParams):
+        partition = dataclasses.replace(partition, encoder=_absolute(partition.encoder))
+    return dataclasses.replace(
+        config,
+        partition=partition,
+        data=dataclasses.replace(config.data, root=_absolute(config.data.root)),
+        encoder=dataclasses.replace(config.encoder, init=_absolute(config.encoder.init)),
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.realpath(Path(path).expanduser())
 
 
 def renamed(evaluate: Evaluate, name: Callable[[str], str]) -> Evaluate:
@@ -680,12 +702,21 @@ def _nearest(name: str, known: typing.Iterable[str], prefix: str = "") -> str:
 
 def _split(word: str) -> tuple[str, Any]:
     name, equals, text = word.partition("=")
+    if not equals and Path(word).is_dir():
+        raise UserError(f"{word}: a folder, where key=value is expected; {_meant(word)}")
     if not equals or not name:
         raise UserError(f"{word}: expected key=value, as in rounds=100")
     try:
         return name, yaml.safe_load(text)
     except yaml.YAMLError:
         return name, text
+
+
+def _meant(folder: str) -> str:
+    """What someone may want who gives a folder where none is expected."""
+    if any((Path(folder) / name).is_file() for name in ("config.yaml", "sweep.yaml")):
+        return f"to go on with the run in it: fedssl run --resume --out {folder}"
+    return f"for your own images: fedssl run folder data.root={folder}"
 
 
 def _put(tree: Tree, name: str, value: Any) -> None:

@@ -122,7 +122,7 @@ TABLES: dict[str, type[Table]] = {".parquet": Parquet, ".csv": Csv, ".npz": Npz}
 def embed(run: Path, images: str, to: Path, batch: int, device: str) -> int:
     """Write the embeddings of all images that can be read; returns their number."""
     kind = _kind(to)
-    with replacing(to, "--to") as new:
+    with replacing(to, "--to", private=True) as new:
         encoder = _encoder(run, batch, device)
         paths, skipped, done = found(images), dict[str, str](), 0
         with contextlib.closing(kind(new, encoder.features)) as table:
@@ -224,7 +224,9 @@ def search(
     if top < 1:
         raise UserError(f"--top {top}: must be at least 1")
     with contextlib.ExitStack() as stack:
-        page = None if html is None else stack.enter_context(replacing(html, "--html"))
+        page = None
+        if html is not None:
+            page = stack.enter_context(replacing(html, "--html", private=True))
         encoder = _encoder(run, batch, device)
         wanted = F.normalize(encoder.embed([query])[0], dim=0)
         others = [path for path in found(images) if not _same(path, query)]

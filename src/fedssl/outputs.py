@@ -15,10 +15,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, option: str) -> Iterator[Path]:
+def replacing(path: Path, option: str, private: bool = False) -> Iterator[Path]:
     """An empty file beside ``path`` that takes its place if all goes well.
 
-    ``option`` is what the user named it with.
+    ``option`` is what the user named it with; a ``private`` file only its owner can read.
     """
     try:
         if path.is_dir():
@@ -26,7 +26,7 @@ def replacing(path: Path, option: str) -> Iterator[Path]:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        new.touch(exist_ok=False)
+        new.touch(mode=0o600 if private else 0o666, exist_ok=False)
     except OSError as error:
         raise _refused(path, option, error) from None
     try:
@@ -41,9 +41,9 @@ def replacing(path: Path, option: str) -> Iterator[Path]:
             new.unlink()
 
 
-def write_text(path: Path, text: str, option: str) -> None:
-    """A small file, readable by all."""
-    with replacing(path, option) as new:
+def write_text(path: Path, text: str, option: str, private: bool = False) -> None:
+    """A small file; a ``private`` one only its owner can read."""
+    with replacing(path, option, private) as new:
         new.write_text(text, encoding="utf-8")
 
 

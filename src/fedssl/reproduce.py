@@ -250,9 +250,10 @@ def _check_folder(job: Job) -> None:
     """A folder that holds a run holds this one."""
     if not _started(job):
         return
-    before = config.build(config.read_yaml(job.folder / "config.yaml"))
-    for key in _differences(before, job.settings, FREE):
-        old, new = (config.flat(config.to_tree(c)).get(key) for c in (before, job.settings))
+    before = config.placed(config.build(config.read_yaml(job.folder / "config.yaml")))
+    now = config.placed(job.settings)
+    for key in _differences(before, now, FREE):
+        old, new = (config.flat(config.to_tree(c)).get(key) for c in (before, now))
         raise UserError(
             f"{key}={new}: the run in {job.folder} has {old}; choose another folder with --out, "
             "or remove that one"

@@ -26,6 +26,7 @@ from fedssl.evaluate import drift
 from fedssl.files import save, write_json
 from fedssl.metrics import Metrics, read
 from fedssl.progress import Progress
+from fedssl.runs import Run
 from fedssl.session import Session, prepare
 
 FREE_ON_RESUME = (
@@ -56,9 +57,14 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     except BaseException:
         give_back(out)
         raise
-    for folder, own in folders.items():
-        start_folder(sessions[folder], own, folder, resume)
     with contextlib.ExitStack() as stack:
+        for folder in folders:
+            hint = "wait for its end, or end it"
+            stack.enter_context(
+                checkpoint.locked(folder / checkpoint.LOCK, f"--out {folder}", hint)
+            )
+        for folder, own in folders.items():
+            start_folder(sessions[folder], own, folder, resume)
         metrics = {
             folder: stack.enter_context(_metrics(session, folders[folder], folder))
             for folder, session in sessions.items()
@@ -103,7 +109,10 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
 
         flower.require()
     with plugins.blamed():
-        return prepare(settings)
+        session = prepare(settings)
+    if resume:
+        check_clients(session, out)
+    return session
 
 
 def check_folder(settings: Config, out: Path, resume: bool) -> None:
@@ -140,7 +149,7 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (resume and _started(out)):
-            _claim(out, config.dump(settings))
+            _claim(out, config.dump(config.placed(settings)))
             write_json(out / "clients.json", clients(session))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
@@ -170,9 +179,28 @@ def clients(session: Session) -> list[dict[str, Any]]:
     return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
 
 
+def check_clients(session: Session, out: Path) -> None:
+    """A resumed run has the clients that it had: their states are kept by number."""
+    both = Run(out).clients, clients(session)
+    before, after = ({row["name"]: row["samples"] for row in rows} for rows in both)
+    if not before:  # a run of an older version
+        return
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        had = f"had {old} images in {out}" if name in before else f"was not in {out}"
+        has = f"has {new}" if name in after else "is not there"
+        who = f"client {name}" if name.isdecimal() else name
+        raise UserError(
+            f"--resume: {who} {had} and {has} now; put the images back as they were, or start a "
+            "new run in another folder"
+        )
+
+
 def check_same(new: Config, old: Config, out: Path) -> None:
     """A resumed run keeps every key that its result depends on."""
-    before, after = config.flat(config.to_tree(old)), config.flat(config.to_tree(new))
+    before, after = (config.flat(config.to_tree(config.placed(each))) for each in (old, new))
     for name in sorted({**before, **after}):
         if before.get(name) == after.get(name) or name.startswith(FREE_ON_RESUME):
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, cast
@@ -132,6 +132,8 @@ class Session:
             yield self.algorithm.note
         if self.site_names is not None:
             return
+        if self.config.data.name == "folder":
+            yield self._found()
         named, given = self.config.partition.name, self.dataset.clients
         if given and named != "folder" and not self.algorithm.pools_data:
             yield (
@@ -142,15 +144,24 @@ class Session:
         if "per-client" in (*self.protocols, *(self.config.evaluate.monitor or ())):
             without = [self.names[k] for k in np.flatnonzero(self.client_tests.sizes == 0)]
             if without:
-                shown = ", ".join(without[:5]) + (", …" if len(without) > 5 else "")
                 yield (
                     f"per-client: {len(without)} of {len(self.names)} clients have no test images "
-                    f"and are left out ({shown})"
+                    f"and are left out ({_shown(without)})"
                 )
         shares = collaborations(self.config.evaluate).items()
         for spec, share in {words.partition("=")[2]: share for words, share in shares}.items():
             train = self.dataset.train
             yield from collaborative.notes(spec, self.config, self.clients, train, share)
+
+    def _found(self) -> str:
+        """What the user's folders were taken for."""
+        classes, clients = self.dataset.classes, self.clients
+        made = "" if isinstance(self.config.partition, Folder.Params) else "made "
+        held = f"{len(clients)} {made}clients"
+        if self.names != list(map(str, range(len(clients)))):
+            held += f" ({_shown(self.names)})"
+        labels = f"{len(classes)} classes ({_shown(classes)})" if classes else "no classes"
+        return f"folders: {labels}, {held}; data.levels says what folders mean"
 
     def encoder(self, tower: int = 0) -> Tower:
         """One tower of the network that clients train (whatever weights it holds now)."""
@@ -366,6 +377,10 @@ class Session:
         return augmentation.views(images, state, view)
 
 
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
 def load_data(config: Config, size: int | None = None) -> Dataset:
     """The data set; training images are turned or stylized where clients differ in that."""
     return sources.altered(config, datasets.load(config.data, config.seed, size))
@@ -373,6 +388,8 @@ def load_data(config: Config, size: int | None = None) -> Dataset:
 
 def prepare(config: Config, trains: bool = True) -> Session:
     """Load the data, build the network, and refuse what could not run."""
+    for spec in config.evaluate.protocols or ():
+        parse(spec)  # before images are decoded, which may take long
     dataset = load_data(config)
     session = assemble(config, dataset, client_data(config, dataset), trains=trains)
     labels, groups = dataset.train.labels, session.engine.groups

@@ -146,6 +146,53 @@ def test_different_data_is_allowed_and_said(tmp_path: Path) -> None:
     assert "different data sets" not in table(runs[:1])
 
 
+def test_other_folders_are_other_data(tmp_path: Path) -> None:
+    """One seed each, and one folder's name: still never a mean."""
+    words = [("data.name=folder", f"data.root=/{place}/photos") for place in ("here", "there")]
+    runs = [
+        made(tmp_path / f"{k}/o", (*own, f"seed={k}"), scored(90 + k))
+        for k, own in enumerate(words)
+    ]
+    rows = [row for row in compare([Run(path) for path in runs]).rows if row.kind == "run"]
+    assert [(row.seeds, row.runs) for row in rows] == [(["0"], ["0/o"]), (["1"], ["1/o"])]
+    assert [row.name for row in rows] == [
+        "dcco, data.root=/here/photos",
+        "dcco, data.root=/there/photos",
+    ]
+    said = table(runs)
+    assert "different data sets" in said and "(folder /here/photos: 0/o; folder /there" in said
+    assert "relative path" not in said
+    sets = [
+        made(tmp_path / place, ("data.name=cifar10", f"data.root=/{place}"), scored(50))
+        for place in ("one", "two")
+    ]
+    assert "different data sets" not in table(sets)  # the same images wherever they lie
+
+
+def test_a_relative_folder_may_be_two(tmp_path: Path) -> None:
+    """Runs of an older version keep it as it was given."""
+    runs = [
+        made(tmp_path / name, ("data.name=folder", "data.root=/X", f"seed={k}"), scored(90))
+        for k, name in enumerate(("a/o", "a/p", "b/o"))
+    ]
+    for file in (run / "config.yaml" for run in runs):
+        file.write_text(file.read_text().replace("/X", "photos"))
+    said = table(runs)
+    assert f"folder photos: a relative path, in runs of different folders ({tmp_path}/a, " in said
+    assert "a/o, p, b/o" in said
+    assert "relative path" not in table(runs[:2])
+
+
+def test_long_values_are_cut_where_they_do_not_differ(tmp_path: Path) -> None:
+    roots = ("/mnt/storage/of/the/project/leeds", "/mnt/storage/of/the/project/turin")
+    runs = [
+        made(tmp_path / str(k), ("data.name=folder", f"data.root={root}"), scored(90))
+        for k, root in enumerate(roots)
+    ]
+    rows = compare([Run(path) for path in runs]).rows
+    assert rows[0].name.endswith("leeds") and rows[1].name.endswith("turin")
+
+
 def test_unfinished_runs_are_said_and_never_averaged(tmp_path: Path) -> None:
     lines = ({"round": 1, "knn_top1": 70.0}, {"round": 2, "loss": 1.0})
     runs = [

@@ -142,7 +142,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> 
 @pytest.mark.parametrize(
     ("levels", "test", "why"),
     [
-        ((), False, "the data has no test split"),
+        ((), False, "no test split, and training images are not shown; `fedssl search RUN"),
         ((), True, None),
         (("class", "case"), True, None),
     ],

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,6 +242,53 @@ def test_what_was_run_is_said_in_a_sentence_and_as_yaml(one: Path, trained: Path
     ) in seen
     assert "lambda: 2" in seen and f"fedssl run {trained}/config.yaml" in seen
     assert config.read_yaml(trained / "config.yaml")["about"] in seen
+
+
+def test_it_says_that_it_shows_images(one: Path) -> None:
+    seen = plain(one.read_text())
+    assert seen.count("It shows some test images: send this page only to those who may see") == 2
+    assert one.stat().st_mode & 0o777 == 0o600
+
+
+def test_words_that_an_administrator_does_not_know_are_explained(one: Path) -> None:
+    seen = plain(one.read_text())
+    assert "In plain words. moments: means over" in seen and "unmasked: the server could" in seen
+    assert "(0: every client has the same mixture)" in seen and "t-SNE (keeps neighbours" in seen
+    assert re.search(r"Parameters \d+,\d{3}, of the whole network", seen)
+
+
+def test_the_head_of_a_run_on_a_folder(named: Path) -> None:
+    """It names the folder, and not what the recipe tells people to give it."""
+    text = report.write([named], named / "alone.html").read_text()
+    assert "trains a tiny encoder on the images of data" in plain(text)
+    assert 'class="about"' not in text
+
+
+def test_a_run_without_labels_is_not_said_to_be_accurate(trained: Path, tmp_path: Path) -> None:
+    own = {"effective_rank": 9.5, "alignment": 0.25, "uniformity": -2.0}
+    run = again(trained, tmp_path / "run", {"untrained": own, "result": own})
+    shutil.copytree(run, tmp_path / "gone")
+    (tmp_path / "gone" / "encoder.safetensors").unlink()  # no map: it is drawn elsewhere
+    seen = plain(report.write([tmp_path / "gone"]).read_text())
+    assert "Effective rank: how many directions" in seen and "9.50" in seen
+    assert "Top-1 accuracy" not in seen and "Effective rank: how" not in plain(
+        (trained / "report.html").read_text()
+    )
+
+
+def test_a_few_clients_stand_by_name(opened: Opened) -> None:
+    names = opened.page.locator("#clients svg text.place title").all_text_contents()
+    scores = next(own for own in block(opened.path.read_text())["clients"])[0]
+    order = sorted(zip(scores["scores"], scores["names"], strict=True), key=lambda pair: pair[0])
+    assert names == [name for _, name in order] and len(names) == 6
+
+
+def test_two_curves_in_one_place_are_both_seen(opened: Opened) -> None:
+    panel = opened.page.locator("figure.lines", has_text="Bytes a round")
+    dashes = panel.locator("path.curve").evaluate_all(
+        "all => all.map((one) => one.getAttribute('stroke-dasharray'))"
+    )
+    assert dashes == ["", "6 5"]  # the last is on top
 
 
 def test_the_gallery_shows_six_queries_of_different_classes(one: Path) -> None:

@@ -159,7 +159,8 @@ def _check(data: config.Data) -> None:
     if data.root is not None:
         root = _root(data)
         if not root.exists():
-            raise UserError(f"data.root={data.root}: no such folder")
+            full = "" if root.is_absolute() else f" (looked for {root.absolute()})"
+            raise UserError(f"data.root={data.root}: no such folder{full}")
         if not root.is_dir():
             raise UserError(f"data.root={data.root}: a file, not a folder")
         if not os.access(root, os.R_OK | os.X_OK):
@@ -568,6 +569,11 @@ def _splits(root: Path) -> dict[str, str]:
         return {s: s for s in ("train", "test") if (root / s).is_dir()}
     if (root / "test").is_dir():
         raise UserError(f"data.root={root}: there is test/ but no train/; rename or add it")
+    if root.name == "train" and (root.parent / "test").is_dir():
+        raise UserError(
+            f"data.root={root}: there is test/ beside it; give the folder above train, "
+            f"data.root={root.parent}"
+        )
     return {"train": ""}
 
 

@@ -268,7 +268,7 @@ def _own_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> int:
     more = f" and {len(sizes) - len(seen)} more sizes" if len(sizes) > len(seen) else ""
     raise UserError(
         f"data.size is not set and the images below {root} are not of one square size "
-        f"({text}{more}); set it, for example data.size={min(width, height)}"
+        f"({text}{more}); set it, for example data.size={min(64, width, height)}"
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl import config as configuration
+from fedssl.checkpoint import LOCK, locked
 from fedssl.config import Config
 from fedssl.deployment import (
     Introduction,
@@ -53,7 +54,6 @@ LONGEST_PAUSE = 0.5  # seconds between two looks for replies
 SPARE = 60.0  # seconds that a message outlives its time-out, so that Flower does not drop it early
 LONGEST_GREETING = 120.0  # seconds that a node has to say who it is
 ASKED_AGAIN = 30.0  # seconds until a node that could not take part is asked again
-LOCK = "lock"  # a file in the run's folder, held by the server that is at work
 _RAW = "fedssl"  # how arrays are written: plain bytes
 
 
@@ -560,8 +560,6 @@ def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, An
 @contextlib.contextmanager
 def alone(out: Path, resume: bool) -> Iterator[None]:
     """The run's folder for one server at a time, however the one before ended."""
-    import fcntl
-
     started = (out / "config.yaml").exists()
     if started and not resume:
         raise UserError(
@@ -570,23 +568,8 @@ def alone(out: Path, resume: bool) -> Iterator[None]:
         )
     if resume and not started:
         raise UserError(f"resume=true: {out} holds no run; leave it out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror})") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UserError(
-                f"out={out}: a run is at work there (process {file.read().strip() or 'unknown'} of "
-                "the server); wait for its end, or end it with flwr stop, or kill the process"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+    hint = "wait for its end, or end it with flwr stop, or kill the process"
+    with locked(out / LOCK, f"out={out}", hint):
         yield
 
 

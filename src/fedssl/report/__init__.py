@@ -29,7 +29,7 @@ class Voice:
 
 def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     """Write the page of these runs; without ``out`` it goes into the first run's folder."""
-    from fedssl.files import write_text
+    from fedssl.outputs import write_text
     from fedssl.report.page import build
 
     found = opened(runs)
@@ -40,7 +40,7 @@ def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):  # found before the work, not after it
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        write_text(target, build(found, Voice()))
+        write_text(target, build(found, Voice()), "--out", private=True)  # it shows images
     except OSError as error:
         raise UserError(
             f"--out {target}: cannot be written ({error.strerror}); name another file with --out"

@@ -19,6 +19,7 @@ APART = (
     *("seed", "device", "about", "log", "checkpoint.", "data.cache"),
     *("engine.workers", "engine.timeout"),
 )
+OWN = ("folder", "paired")  # data that only its folder tells from others
 TELLING = ("data.", "objective.", "partition.", "rounds", "algorithm.", "encoder.")
 
 
@@ -104,19 +105,32 @@ def text(measure: str, value: Value | None) -> str:
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """The rows of runs, of their baselines and of untrained networks, and the papers' numbers."""
-    groups = list(_groups(runs).values())
+    groups, named = list(_groups(runs).values()), names(runs)
     rows: list[Row] = []
-    for label, group in zip(_labels([group[0] for group in groups]), groups, strict=True):
-        rows += [row for row in _rows(label, group) if not _known(row, rows)]
-    names = [row.name for row in rows]
+    labels = _labels([group[0] for group in groups], named)
+    for label, group in zip(labels, groups, strict=True):
+        rows += [row for row in _rows(label, group, named) if not _known(row, rows)]
+    titles = [row.name for row in rows]
     for row in rows:
-        if row.kind != "run" and names.count(row.name) > 1:
+        if row.kind != "run" and titles.count(row.name) > 1:
             row.name += f" ({row.label})"
     order: tuple[Kind, ...] = ("run", "baseline", "untrained", "paper")
-    remarks = list(_remarks(runs))
+    remarks = list(_remarks(runs, named))
     if any(len(value.each) < value.of for row in rows for value in row.values.values()):
         remarks.append("(1 of 3): of three seeds only one has this number.")
     return Comparison(sorted(rows, key=lambda row: order.index(row.kind)), remarks)
+
+
+def names(runs: Sequence[Run]) -> dict[Path, str]:
+    """Each run's folder by its name, with those above it as far as two have the same."""
+    places = {run.path: run.path.resolve().parts for run in runs}
+    found: dict[Path, str] = {}
+    for path, own in places.items():
+        others, depth = {other for other in places.values() if other != own}, 1
+        while depth < len(own) and any(other[-depth:] == own[-depth:] for other in others):
+            depth += 1
+        found[path] = str(Path(*own[-depth:]))
+    return found
 
 
 def _known(row: Row, rows: Iterable[Row]) -> bool:
@@ -138,7 +152,7 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return groups
 
 
-def _labels(firsts: Sequence[Run]) -> list[str]:
+def _labels(firsts: Sequence[Run], named: Mapping[Path, str]) -> list[str]:
     """What tells each group from the others: its algorithm, and as few other keys as it takes."""
     flat = [config.flat(run.tree) for run in firsts]
     labels = [plugins.label(str(own.get("algorithm.name", "a run"))) for own in flat]
@@ -151,7 +165,7 @@ def _labels(firsts: Sequence[Run]) -> list[str]:
             labels = longer
     twice = {label for label in labels if labels.count(label) > 1}
     each = zip(labels, firsts, strict=True)
-    return [f"{label}, {run.name}" if label in twice else label for label, run in each]
+    return [f"{label}, {named[run.path]}" if label in twice else label for label, run in each]
 
 
 def _telling(flat: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -167,22 +181,23 @@ def _telling(flat: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _short(value: Any) -> str:
+    """Folders and lists differ at their end as often as at their start."""
     said = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    return said if len(said) <= 24 else said[:23] + "…"
+    return said if len(said) <= 24 else f"{said[:11]}…{said[-12:]}"
 
 
 def _seed(run: Run) -> str:
     return str(run.tree.get("seed", 0))
 
 
-def _rows(label: str, group: Sequence[Run]) -> list[Row]:
+def _rows(label: str, group: Sequence[Run], named: Mapping[Path, str]) -> list[Row]:
     """The rows of one group, each a mean over its runs."""
     first, seeds = group[0], [_seed(run) for run in group]
-    names, own = [run.name for run in group], " and ".join(dict.fromkeys(map(state, group)))
+    folders, own = [named[r.path] for r in group], " and ".join(dict.fromkeys(map(state, group)))
     rows = [
-        Row(name, "run", label, names, seeds, own, values)
+        Row(name, "run", label, folders, seeds, own, values)
         for name, values in _joined([_models(label, run) for run in group]).items()
-    ] or [Row(label, "run", label, names, seeds, own)]
+    ] or [Row(label, "run", label, folders, seeds, own)]
     for name in section(first.summary, "baselines"):
         of = [section(section(run.summary, "baselines"), name) for run in group]
         found = _joined([tables.models(name, each, _judges(name)) for each in of])
@@ -244,26 +259,46 @@ def state(run: Run) -> str:
     return "finished" if run.finished else f"not finished: {run.rounds} of {run.config.rounds}"
 
 
-def _remarks(runs: Sequence[Run]) -> Iterable[str]:
+def _remarks(runs: Sequence[Run], named: Mapping[Path, str]) -> Iterable[str]:
     """What makes the numbers hard to compare."""
-    data: dict[str, list[str]] = {}
+    data: dict[str, list[Run]] = {}
     for run in runs:
-        own = section(run.tree, "data")
-        data.setdefault(str(own.get("name", "digits")), []).append(run.name)
+        data.setdefault(_data(run), []).append(run)
     if len(data) > 1:
-        held = "; ".join(f"{name}: {_some(names)}" for name, names in data.items())
+        held = "; ".join(f"{d}: {_some([named[r.path] for r in own])}" for d, own in data.items())
         yield f"These runs are of different data sets, so accuracies do not compare ({held})."
+    for what, own in data.items():
+        places = dict.fromkeys(str(run.path.resolve().parent) for run in own)
+        if len(places) > 1 and _relative(own[0]):
+            yield (
+                f"{what}: a relative path, in runs of different folders ({_some(list(places))}), "
+                "so it may mean other images in each; the numbers compare only if it does not."
+            )
     for run in runs:
+        name = named[run.path]
         if run.config is None:
-            yield f"{run.name}: its configuration is of another version of fedssl: {run.problem}"
+            yield f"{name}: its configuration is of another version of fedssl: {run.problem}"
         elif not run.finished:
             yield (
-                f"{run.name}: not finished, round {run.rounds} of {run.config.rounds}; its numbers "
+                f"{name}: not finished, round {run.rounds} of {run.config.rounds}; its numbers "
                 "are those of its last evaluation."
             )
     for note in dict.fromkeys(_note(run) for run in runs):
         if note:
             yield f"The paper's number: {note}"
+
+
+def _data(run: Run) -> str:
+    """Which images a run is of, as far as its configuration tells."""
+    own = section(run.tree, "data")
+    name = str(own.get("name", "digits"))
+    return f"{name} {own['root']}" if name in OWN and own.get("root") else name
+
+
+def _relative(run: Run) -> bool:
+    own = section(run.tree, "data")
+    root = str(own.get("root") or "/")
+    return own.get("name") in OWN and not Path(root).expanduser().is_absolute()
 
 
 def _note(run: Run) -> str:

@@ -225,6 +225,7 @@ def _bytes(history: History, most: int) -> list[dict[str, Any]]:
     words = ("up, to the server", "down, to the clients")
     each = zip(words, names, strict=True)
     series = [_series(word, history.plain[name], most) for word, name in each]
+    series[0]["dash"] = "6 5"  # the two are often the same: the lower shows through the upper
     return [_panel(names, "Bytes a round, all clients", "B", series, "")]
 
 

@@ -164,7 +164,10 @@ def look(data: Data) -> Look:
         raise Empty("the encoder is not written yet: the run has not ended")
     dataset = data.dataset()
     if dataset.test is None or not len(dataset.test):
-        raise Empty("the data has no test split, and training images are not shown")
+        raise Empty(
+            "the data has no test split, and training images are not shown; "
+            "`fedssl search RUN IMAGE FOLDER` shows the neighbours of an image"
+        )
     before, modality = untrained(config, dataset, tower)
     after = _loaded(before, file)
     judged = _judged(data, config, dataset)
@@ -246,7 +249,10 @@ def flattened(features: Tensor) -> tuple[list[tuple[float, float]], str]:
     method = TSNE(init="pca", perplexity=perplexity, random_state=0, **steps)
     with threadpool_limits(1):  # more threads wait for each other: on a busy machine ten times
         plane = method.fit_transform(wide)
-    said = f"t-SNE (perplexity {perplexity:g}) of the first {wide.shape[1]} principal components"
+    said = (
+        f"t-SNE (keeps neighbours together; distances between groups mean little; perplexity "
+        f"{perplexity:g}) of the first {wide.shape[1]} principal components"
+    )
     return _scaled(plane), said
 
 

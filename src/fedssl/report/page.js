@@ -75,11 +75,15 @@
   const hide = () => { tip.hidden = true; };
   for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hide, { passive: true });
 
-  function swatch(parent, k, count, kind) {
+  // A name in so many letters; what tells two apart is as often at the end as at the start.
+  const cut = (name, most) => (name.length <= most ? name
+    : `${name.slice(0, Math.ceil((most - 1) / 2))}…${name.slice(name.length - Math.floor((most - 1) / 2))}`);
+
+  function swatch(parent, k, count, kind, dashes) {
     const icon = make(parent, "svg", { viewBox: "0 0 16 10", "aria-hidden": "true" });
     const paint = `stroke:${colour(k, count)};fill:${colour(k, count)}`;
     if (kind === "line") {
-      make(icon, "path", { d: "M0 5H16", style: `${paint};stroke-width:2.5`, "stroke-dasharray": dash(k) });
+      make(icon, "path", { d: "M0 5H16", style: `${paint};stroke-width:2.5`, "stroke-dasharray": dashes || dash(k) });
     } else {
       const d = kind === "mark" ? shape(k, 8, 5, 4) : "M2 0h12v10h-12z";
       make(icon, "path", { d, style: paint });
@@ -91,7 +95,7 @@
     const list = make(box, "div", { class: "legend" });
     names.forEach((name, k) => {
       const button = make(list, "button", { type: "button", "aria-pressed": !hidden.has(k) });
-      swatch(button, colours.of(k), colours.count, kind);
+      swatch(button, colours.of(k), colours.count, kind, colours.dashes(k));
       make(button, "span", { title: name }, name);
       button.addEventListener("click", () => {
         if (!hidden.delete(k)) hidden.add(k);
@@ -133,12 +137,18 @@
     });
   }
 
-  function axes(svg, area, x, y, unit, names) {
+  // ``places``: words for 1, 2, … in place of numbers.
+  function axes(svg, area, x, y, unit, names, places = []) {
     for (const value of ticks(...y.range, Math.max(2, area.height / 45))) {
       make(svg, "line", { class: "axis", x1: area.left, x2: area.left + area.width, y1: y(value), y2: y(value) });
       make(svg, "text", { x: area.left - 6, y: y(value) + 4, "text-anchor": "end" }, label(value, unit));
     }
-    for (const value of ticks(...x.range, Math.max(2, area.width / 70))) {
+    const most = Math.max(3, Math.floor(area.width / places.length / 7));
+    places.forEach((name, k) => {
+      const text = make(svg, "text", { class: "place", x: x(k + 1), y: area.top + area.height + 16, "text-anchor": "middle" }, cut(name, most));
+      make(text, "title", {}, name);
+    });
+    for (const value of places.length ? [] : ticks(...x.range, Math.max(2, area.width / 70))) {
       if (!Number.isInteger(value)) continue;
       make(svg, "text", { x: x(value), y: area.top + area.height + 16, "text-anchor": "middle" },
         value.toLocaleString("en"));
@@ -206,7 +216,7 @@
       const d = one.x.map((round, i) => `${i ? "L" : "M"}${x(round).toFixed(1)} ${y(one.y[i]).toFixed(1)}`);
       const paint = `stroke:${colour(k, count)}`;
       const strong = panel.series.length > 1 && one.name === "mean" ? " strong" : "";
-      make(svg, "path", { class: `curve${strong}`, d: d.join(""), style: paint, "stroke-dasharray": dash(k) });
+      make(svg, "path", { class: `curve${strong}`, d: d.join(""), style: paint, "stroke-dasharray": one.dash || dash(k) });
       if (one.x.length <= 12) {
         one.x.forEach((round, i) => make(svg, "circle",
           { class: "point", cx: x(round), cy: y(one.y[i]), r: 3.2, style: `fill:${colour(k, count)}` }));
@@ -230,7 +240,7 @@
         make(tip, "b", {}, `round ${round.toLocaleString("en")}`);
         for (const [k, i] of values.slice(0, 14)) {
           const row = make(tip, "div");
-          swatch(row, panel.series[k].colour, count, "line");
+          swatch(row, panel.series[k].colour, count, "line", panel.series[k].dash);
           make(row, "span", {}, panel.series[k].name);
           make(row, "span", {}, said(panel.series[k].y[i], panel.unit));
         }
@@ -260,8 +270,7 @@
       const y = area.top + k * step + (compact ? step / 2 : 24);
       const paint = `fill:${colour(kinds[row.kind], 1)};stroke:${colour(kinds[row.kind], 1)}`;
       if (!compact) {
-        const most = Math.floor(width / 6.6);
-        const name = row.name.length > most ? `${row.name.slice(0, most - 1)}…` : row.name;
+        const name = cut(row.name, Math.floor(width / 6.6));
         const text = make(svg, "text", { class: "name", x: area.left, y: y - 10 }, name);
         text.style.paintOrder = "stroke";
         text.style.stroke = "var(--ground)";
@@ -317,8 +326,7 @@
         from += x(rest);
       }
       if (many && k % 5) return;
-      const text = part.names[k].length > 20 ? `${part.names[k].slice(0, 19)}…` : part.names[k];
-      make(svg, "text", { x: area.left - 8, y: top + (many ? 8 : 12), "text-anchor": "end" }, text);
+      make(svg, "text", { x: area.left - 8, y: top + (many ? 8 : 12), "text-anchor": "end" }, cut(part.names[k], 20));
       make(svg, "text", { x: from + 6, y: top + (many ? 8 : 12) }, part.sizes[k].toLocaleString("en"));
     });
     cursor(svg, () => held.length, (px, py) => {
@@ -350,13 +358,19 @@
     if (!shown.length) return;
     const low = Math.min(...shown.map((own) => own[0][0])), pad = (100 - low) * 0.08 || 1;
     const most = Math.max(...sorted.map((own) => own.length));
+    const middles = sorted.map((own) => (own[Math.floor((own.length - 1) / 2)][0] + own[Math.floor(own.length / 2)][0]) / 2);
+    // A few stand by name, in the order of the first model shown; of many only their number counts.
+    const places = most <= 12 ? shown[0].map(([, name]) => name) : [];
+    const known = (own) => own.length === places.length && own.every(([, name]) => places.includes(name));
+    const few = sorted.every(known);
+    if (few) sorted.forEach((own) => own.sort((a, b) => places.indexOf(a[1]) - places.indexOf(b[1])));
     const x = scaler(0.5, most + 0.5, area.left, area.left + area.width);
     const y = scaler(Math.max(0, low - pad), 100 + pad / 4, area.top + area.height, area.top);
-    axes(svg, area, x, y, "", "clients, worst first");
+    axes(svg, area, x, y, "", "clients, worst first", few ? places : []);
     sorted.forEach((own, k) => {
       if (hidden.has(k)) return;
       const paint = `stroke:${colour(k, TEN)}`;
-      const middle = own.length % 2 ? own[(own.length - 1) / 2][0] : (own[own.length / 2 - 1][0] + own[own.length / 2][0]) / 2;
+      const middle = middles[k];
       make(svg, "line", { class: "cursor", x1: area.left, x2: area.left + area.width, y1: y(middle), y2: y(middle), style: paint });
       make(svg, "text", { x: area.left + 4, y: y(middle) - 5 }, `median ${models[k].model}`);
       own.forEach(([score], i) => {
@@ -442,8 +456,8 @@
     };
     const listed = names[kind](content);
     const colours = kind === "lines"
-      ? { of: (k) => content.series[k].colour, count: content.colours }
-      : { of: (k) => k, count: listed.length };
+      ? { of: (k) => content.series[k].colour, count: content.colours, dashes: (k) => content.series[k].dash }
+      : { of: (k) => k, count: listed.length, dashes: () => undefined };
     if (listed.length) legend(box, listed, hidden, icons[kind], colours, redraw);
     redraw();
     new ResizeObserver(() => { if (Math.abs(figure.clientWidth - width) > 1) redraw(); }).observe(figure);

@@ -15,7 +15,7 @@ from fedssl.report.sections import MOST_LOOKS, Page, Subject, empty
 from fedssl.runs import Run, section
 
 CONTENTS: dict[str, tuple[str, Callable[[Page], str]]] = {
-    "accuracy": ("Accuracy", sections.accuracy),
+    "accuracy": ("Result", sections.accuracy),
     "curves": ("Curves", sections.curve_figures),
     "holds": ("Who holds what", sections.holds),
     "left": ("What left each site", sections.left),
@@ -58,10 +58,9 @@ def _section(make: Callable[[Page], str], page: Page) -> str:
 
 
 def _labelled(runs: Sequence[Run]) -> Iterable[tuple[Run, str]]:
-    """Each run with its folder's name, or its path where two have the same."""
-    names = [run.name for run in runs]
+    named = compare.names(runs)
     for run in runs:
-        yield run, run.name if names.count(run.name) == 1 else str(run.path)
+        yield run, named[run.path]
 
 
 def _subject(run: Run, label: str, voice: Teller) -> Subject:
@@ -120,7 +119,9 @@ def _headline(page: Page) -> str:
         return _headline_of_many(page)
     subject = page.subjects[0]
     run = subject.run
-    about = str(run.tree.get("about") or "")
+    # Of a folder it is the recipe's own: what to give it, and not what this run was.
+    mine = section(run.tree, "data").get("name") in compare.OWN
+    about = "" if mine else str(run.tree.get("about") or "")
     parts = [f'<p class="lead">{escape(words.sentence(run))}</p>']
     if about:
         parts.append(f'<p class="about">{escape(about)}</p>')

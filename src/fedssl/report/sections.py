@@ -13,11 +13,25 @@ from typing import Any
 import yaml
 
 from fedssl import tables
+from fedssl.metrics import is_number
 from fedssl.report import compare, curves, exchanges, looks
 from fedssl.runs import Run, section
 
 MOST_LOOKS = 4  # runs with a map, a gallery and tables of their own
 MOST_NUMBERS = 300  # curves in the table of numbers
+SHOWN = " It shows some test images: send this page only to those who may see them."
+UNLABELED = (
+    "Judged without labels. Effective rank: how many directions the features use; higher is "
+    "better. Alignment: how far apart two views of an image are; lower is better. Uniformity: how "
+    "widely the features spread; lower is wider. They show whether all images became the same "
+    "point, and not how well classes can be told."
+)
+# What an administrator need not know.
+PLAIN = {
+    "moments": "means over a client's images, of encodings and of their products",
+    "encodings": "the numbers that the network makes of an image",
+    "unmasked": "the server could look at each client's own",
+}
 
 
 @dataclass
@@ -107,11 +121,15 @@ def accuracy(page: Page) -> str:
         ]
         for row in found.rows
     ]  # fmt: skip
-    note = "Top-1 accuracy in percent, of the last round, never of the best."
+    notes = []
+    if any(m not in tables.MEASURES for m in measures):
+        notes.append("Top-1 accuracy in percent, of the last round, never of the best.")
+    if any(m in tables.MEASURES for m in measures):
+        notes.append(UNLABELED)
     if several:
-        note += " With several seeds: mean ± standard deviation of the sample."
+        notes.append("With several seeds: mean ± standard deviation of the sample.")
     grid = f'<div class="grid three">{"".join(figures)}</div>' if figures else ""
-    return f"{grid}{table(head, body, 4, 'results')}<p>{note}</p>{remarks}"
+    return f"{grid}{table(head, body, 4, 'results')}<p>{' '.join(notes)}</p>{remarks}"
 
 
 def _value(measure: str, value: compare.Value | None) -> str:
@@ -187,7 +205,8 @@ def _bars(page: Page, part: looks.Part) -> str:
         text += f" (of the first {len(sizes)}, which are shown)"
     if part.distance is not None:
         text += (
-            f". Mean earth mover's distance of a client's {part.word} to all: {part.distance:.3f}"
+            f". Mean earth mover's distance of a client's {part.word} to all: {part.distance:.3f} "
+            "(0: every client has the same mixture)"
         )
     if part.held is None:
         text += ". There are no labels here to tell classes by"
@@ -252,11 +271,18 @@ def _sheet(subject: Subject) -> str:
         for name, text in found.protection
     )
     exchanged = table(head, body, 3, "prose totals") if body else ""
-    notes = "".join(f"<p>{escape(text)}</p>" for text in found.notes)
+    notes = "".join(f"<p>{escape(text)}</p>" for text in found.notes) + _plain_words(found)
     return (
         f'<p class="verdict">{escape(found.verdict)}</p>{exchanged}'
         f'<dl class="facts">{protection}</dl>{notes}'
     )
+
+
+def _plain_words(found: exchanges.Sheet) -> str:
+    """What the words of the sheet mean that only those who train networks know."""
+    said = " ".join([*(f"{e.carries} {e.seen}" for e in found.exchanges), *found.notes]).lower()
+    known = [f"{word}: {meaning}" for word, meaning in PLAIN.items() if word in said]
+    return f'<p class="hint">In plain words. {escape("; ".join(known))}.</p>' if known else ""
 
 
 def _bytes(count: int) -> str:
@@ -330,6 +356,7 @@ def feature_map(page: Page) -> str:
         text += f" ({escape(look.model)}). Near means alike to the encoder."
         if look.labels is None:
             text += " There are no labels to colour them by."
+        text += SHOWN
         blocks.append(heading + page.figure("map", content, "", text))
     return "".join(blocks) + _only_first(page)
 
@@ -352,6 +379,7 @@ def gallery(page: Page) -> str:
                 f" Over all {len(look.points):,} images, {before:.1f} % of the five neighbours are "
                 f"of the right class before training and {after:.1f} % after."
             )
+        text += SHOWN
         head = '<div class="row head"><b>query</b><b>before training</b><b>after training</b></div>'
         blocks.append(f'{heading}<div class="gallery">{head}{rows}</div><p>{text}</p>')
     return "".join(blocks) + _only_first(page)
@@ -396,7 +424,7 @@ def again(page: Page) -> str:
             "Versions": ", ".join(
                 f"{name} {run.summary[name]}" for name in ("fedssl", "torch") if name in run.summary
             ),
-            "Parameters": f"{run.summary.get('parameters', '')}",
+            "Parameters": _parameters(run.summary.get("parameters")),
             "Seconds": f"{run.summary.get('seconds', '')}",
         }
         rows = "".join(
@@ -415,6 +443,10 @@ def again(page: Page) -> str:
         else:
             blocks.append(_heading(page, subject) + block)
     return "".join(blocks)
+
+
+def _parameters(count: Any) -> str:
+    return f"{count:,}, of the whole network" if is_number(count) else str(count or "")
 
 
 def _code(name: str, text: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedssl import plugins
+from fedssl.report import compare
 from fedssl.report.curves import History
 from fedssl.runs import Run, section
 
@@ -50,7 +52,7 @@ def sentence(run: Run, seed: bool = False) -> str:
     towers = " (two towers)" if encoder.get("towers") == 2 else ""
     text = (
         f"{called(tree, 'algorithm')} with {called(tree, 'objective')} trains a "
-        f"{encoder.get('name', 'unknown')} encoder{towers} on {called(tree, 'data')}{size}"
+        f"{encoder.get('name', 'unknown')} encoder{towers} on {_images(tree)}{size}"
     )
     clients = len(run.clients) or section(tree, "partition").get("clients")
     if clients:
@@ -58,6 +60,15 @@ def sentence(run: Run, seed: bool = False) -> str:
     rounds = tree.get("rounds")
     text += f", {_cohort(tree)}in {rounds} rounds of {_local(tree)}"
     return f"{text} (seed {tree.get('seed', 0)})." if seed else f"{text}."
+
+
+def _images(tree: Mapping[str, Any]) -> str:
+    """The data set by its name; one's own images by their folder's."""
+    own = section(tree, "data")
+    if own.get("name") not in compare.OWN:
+        return called(tree, "data")
+    last = Path(str(own.get("root") or "")).name
+    return f"the images of {last}" if last else "images of one's own"
 
 
 def _partition(tree: Mapping[str, Any]) -> str:
