@@ -124,7 +124,7 @@ def _headline(page: Page) -> str:
     about = "" if mine else str(run.tree.get("about") or "")
     parts = [f'<p class="lead">{escape(words.sentence(run))}</p>']
     if about:
-        parts.append(f'<p class="about">{escape(about)}</p>')
+        parts.append(f'<p class="about">Its recipe: {escape(about)}</p>')
     said, care = words.state(run, subject.history)
     if care:
         parts.append(f'<p class="care">{escape(said)}</p>')
