@@ -77,6 +77,7 @@ def local(config: Config, sites: Path, out: Path) -> torch.Tensor:
     return weights(out)
 
 
+@pytest.mark.page
 @pytest.mark.parametrize(
     "words", [(), (*BYOL, "algorithm.name=fedema"), ("algorithm.name=fedavg", "seed=3")]
 )
@@ -90,6 +91,8 @@ def test_sites_give_the_weights_of_the_local_engine(
     clients = json.loads((tmp_path / "far" / "clients.json").read_text())
     assert [(c["name"], c["samples"]) for c in clients] == [("clinic", 5), ("lab", 6), ("ward", 7)]
     assert (tmp_path / "far" / "encoder.safetensors").exists()
+    page = (tmp_path / "far" / "report.html").read_text()
+    assert "what a client sends" in page and "This run was a simulation" not in page
 
 
 def test_a_server_that_was_killed_goes_on_and_sites_keep_their_states(

@@ -553,8 +553,12 @@ def _say(line: object) -> None:
 
 def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
     """A whole run with real sites."""
+    from fedssl import report
+
     with alone(out, resume):
-        return _serve(grid, settings, out, resume)
+        summary = _serve(grid, settings, out, resume)
+    report.leave(out)
+    return summary
 
 
 @contextlib.contextmanager
