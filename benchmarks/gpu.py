@@ -73,7 +73,7 @@ def dcco(clients: int, each: int) -> Row:
         flat = work.flat
         seen = work.look(members, mix(key(0, "augment", 0), members))
         loss = work.objective.loss(seen.encodings, None, None)
-        flat.differentiate(loss)
+        work.differentiate(loss)
         step = optim.step(
             work.config.server, rule_state, flat.params, flat.gradient, 1e-3, flat.layers
         )

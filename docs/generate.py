@@ -16,6 +16,7 @@ import os
 import posixpath
 import re
 import shlex
+import statistics
 import textwrap
 import tokenize
 import types
@@ -35,6 +36,10 @@ from fedssl.data.augment import PRESETS
 NAMES = {"dcco": "DCCO", "fedema": "FedEMA", "decssl": "Dec-SSL", "perfcl": "PerFCL", "ccl": "CCL"}
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "results" / "measured.jsonl"
+ROWS = ROOT / "results" / "rows.jsonl"  # by `fedssl reproduce`, put there by results/add.py
+TABLES = ROOT / "results" / "tables.yaml"
+SHOWN = ("rounds", "data.name", "evaluate.")  # settings that other columns are about
+NEAR = 2.0  # points that two rows may differ by where a paper says that they are about the same
 MARK = re.compile(r"(^ +)?<!-- generated: (\S+) ?(.*?) -->", re.MULTILINE)
 TEST = re.compile(r"^<!-- test: .*? -->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
@@ -356,7 +361,187 @@ def _recipe_of(line: dict[str, Any]) -> str:
 
 
 def _lines() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
+    return read_lines(MEASURED)
+
+
+# Results
+
+Line = dict[str, Any]
+
+
+class Row(typing.NamedTuple):
+    """A row of a table: its recipe, and what was measured, by settings; seeds stand together."""
+
+    name: str
+    recipe: str
+    head: str  # the measure that its own classifier's accuracy stands for; empty: it has none
+    groups: list[list[Line]]
+
+    @property
+    def shown(self) -> list[Line]:
+        """Of the most rounds those that are best on held-out images; a failure only if alone."""
+        return max(self.groups, key=_rank, default=[])
+
+    def values(self, measure: str, lines: Sequence[Line]) -> list[float]:
+        """A number for each seed that has one."""
+        name = "head_top1" if self.head == measure else measure
+        return [line["ours"][name] for line in lines if name in line["ours"]]
+
+    def papers(self, measure: str) -> float | None:
+        """The number that the paper prints."""
+        name = "head_top1" if self.head == measure else measure
+        return config.read_recipe(self.recipe).get("paper", {}).get("results", {}).get(name)
+
+
+def _rank(lines: Sequence[Line]) -> tuple[bool, int, float]:
+    chosen = [line["heldout"] or 0.0 for line in lines]
+    return any(line["ours"] for line in lines), lines[0]["rounds"], statistics.fmean(chosen)
+
+
+def results(name: str) -> str:
+    """A table of results/tables.yaml: ours beside the paper's, its claims, and every run."""
+    table = yaml.safe_load(TABLES.read_text(encoding="utf-8"))[name]
+    rows = _rows(table)
+    known = [line for row in rows for lines in row.groups for line in lines]
+    data = sorted({line["data"] for line in known})
+    of = sorted({config.read_recipe(row.recipe)["data"]["name"] for row in rows})
+    brackets = f"In brackets the paper's number, on {', '.join(of)}."
+    blocks = [f"{table['about']} {brackets}"]
+    blocks += [f"Images: {'; '.join(data)}." if data else "Not measured yet."]
+    blocks += [_beside(table["measures"], rows, known)]
+    if table.get("claims"):
+        blocks += [_claims(table["claims"], table["measures"][0], {row.name: row for row in rows})]
+    return "\n\n".join([f"## {table['title']}", *blocks, *([_runs(known)] if known else [])])
+
+
+def _rows(table: dict[str, Any]) -> list[Row]:
+    lines = read_lines(ROWS)
+    rows = []
+    for name, recipe in table["rows"].items():
+        groups: dict[str, list[Line]] = {}
+        for line in lines:
+            if line["recipe"] == recipe and line["data"].startswith(table["data"]):
+                groups.setdefault(json.dumps(line["changed"], sort_keys=True), []).append(line)
+        rows.append(Row(name, recipe, table.get("heads", {}).get(name, ""), list(groups.values())))
+    return rows
+
+
+def _beside(measures: Sequence[str], rows: Sequence[Row], known: Sequence[Line]) -> str:
+    """Ours and, in brackets, the paper's, a row a recipe, after an untrained encoder."""
+    head = ["row", *map(tables.title, measures), "rounds", "seeds", "training", "settings"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    plain = next((line["untrained"] for line in known if line["untrained"].get(measures[0])), {})
+    if plain:
+        cells = [f"{plain[m]:.1f}" if m in plain else "–" for m in measures]
+        lines.append(_line(["untrained", *cells, "0", "", "", ""]))
+    for row in rows:
+        cells = [_cell(row, measure) for measure in measures]
+        lines.append(_line([f"`{row.name}`", *cells, *_made(row.shown)]))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _cell(row: Row, measure: str) -> str:
+    """Our number, seed by seed, or none; and the paper's."""
+    failed = any("failed" in line for line in row.shown)
+    values = [f"{value:.1f}" for value in row.values(measure, row.shown)]
+    printed = row.papers(measure)
+    ours = ", ".join(values) or ("failed" if failed else "–")
+    return ours if printed is None else f"{ours} ({printed})"
+
+
+def _made(lines: Sequence[Line]) -> list[str]:
+    """Rounds, of which one may be chosen; seeds; time; settings other than the paper's."""
+    if not lines:
+        return ["not measured yet", "", "", ""]
+    rounds = f"{lines[0]['rounds']:,} of {lines[0]['paper_rounds']:,}"
+    early = [f"{line['round']:,}" for line in lines if line["round"] < line["rounds"]]
+    chosen = f" (round {', '.join(early)} chosen)" if early and lines[0]["ours"] else ""
+    times = ", ".join(f"{line['seconds'] / 60:.1f}" for line in lines if line["seconds"])
+    seeds = ", ".join(str(line["seed"]) for line in lines)
+    other = {k: v for k, v in lines[0]["changed"].items() if not k.startswith(SHOWN)}
+    settings = ", ".join(f"`{key}={value}`" for key, value in other.items())
+    return [rounds + chosen, seeds, f"{times} min", settings]
+
+
+def _claims(claims: Sequence[str], measure: str, rows: dict[str, Row]) -> str:
+    """Which of the paper's claims appear in our rows, computed from them."""
+    lines = ["| the paper's claim | its numbers | ours | seeds | |", "| --- " * 5 + "|"]
+    for claim in claims:
+        words, _, other = claim.partition(" at ")
+        left, relation, *rest = words.split()
+        pair = [rows[name] for name in (left, *rest)]
+        printed = [row.papers(other or measure) for row in pair]
+        papers = " and ".join("–" if number is None else f"{number}" for number in printed)
+        shown = f"`{left}` {relation}" + "".join(f" `{name}`" for name in rest)
+        shown += f", {tables.title(other)}" if other else ""
+        lines.append(_line([shown, papers, *verdict(relation, pair, other or measure)]))
+    return "\n".join(lines)
+
+
+def verdict(relation: str, pair: Sequence[Row], measure: str) -> tuple[str, str, str]:
+    """Our numbers, how many seeds they have, and whether the claim appears in them."""
+    if not all(row.shown for row in pair):
+        return "", "", "not measured yet"
+    lines = _alike(pair)
+    if not lines:
+        rounds = " and ".join(f"{row.shown[0]['rounds']:,}" for row in pair)
+        return "", "", f"not measured alike yet ({rounds} rounds)"
+    found = [row.values(measure, own) for row, own in zip(pair, lines, strict=True)]
+    if any(not values and "failed" not in own[0] for values, own in zip(found, lines, strict=True)):
+        return "", "", "not measured yet"
+    means = [statistics.fmean(values) if values else None for values in found]
+    ours = " and ".join("failed" if mean is None else f"{mean:.1f}" for mean in means)
+    seeds = " and ".join(str(len(own)) for own in lines)
+    appears = _appears(relation, means, lines[0][0]["untrained"].get(measure))
+    return ours, seeds, "appears" if appears else "**does not appear**"
+
+
+def _appears(relation: str, means: Sequence[float | None], untrained: float | None) -> bool:
+    """Whether means stand in a relation; none of them: that run failed."""
+    first, last = means[0], means[-1]
+    if relation == "fails":
+        return first is None or (untrained is not None and first <= untrained)
+    if first is None or last is None:
+        return relation == ">" and first is not None
+    return abs(first - last) <= NEAR if relation == "~" else first > last
+
+
+def _alike(pair: Sequence[Row]) -> list[list[Line]]:
+    """What is compared: runs of as many rounds, the most there are; other trainings as they are."""
+    if len({row.head for row in pair}) > 1 or len(pair) == 1:
+        return [row.shown for row in pair]
+    for rounds in sorted({lines[0]["rounds"] for lines in pair[0].groups}, reverse=True):
+        own = [[g for g in row.groups if g[0]["rounds"] == rounds] for row in pair]
+        if all(own):
+            return [max(groups, key=_rank) for groups in own]
+    return []
+
+
+def _runs(lines: Sequence[Line]) -> str:
+    """Every run with its settings, those that were not chosen too."""
+    head = ["accuracies", "held-out", "round", "seed", "made on", "command"]
+    rows = [_line(head), _line(["---"] * len(head))]
+    for line in lines:
+        tops = ", ".join(f"{tables.title(m)} {value:.1f}" for m, value in line["ours"].items())
+        best = "" if line["heldout"] is None else f"{line['heldout']:.1f}"
+        made = [line.get(key) for key in ("device", "precision", "commit", "date")]
+        place = ", ".join(str(part) for part in made if part)
+        at = f"{line['round']:,} of {line['rounds']:,}"
+        cells = [line.get("failed") or tops, best, at, str(line["seed"]), place]
+        rows.append(_line([*cells, f"`{line['command']}`"]))
+    table = textwrap.indent("\n".join(rows), "    ")
+    return f'??? note "Every run, with its command"\n\n{table}'
+
+
+def read_lines(path: Path) -> list[Line]:
+    """A file of JSON lines; none: nothing was measured."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def reading(file: str) -> str:
@@ -420,5 +605,6 @@ PARTS: dict[str, Callable[[str], str]] = {
     "reading": reading,
     "recipe": yaml_of,
     "recipes": recipes,
+    "results": results,
     "says": says,
 }

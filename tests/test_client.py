@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
-from fedssl import config
+from fedssl import config, run
 from fedssl.algorithms.base import learning_rates
 from fedssl.config import Config
 from fedssl.data.dataset import Groups
-from fedssl.engines.local import LocalEngine
+from fedssl.data.random import key, mix
+from fedssl.engines.local import LocalCohort, LocalEngine
 from fedssl.plan import Plan
+from fedssl.progress import Progress
 from fedssl.session import Session
 from fedssl.workspace import precision_on
 
@@ -37,6 +40,46 @@ def test_every_round_step_and_view_is_augmented_anew() -> None:
     with torch.no_grad():
         f, g = client._encode(0).encodings
     assert relative(f, g) > 0.01
+
+
+def test_a_samples_random_state_is_its_clients_whoever_is_merged_with_it() -> None:
+    engine, _ = engine_of(settings(), made_split(), groups_of(3, 2, 4))
+    for epoch in (5, 6):
+        start = key(engine.work.config.seed, "augment", epoch)
+        own = {c: [mix(mix(start, c), i) for i in range(n)] for c, n in enumerate((3, 2, 4))}
+        merged = engine.client(np.array([0, 2]), 0, remember=False)
+        alone = engine.client(np.array([2]), 0, remember=False)
+        merged.random_state(epoch - 1, slice(None))  # what was asked before does not matter
+        alone.random_state(epoch - 1, slice(None))
+        found = merged.random_state(epoch, slice(None)).numpy().view(np.uint64)
+        assert found.tolist() == own[0] + own[2]
+        some = alone.random_state(epoch, torch.tensor([3, 1])).numpy().view(np.uint64)
+        assert some.tolist() == [own[2][3], own[2][1]]
+
+
+def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, server = engine_of(settings(), made_split(), groups_of(*[2] * 20))
+    session = Session(settings(), None, engine, server, 5)  # type: ignore[arg-type]
+    wanted = [session.cohort_ids(round).tolist() for round in range(3)]
+    asked, events, real = [], [], session.cohort_ids
+
+    def drawn(round: int) -> np.ndarray:
+        events.append(f"draw {round}")
+        return real(round)
+
+    def cohort(ids: np.ndarray, round: int) -> LocalCohort:
+        asked.append(ids.tolist())
+        return LocalCohort(engine, ids, round)
+
+    monkeypatch.setattr(session, "cohort_ids", drawn)
+    monkeypatch.setattr(engine, "cohort", cohort)
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda t: events.append("read") or t.item())
+    for _ in range(3):
+        run.one_round(session, Path(), Progress("", 3))
+    assert asked == wanted
+    assert events == ["draw 0", "draw 1", "read", "draw 2", "read", "draw 3", "read"]
 
 
 def test_cohorts_differ_from_round_to_round_and_everyone_is_asked() -> None:

@@ -33,7 +33,7 @@ def no_code_for_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             workspace,
             "compiled",
-            lambda function: torch.compile(
+            lambda function, **_: torch.compile(
                 function, dynamic=False, fullgraph=True, backend="aot_eager"
             ),
         )

@@ -226,3 +226,109 @@ def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path
     with pytest.raises(UserError, match=r"^fedema/table3/fedbyol/cifar100-noniid: .*classes=20"):
         reproduce.work(jobs)
     assert not list(tmp_path.iterdir())
+
+
+SEARCH = ["data.holdout=0.2", "evaluate.protocols=[knn,fedssl.heldout:heldout@20%]"]
+
+
+def finished(job: reproduce.Job, end: tuple[float, float], *before: tuple[float, float]) -> None:
+    """Leave what a run leaves; each pair is its accuracy on held-out and on test images."""
+    job.folder.mkdir(parents=True)
+    named = [{"heldout@20%_top1": heldout, "knn_top1": knn} for heldout, knn in (*before, end)]
+    lines = [{"round": number, **numbers} for number, numbers in enumerate(named, 1)]
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines[:-1]))
+    summary = {**named[-1], "result": named[-1], "rounds": len(named), "untrained": {}}
+    (job.folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_values_and_rounds_are_chosen_on_held_out_images_alone(table: str) -> None:
+    words = [*SEARCH, "server.lr=[0.1,1.0]", "evaluate.every=1"]
+    jobs = reproduce.plan("mine.yaml/cco", words, "0.1", Path("a"))
+    assert [job.choice for job in jobs] == ["server.lr=0.1", "server.lr=1.0"]
+    assert [job.settings.server.lr for job in jobs] == [0.1, 1.0]
+    assert jobs[1].folder == Path("a/mine/cco/noniid/server.lr=1.0")
+    finished(jobs[0], (60.0, 40.0), (62.0, 30.0), (61.0, 70.0))
+    finished(jobs[1], (50.0, 99.0), (51.0, 98.0))
+    shown = reproduce.report(jobs)
+    assert "30.00 (70.5)" in shown and shown.count("chosen") == 1
+    assert "noniid: server.lr=0.1, round 1, chosen on held-out images (62.00)" in shown
+    assert reproduce.report(jobs[::-1]) == shown
+    record = jobs[0].record()
+    assert record["ours"] == {"knn_top1": 30.0} and record["last"] == {"knn_top1": 40.0}
+    assert (record["round"], record["heldout"]) == (1, 62.0)
+
+
+def test_without_held_out_images_the_last_round_counts(table: str) -> None:
+    (job,) = reproduce.plan("mine.yaml/cco", ["evaluate.every=1"], "0.1", Path("a"))
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.jsonl").write_text(json.dumps({"round": 1, "knn_top1": 90.0}) + "\n")
+    result = {"knn_top1": 20.0}
+    (job.folder / "summary.json").write_text(json.dumps({"result": result, **result, "rounds": 2}))
+    record = job.record()
+    assert (record["round"], record["ours"], record["heldout"]) == (2, result, None)
+    assert "20.00 (70.5)" in reproduce.report([job]) and "held-out" not in reproduce.report([job])
+
+
+def test_where_nothing_was_to_be_chosen_nothing_is_called_so(table: str) -> None:
+    words = [*SEARCH, "evaluate.every=0"]
+    (job,) = reproduce.plan("mine.yaml/cco", words, "0.1", Path("a"))
+    finished(job, (50.0, 40.0))
+    assert "40.00 (70.5)" in reproduce.report([job]) and "chosen" not in reproduce.report([job])
+
+
+def test_a_search_runs_every_value_and_writes_a_line_for_each(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SEARCH, "server.lr=[0.1,1.0]", "device=cpu", "data.root=null"]
+    command = ["reproduce", "mine.yaml/cco", *words, "--scale", "0.1", "--out", "a"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert "[2/2] mine.yaml/cco/noniid server.lr=1.0" in shown.err
+    written = lines(Path("a/mine/table.jsonl"))
+    assert [row["choice"] for row in written] == ["server.lr=0.1", "server.lr=1.0"]
+    assert written[0]["changed"] == {
+        "data.holdout": 0.2, "server.lr": 0.1, "rounds": 2,
+        "evaluate.protocols": ["knn", "fedssl.heldout:heldout@20%"],
+    }  # fmt: skip
+    assert written[0]["untrained"]["knn_top1"] > 0 and written[0]["seconds"] > 0
+    assert written[0]["command"].startswith("fedssl reproduce mine.yaml/cco/noniid --scale 0.1 ")
+    assert written[0]["command"].endswith(" device=cpu data.root=DIR")
+    best = max(written, key=lambda row: row["heldout"])
+    assert f"{best['choice']}, round {best['round']}, chosen" in shown.out
+    assert main(command) == 0
+    assert lines(Path("a/mine/table.jsonl")) == written
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["server.lr=[0.1,1.0]"], "one of several values is chosen on held-out images"),
+        ([*SEARCH, "seed=[0,1]"], "a seed is not chosen"),
+        ([*SEARCH, "server.lr=[0.1,0]"], "server.lr=0: server.lr=0.0: must be above 0"),
+    ],
+)
+def test_a_search_that_would_choose_on_test_images_is_refused(
+    table: str, words: list[str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=f"^mine.yaml/simclr/noniid: .*{sentence}"):
+        reproduce.plan(table, words, "1", Path("a"))
+
+
+def test_a_line_says_what_the_images_are_and_why_a_run_failed(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise TrainingError("round 7: the loss is nan")
+
+    monkeypatch.setattr(run, "run", fails)
+    monkeypatch.setattr(reproduce, "check_data", lambda runs: None)
+    Path("photos").mkdir()
+    Path("photos/about.txt").write_text("photos of\nshoes\n")
+    words = ["data.name=folder", "data.root=photos"]
+    (job,) = jobs = reproduce.plan("mine.yaml/cco", words, "1", Path("a"))
+    assert reproduce.work(jobs) == [job]
+    (line,) = lines(Path("a/mine/table.jsonl"))
+    assert line["failed"] == "round 7: the loss is nan" and line["ours"] == {}
+    assert line["data"] == "photos of shoes" and line["paper_data"] == "digits"
+    Path("photos/about.txt").unlink()
+    assert job.record()["data"] == "folder"

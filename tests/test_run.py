@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedssl import checkpoint, config, run
+from fedssl import checkpoint, config, run, workspace
 from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
 from fedssl.errors import TrainingError, UserError
@@ -283,6 +283,23 @@ def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None
     run.run(small(), tmp_path)
     summary = run.run(small("evaluate.protocols=knn,linear@10"), tmp_path, resume=True)
     assert "linear@10_top1" in summary
+
+
+def test_compiled_runs_in_one_process_do_not_use_up_torchs_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up when one function was compiled for eight shapes; a table has more rows."""
+    monkeypatch.setattr(
+        workspace,
+        "compiled",
+        lambda f, **_: torch.compile(f, dynamic=False, fullgraph=True, backend="aot_eager"),
+    )
+    for batch in (4, 5):
+        words = ("algorithm.local_steps=1", f"algorithm.batch={batch}", "rounds=1", "cohort.size=1")
+        own = ("algorithm.name=fedavg", "engine.compile=on", "partition.name=iid", *words)
+        settings = small(*own, "partition.clients=9")
+        with torch._dynamo.config.patch(recompile_limit=1):
+            run.run(settings, tmp_path / str(batch))
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(

@@ -33,8 +33,8 @@ class Trained:
 class Client:
     """What an algorithm's task sees: one client, or a merged cohort that acts as one.
 
-    ``ids`` and ``positions`` say for each sample whose it is and its index there; random numbers
-    depend on these only, so merging changes none.
+    A sample's random numbers depend on whose it is and on its index there only, so merging changes
+    none.
     """
 
     def __init__(
@@ -56,9 +56,8 @@ class Client:
         self.state = state
         self.remember = remember
         self.id = int(ids[0])
-        starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        self._owner = on_device(np.repeat(ids, sizes), work.device)
-        self._position = on_device(np.arange(len(members)) - starts, work.device)
+        self._owners = (ids, sizes)
+        self._drawn: tuple[int, Tensor] | None = None  # an epoch, and its random states
         self._kept: tuple[Tensor, int, Encoded] | None = None
 
     @property
@@ -220,8 +219,16 @@ class Client:
 
     def random_state(self, epoch: int, chosen: slice | Tensor) -> Tensor:
         """Where the random numbers of some samples' views come from."""
-        start = key(self.work.config.seed, "augment", epoch)
-        return mix(mix(start, self._owner[chosen]), self._position[chosen])
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = (epoch, on_device(self._random_states(epoch), self.work.device))
+        return self._drawn[1][chosen]
+
+    def _random_states(self, epoch: int) -> NDArray[np.int64]:
+        """Of all its samples: on the host, since on a GPU each step's would be 28 small kernels."""
+        ids, sizes = self._owners
+        start = mix(key(self.work.config.seed, "augment", epoch), ids)
+        positions = np.arange(self.samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return mix(np.repeat(start, sizes), positions).view(np.int64)
 
     def _samples(self, step: int) -> tuple[Tensor, Tensor]:
         """The samples of a step, and where the random numbers of their views come from."""

@@ -64,12 +64,19 @@ class Plan:
         epoch, place = divmod(round * self.count(size) + step, self.batches(size))
         if self.batch is None or self.batch >= size:
             return epoch, slice(None)
-        order = _order(key(self.seed, "shuffle", client, epoch), size, self.device)
+        state = key(self.seed, "shuffle", client, epoch)
+        order = _order(state, size, self.device, _stream(self.device))
         return epoch, order[place * self.batch : (place + 1) * self.batch]
 
 
-@lru_cache(maxsize=4)
-def _order(state: int, size: int, device: torch.device | None) -> Tensor:
+def _stream(device: torch.device | None) -> int:
+    on_gpu = device is not None and device.type == "cuda"
+    return torch.cuda.current_stream(device).stream_id if on_gpu else 0
+
+
+@lru_cache(maxsize=8)  # more than there are clients that train at once
+def _order(state: int, size: int, device: torch.device | None, stream: int) -> Tensor:
+    """For use on one stream: where others read it too, its memory might be given away too soon."""
     return on_device(permutation(state, size), device)
 
 

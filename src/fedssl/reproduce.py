@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedssl import config, run, tables
+from fedssl import config, metrics, run, sweep, tables
 from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
@@ -30,11 +32,14 @@ COMPARABLE = (
 )  # fmt: skip
 
 BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
+HELDOUT = "heldout@"  # measures that may choose: they never see a test image (fedssl.heldout)
+SAID = ("device", "precision", "seconds", "images_per_second", "torch", "fedssl")  # by a run
+ABOUT = "about.txt"  # in a data set's folder: what the data is, in one line
 
 
 @dataclass(frozen=True)
 class Job:
-    """One recipe: its settings here, its settings in the paper, and its folder."""
+    """One run of a recipe: its settings here, its settings in the paper, and its folder."""
 
     name: str
     table: str  # the recipes that are shown together
@@ -43,11 +48,13 @@ class Job:
     settings: Config
     published: Config
     root: Path
+    command: str
+    choice: str = ""  # of the values that are searched, those of this run
 
     @property
     def folder(self) -> Path:
         """Where its run is."""
-        return self.root / self.table / self.row / self.column
+        return self.root / self.table / self.row / self.column / self.choice
 
     @property
     def paper(self) -> dict[str, float]:
@@ -64,21 +71,49 @@ class Job:
         path = self.folder / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def record(self) -> dict[str, Any]:
-        """A line of table.jsonl: what was measured, and everything it depends on."""
+    @cached_property
+    def judged(self) -> tuple[int, Mapping[str, Any]]:
+        """The round that counts and its numbers: the last, or the best on held-out images."""
         summary = self.summary() or {}
+        end = {**summary, "round": summary.get("rounds", 0)}
+        name = next((key for key in summary if key.startswith(HELDOUT)), "")
+        lines = [line for line in metrics.read(self.folder) if name in line]
+        best = max([end, *reversed(lines)], key=lambda line: line[name]) if name else end
+        return best["round"], best
+
+    @property
+    def heldout(self) -> float | None:
+        """The accuracy that rounds and values are chosen by; none: nothing is chosen."""
+        numbers = self.judged[1]
+        return next((numbers[key] for key in numbers if key.startswith(HELDOUT)), None)
+
+    def record(self, failed: str = "") -> dict[str, Any]:
+        """A line of table.jsonl: what was measured, and everything it depends on."""
+        summary, (round, numbers) = self.summary() or {}, self.judged
+        values = config.flat(config.to_tree(self.settings))
+        tops = [m for m in summary.get("result", {}) if m.endswith("_top1")]
+        ours = dict.fromkeys(m for m in (*self.measures, *tops) if not m.startswith(HELDOUT))
         return {
             "recipe": self.name,
+            "choice": self.choice,
             "row": self.published.paper.get("row", self.published.about),
-            "ours": {m: summary[m] for m in self.measures if m in summary},
+            "ours": {m: numbers[m] for m in ours if m in numbers},
+            "untrained": summary.get("untrained", {}),
+            **({"failed": failed} if failed else {}),
+            "round": round,
+            "heldout": self.heldout,
+            "last": {m: summary[m] for m in ours if m in summary},
             "paper": self.paper,
             "note": self.published.paper.get("note", ""),
             "rounds": self.settings.rounds,
             "paper_rounds": self.published.rounds,
-            "data": self.settings.data.name,
+            "data": described(self.settings.data),
             "paper_data": self.published.data.name,
-            "changed": self.changed,
-            **{key: summary.get(key) for key in ("seed", "device", "seconds", "torch", "fedssl")},
+            "changed": {key: values.get(key) for key in self.changed},
+            **{key: summary.get(key) for key in SAID},
+            "seed": self.settings.seed,
+            "command": self.command,
+            "date": time.strftime("%Y-%m-%d"),
             "folder": str(self.folder),
         }
 
@@ -104,14 +139,48 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
     jobs = []
     for name in config.matching(pattern):
         recipe = config.read_recipe(name)
+        command = _command(name, words, share)
         try:
-            settings = scaled(config.resolve(recipe, words), share)
+            for choice, settings in _choices(config.merged(recipe, words)).items():
+                own = scaled(settings, share)
+                place = (*_place(name), own, config.resolve(recipe), root, command, choice)
+                jobs.append(Job(name, *place))
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        jobs.append(Job(name, *_place(name), settings, config.resolve(recipe), root))
     for job in jobs:
         _check_folder(job)
     return jobs
+
+
+def _choices(tree: config.Tree) -> dict[str, Config]:
+    """A run for each combination of the lists' values; what chooses among them is no test image."""
+    lists = config.swept(tree)
+    found = sweep.runs(tree) if lists else {"": config.build(tree)}
+    for key, values in lists.items():
+        if key == "seed":
+            raise UserError(f"seed={values}: a seed is not chosen; run each, with its own --out")
+        protocols = next(iter(found.values())).evaluate.protocols or ()
+        if not any(HELDOUT in spec for spec in protocols):
+            raise UserError(
+                f"{key}={values}: one of several values is chosen on held-out images; set "
+                "data.holdout=0.1, and add fedssl.heldout:heldout@10% to evaluate.protocols"
+            )
+    return found
+
+
+def _command(name: str, words: Sequence[str], share: float) -> str:
+    """What runs one recipe of these again, wherever the images are."""
+    plain = ["data.root=DIR" if word.startswith("data.root=") else word for word in words]
+    scale = [] if share == 1 else ["--scale", f"{share:g}"]
+    return shlex.join(["fedssl", "reproduce", name, *scale, *plain])
+
+
+def described(data: config.Data) -> str:
+    """What the images are, as their folder says it; without a word there, the data set's name."""
+    about = Path(data.root or "").expanduser() / ABOUT
+    if data.root is None or not about.is_file():
+        return data.name
+    return " ".join(about.read_text(encoding="utf-8").split())
 
 
 def work(jobs: Sequence[Job]) -> list[Job]:
@@ -119,7 +188,7 @@ def work(jobs: Sequence[Job]) -> list[Job]:
     check_data((job.name, job.settings) for job in jobs if job.summary() is None)
     failed = []
     for number, job in enumerate(jobs, 1):
-        label = f"[{number}/{len(jobs)}] {job.name}"
+        label = " ".join(filter(None, (f"[{number}/{len(jobs)}] {job.name}", job.choice)))
         if job.summary() is not None:
             print(f"{label}: finished before", file=sys.stderr)
             _write(job)
@@ -130,6 +199,7 @@ def work(jobs: Sequence[Job]) -> list[Job]:
         except TrainingError as error:
             print(f"{label}: {error}", file=sys.stderr)
             failed.append(job)
+            _write(job, str(error))
         else:
             _write(job)
     return failed
@@ -159,7 +229,7 @@ def scaled(settings: Config, share: float) -> Config:
 def report(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
     """For each table: its name, ours beside the paper's, and in what they differ."""
     groups: dict[str, list[Job]] = {}
-    for job in jobs:
+    for job in best(jobs):
         groups.setdefault(job.table, []).append(job)
     blocks = []
     for name, group in groups.items():
@@ -168,6 +238,16 @@ def report(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
         folder = str(group[0].root / name)
         blocks.append("\n".join([head, _grid(group), *_caption(group, words), folder]))
     return "\n\n".join(blocks)
+
+
+def best(jobs: Sequence[Job]) -> list[Job]:
+    """One run of each recipe: of several, the best on held-out images."""
+    found: dict[str, Job] = {}
+    for job in jobs:
+        before = found.setdefault(job.name, job)
+        if job.summary() and (not before.summary() or (job.heldout or 0) > (before.heldout or 0)):
+            found[job.name] = job
+    return list(found.values())
 
 
 def _grid(jobs: Sequence[Job]) -> str:
@@ -192,13 +272,13 @@ def _label(job: Job, measure: str) -> str:
 
 def _cell(job: Job, measure: str) -> str:
     """Only what was measured: a run that came to no end has no number."""
-    summary = job.summary()
-    if summary is None:
+    numbers = job.judged[1]
+    if job.summary() is None:
         ours = "failed"
-    elif summary.get(measure) is None:
+    elif numbers.get(measure) is None:
         ours = "not reached" if measure.startswith("rounds_to") else "–"
     else:
-        ours = f"{summary[measure]:.0f}" if "rounds_to" in measure else f"{summary[measure]:.2f}"
+        ours = f"{numbers[measure]:.0f}" if "rounds_to" in measure else f"{numbers[measure]:.2f}"
     return f"{ours} ({job.paper.get(measure, '–')})"
 
 
@@ -212,6 +292,10 @@ def _caption(jobs: Sequence[Job], words: Sequence[str]) -> list[str]:
     if other:
         reasons.append("other " + ", ".join(other))
     lines = [f"{'; '.join(reasons)}: not comparable with the paper's numbers"] if reasons else []
+    searched = (job for job in jobs if job.choice or job.settings.evaluate.every)
+    for job in (job for job in searched if job.heldout is not None):
+        chosen = ", ".join(filter(None, (job.choice, f"round {job.judged[0]}")))
+        lines.append(f"{job.name}: {chosen}, chosen on held-out images ({job.heldout:.2f})")
     return lines + ([f"with {' '.join(words)}"] if words else [])
 
 
@@ -270,11 +354,12 @@ def _differences(a: Config, b: Config, free: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _write(job: Job) -> None:
-    """Put a finished run's line into its table's file, in the place of an older one."""
+def _write(job: Job, failed: str = "") -> None:
+    """Put a run's line into its table's file, in the place of an older one."""
     path = job.root / job.table / "table.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = {row["recipe"]: row for row in map(json.loads, lines)}
-    rows[job.name] = job.record()
+    rows = {(row["recipe"], row.get("choice", "")): row for row in map(json.loads, lines)}
+    rows[job.name, job.choice] = job.record(failed)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedssl import __version__, checkpoint, config, loggers, plugins
 from fedssl.algorithms.base import Cohort, TooFewReplies
@@ -221,6 +223,7 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
         compiles = session.work.compiles or session.work.compiles_passes
         if compiles and server.round < settings.rounds:
             progress.say("compiling the training step, once: about a minute")
+            torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
         if not (out / checkpoint.FILE).exists():
             session.algorithm.prepare(server, session.public)
             checkpoint.write(out, session)  # one to go back to, from the first round on
@@ -232,8 +235,8 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
             if every and server.round % every == 0 and more and session.judged:
                 line |= session.judge_result(monitor)
             metrics.write(line)
-            # Large states take their time: at most a twentieth of the run goes into writing them.
-            wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 20 * cost)
+            # Large states take their time: at most a fiftieth of the run goes into writing them.
+            wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 50 * cost)
             if settings.privacy.noise is not None:
                 wait = 0  # what was released must not be forgotten
             if time.monotonic() - saved >= wait or stop or server.round == settings.rounds:
@@ -254,7 +257,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
     server.warnings.clear()
     if session.work.watched is not None:
         session.work.watched.clear()
-    cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
+    cohort = session.engine.cohort(draw(session, server.round), server.round)
     asked = len(cohort.ids)
     skipped = False
     try:
@@ -274,6 +277,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         progress.say(f"round {server.round + 1}: {warning}")
     for client, fault in sorted(cohort.traffic.faults.items()):
         progress.say(f"round {server.round + 1}: no reply of {session.names[client]}: {fault}")
+    draw(session, server.round + 1)  # a GPU is still at work; reading the loss waits for it
     # Where clients are seen only through noise, no loss leaves them.
     loss = None if skipped or "loss" not in server.log else float(server.log["loss"])
     if loss is not None and not math.isfinite(loss):
@@ -299,6 +303,14 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
         **drift.measure(session),
     }
+
+
+def draw(session: Session, round: int) -> NDArray[np.int64]:
+    """Who takes part in a round; remembered until then, so that it can be drawn ahead."""
+    server = session.server
+    if server.drawn is None or server.drawn[0] != round:
+        server.drawn = (round, session.cohort_ids(round))
+    return server.drawn[1]
 
 
 def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Tree: TypeAlias = "Tensor | Mapping[str, Tree]"
@@ -21,9 +22,16 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
 
 def scaled(tree: Tree, factor: float) -> Tree:
     """Every leaf times ``factor``, detached."""
+    found = [leaf.detach() for leaf in leaves(tree)]
+    # All at once: on a GPU it is one kernel.
+    return _like(tree, iter(torch._foreach_mul(found, factor) if found else ()))
+
+
+def _like(tree: Tree, new: Iterator[Tensor]) -> Tree:
+    """A tree of the same names with other leaves."""
     if isinstance(tree, Tensor):
-        return tree.detach() * factor
-    return {name: scaled(child, factor) for name, child in tree.items()}
+        return next(new)
+    return {name: _like(child, new) for name, child in tree.items()}
 
 
 def add_scaled(total: Tree, tree: Tree, factor: float) -> None:

@@ -13,17 +13,18 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedssl import optim
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Split
-from fedssl.models.flat import Flat, positions
+from fedssl.models.flat import Flat, differentiate, positions
 from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
+from fedssl.models.rounded import Rounded
 from fedssl.objectives.base import Memory, Objective
-from fedssl.plan import Plan
+from fedssl.plan import Plan, on_device
 from fedssl.trees import Tree
 
 PairLoss = Callable[[tuple[Tensor, ...], Tensor | None, Memory | None], Tensor]
@@ -58,7 +59,7 @@ class Encoded:
         starts = np.cumsum(self.sizes) - self.sizes
         for size in np.unique(self.sizes):
             rows = starts[self.sizes == size][:, None] + np.arange(size)
-            index = torch.from_numpy(rows).to(self.encodings[0].device)
+            index = on_device(rows, self.encodings[0].device)
             encodings = tuple(e[index] for e in self.encodings)
             if self.labels is None:
                 losses = torch.vmap(lambda *e: loss(e, None, None))(*encodings)
@@ -130,29 +131,17 @@ class Workspace:
         self.augmentation = augmentation
         self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.precision = precision_on(device, config.precision)
-        self.network = network.to(device=device, dtype=self.dtype).train()
-        self.target: Flat | None = None
-        if objective.momentum is not None:
-            self.target = Flat(Network(copy.deepcopy(list(self.network.towers))))
-        self.flat = Flat(self.network)
         self.device = device
         self.images = tuple(images.to(device) for images in split.images)
         labels = split.labels if objective.needs_labels else None
         self.labels = labels.to(device) if labels is not None else None
         self.plan = Plan.from_config(config.algorithm, config.seed, device)
+        self._place(network.to(device=device, dtype=self.dtype).train())
         self.initial = self.flat.vector.clone()
-        self.loads = 0
-        self.memory = objective.memory(self.initial)
-        self.rule_state = optim.start(config.client, self.flat.params)
-        self.target_state: optim.State = {}
-        if self.target is not None and not objective.stop_gradient:
-            self.target_state = optim.start(config.client, self.target.params)
         self.compiles = False  # whether local training goes through ``replay``
         self._compiled: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
         self.watched: dict[int, Tensor] | None = None  # local models of a round, where asked for
         self.census: Census | None = None  # of a simulation, for measures that only it can make
-        self._replays: dict[tuple[Any, ...], Replay] = {}
-        self._met: Counter[tuple[Any, ...]] = Counter()
         # Places of the numbers that stay with a client (FedBN), and of those that are sent.
         self.kept: Tensor | None = None
         self.shared: Tensor | None = None
@@ -160,6 +149,28 @@ class Workspace:
             sent = torch.ones(len(self.initial), dtype=torch.bool)
             sent[positions(self.flat.of(*NORMS))] = False
             self.kept, self.shared = (chosen.nonzero()[:, 0].to(device) for chosen in (~sent, sent))
+
+    def _place(self, network: Network) -> None:
+        """All that training changes."""
+        self.network, rule = network, self.config.client
+        self.target: Flat | None = None
+        if self.objective.momentum is not None:
+            self.target = Flat(Network(copy.deepcopy(list(network.towers))))
+        self.flat = Flat(network)
+        self.loads = 0
+        self.memory = self.objective.memory(self.flat.vector)
+        self.rule_state = optim.start(rule, self.flat.params)
+        self.target_state: optim.State = {}
+        if self.target is not None and not self.objective.stop_gradient:
+            self.target_state = optim.start(rule, self.target.params)
+        self._replays: dict[tuple[Any, ...], Replay] = {}
+        self._met: Counter[tuple[Any, ...]] = Counter()
+
+    def twin(self) -> Workspace:
+        """A second network, for another client at the same time; all else is shared."""
+        other = copy.copy(self)
+        other._place(copy.deepcopy(self.network))
+        return other
 
     @property
     def stateful(self) -> bool:
@@ -221,7 +232,7 @@ class Workspace:
     def compile_passes(self) -> None:
         """From now on: for merged cohorts of one size, whose loss is not theirs alone."""
         self.augmentation.table(self.device)
-        self._compiled = compiled(self.passes)
+        self._compiled = Captured(self) if self.device.type == "cuda" else compiled(self.passes)
 
     def encode(self, inputs: tuple[Tensor, ...], state: Tensor | None = None) -> tuple[Tensor, ...]:
         """The network's encodings: bfloat16 inside if asked, at least float32 outside."""
@@ -250,10 +261,17 @@ class Workspace:
         self.objective.remember(self.memory, encodings)
         return delta
 
+    @property
+    def learning(self) -> tuple[Flat, ...]:
+        """The networks that follow a gradient."""
+        if self.target is None or self.objective.stop_gradient:
+            return (self.flat,)
+        return self.flat, self.target
+
     def differentiate(self, loss: Tensor) -> None:
-        """The gradients of all that learns."""
-        learning = None if self.objective.stop_gradient else self.target
-        self.flat.differentiate(loss, *([] if learning is None else [learning]))
+        """Put the gradients of all that learns in their place."""
+        for flat, gradients in zip(self.learning, differentiate(loss, *self.learning), strict=True):
+            flat.take(gradients)
 
     def advance(self, lr: float | Tensor, pull: Pull | None) -> Tensor:
         """One step along the gradients that are there: the change of the network's parameters."""
@@ -289,6 +307,18 @@ class Workspace:
         if shapes not in self._replays and room and often:
             self._replays[shapes] = Replay(self, batch, weight, function, inputs)
         return self._replays.get(shapes)
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether there are compiled steps, all of them alike for every client."""
+        return bool(self._replays) and all(r.function is None for r in self._replays.values())
+
+    def adopt_steps(self, other: Workspace) -> None:
+        """Have the compiled steps that a twin has."""
+        for shapes, replay in other._replays.items():
+            if shapes not in self._replays:
+                weight = None if replay.pull is None else replay.pull.weight
+                self._replays[shapes] = Replay(self, len(replay.members), weight, None, ())
 
     def tuned(self) -> contextlib.AbstractContextManager[object]:
         """While merged cohorts of one shape train, cuDNN tries which convolutions are fastest."""
@@ -327,6 +357,37 @@ class Workspace:
         return contextlib.nullcontext()
 
 
+class Captured:
+    """The compiled passes of merged cohorts, forward and backward a graph each.
+
+    What they give lies in the graph's memory until the next forward pass of as many images.
+    """
+
+    def __init__(self, work: Workspace) -> None:
+        self.work = work
+        self._by_size: dict[int, nn.Module] = {}
+
+    def __call__(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        """As :meth:`Workspace.passes`."""
+        if len(members) not in self._by_size:
+            sample = (members.clone(), state.clone())
+            module = torch.cuda.make_graphed_callables(_Passes(self.work), sample)
+            self._by_size[len(members)] = cast(nn.Module, module)
+        return cast("tuple[Tensor, ...]", self._by_size[len(members)](members, state))
+
+
+class _Passes(nn.Module):
+    """A workspace's passes as a module, whose parameters their graphs are differentiated by."""
+
+    def __init__(self, work: Workspace) -> None:
+        super().__init__()
+        self.network = work.network
+        self.passes = compiled(work.passes)
+
+    def forward(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        return self.passes(members, state)
+
+
 class Replay:
     """One whole training step on tensors that stay in place.
 
@@ -353,7 +414,11 @@ class Replay:
         self.anchor = torch.zeros_like(work.initial) if pull is not None else None
         self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
         work.augmentation.table(self.state.device)
+        networks = [work.flat] if work.target is None else [work.flat, work.target]
+        self.rounded = [Rounded(flat) for flat in networks if work.precision == "bf16"]
+        self.gradients = [[s.of(flat.gradient) for s in flat.learned] for flat in work.learning]
         self._forward = compiled(self._loss)
+        self._copy = compiled(copy_all, copies=True)
         self._advance = compiled(self._update)
         self._graph: torch.cuda.CUDAGraph | None = None
         if work.device.type == "cuda":
@@ -393,9 +458,15 @@ class Replay:
 
     def _step(self) -> None:
         """As ``Workspace.descend``."""
-        with self.work.stacked():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.work.stacked())
+            for rounded in self.rounded:
+                self._copy(*rounded.pairs)
+                stack.enter_context(rounded.used())
             loss, encodings = self._forward(self.members, self.state, *self.inputs)
-        self.work.differentiate(loss)
+            found = differentiate(loss, *self.work.learning)
+        for places, gradients in zip(self.gradients, found, strict=True):
+            self._copy(places, list(gradients))
         self._advance()
         self.encodings = tuple(e.detach() for e in encodings)
         self.work.objective.remember(self.work.memory, self.encodings)
@@ -419,11 +490,20 @@ class Replay:
         return graph
 
 
-def compiled(function: Function) -> Function:
-    """By torch, for one shape, as a whole."""
+def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy tensors to their places; compiled, this is one kernel that changes types and orders."""
+    torch._foreach_copy_(places, tensors)
+
+
+def compiled(function: Function, copies: bool = False) -> Function:
+    """By torch, for one shape, as a whole; ``copies``: a function that only copies."""
     from torch._inductor import config as inductor
 
-    # In torch 2.11 this pass fails on statistics of several views (AssertionError: 512 v.s. 1024).
-    known = hasattr(inductor.triton, "mix_order_reduction")
-    options: dict[str, Any] | None = {"triton.mix_order_reduction": False} if known else None
+    # Passes that fail in torch 2.11, each with an AssertionError: on statistics of several views,
+    # on copies of many tensors at once.
+    options: dict[str, Any] = {}
+    if hasattr(inductor.triton, "mix_order_reduction"):
+        options["triton.mix_order_reduction"] = False
+    if copies:
+        options["loop_ordering_after_fusion"] = False
     return cast(Function, torch.compile(function, dynamic=False, fullgraph=True, options=options))

@@ -36,7 +36,10 @@ def test_mix_gives_the_same_bits_in_python_numpy_and_torch(state: int, part: int
     expected = random.mix(state, part)
     state_tensor, part_tensor = torch.tensor([signed(state)]), torch.tensor([signed(part % 2**64)])
     assert 0 <= expected < 2**64
-    assert random.mix(state, np.array([part % 2**64], np.uint64)).tolist() == [expected]
+    words, before = np.array([part % 2**64], np.uint64), np.array([state], np.uint64)
+    for array in (words, words.view(np.int64)):
+        assert random.mix(state, array).tolist() == random.mix(before, array).tolist() == [expected]
+    assert words.tolist() == [part % 2**64] and before.tolist() == [state], "left as they were"
     assert unsigned(random.mix(state, part_tensor)) == [expected]
     assert unsigned(random.mix(state_tensor, part)) == [expected]
     assert unsigned(random.mix(state_tensor, part_tensor)) == [expected]

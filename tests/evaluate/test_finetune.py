@@ -9,6 +9,7 @@ from fedssl.data.dataset import Groups
 from fedssl.evaluate import finetune, linear
 from fedssl.evaluate.features import Labelled, extract, units
 from fedssl.models.flat import Flat
+from fedssl.optim import cosine
 
 
 def hidden(n, seed):
@@ -159,9 +160,7 @@ def test_works_in_the_encoders_own_precision():
 
 def test_each_preset_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = []
-    monkeypatch.setattr(
-        finetune, "descend", lambda flat, state, training, step: rates.append(training.rule.lr)
-    )
+    monkeypatch.setattr(finetune, "descend", lambda flat, state, training, lr: rates.append(lr))
     for preset in ("dcco", "logistic", "fedema", "ccl"):
         finetune.fit(blind(), hidden(20, 0), 2, seed=0, device="cpu", preset=preset)
-    assert rates == [5e-3] * 40 + [1e-3] * 120
+    assert rates == [lr * cosine(step, 40) for lr in (5e-3, *[1e-3] * 3) for step in range(40)]

@@ -16,6 +16,7 @@ from fedssl.evaluate.linear import (
     train_lars,
     train_sgd,
 )
+from fedssl.optim import cosine
 
 PRESETS = ("logistic", "dcco", "fedema", "ccl")
 
@@ -212,13 +213,13 @@ def test_the_paper_has_two_rows(n, steps, batch, lr, monkeypatch):
     seen = []
     original = linear.descend
 
-    def spy(flat, state, training, step):
-        seen.append((training.steps, training.batch, training.rule.lr, step))
-        original(flat, state, training, step)
+    def spy(flat, state, training, rate):
+        seen.append((training.steps, training.batch, rate))
+        original(flat, state, training, rate)
 
     monkeypatch.setattr(linear, "descend", spy)
     train_lars(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
-    assert seen == [(steps, batch, lr, step) for step in range(steps)]
+    assert seen == [(steps, batch, lr * cosine(step, steps)) for step in range(steps)]
 
 
 def test_batches_are_full_and_differ_within_an_epoch_and_between_epochs():
@@ -246,3 +247,19 @@ def test_epochs_take_every_sample_in_batches_of_nearly_equal_size():
 
 def test_a_number_of_steps_stays_whatever_the_number_of_samples():
     assert linear.DCCO_FEW.over(7) == linear.DCCO_FEW
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+@pytest.mark.parametrize("preset", ["dcco", "fedema", "ccl"])
+def test_captured_steps_are_the_plain_ones(preset, monkeypatch):
+    x, labels = (t.cuda() for t in blobs(1201, 4, 8, 0.5, seed=0))  # batches of two sizes
+    captures, real = [], linear.captured
+    monkeypatch.setattr(linear, "captured", lambda *a: captures.append(a[1]) or real(*a))
+    heads = []
+    for least in (10**9, 1):
+        monkeypatch.setattr(linear, "WORTH_CAPTURING", least)
+        heads.append(linear.fit(x, labels, 4, preset, seed=3))
+    assert [len(sizes) for sizes in captures] == [1 if preset == "dcco" else 2]
+    for plain, captured in zip(*heads, strict=True):
+        assert plain.abs().max() > 0.1
+        torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-4)

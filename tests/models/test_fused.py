@@ -93,7 +93,24 @@ def test_group_norm_has_its_relu_within() -> None:
         torch.testing.assert_close(layer(x), plain.relu() if relu else plain)
 
 
-SHAPES = [((3, 64, 4, 4), 32), ((2, 128, 5, 5), 2), ((2, 256, 3, 3), 1), ((4, 64), 8), ((1, 8), 4)]
+SHAPES = [
+    ((2, 64, 4, 4), 32),
+    ((1, 32, 5, 5), 16),
+    ((2, 128, 3, 3), 2),
+    ((2, 256, 2, 2), 1),
+    ((3, 64), 8),
+    ((1, 8), 4),
+]
+# The images above are read whole, in parts, in several steps.
+TILES: list[int | None] = [None, 256, 64]
+
+
+def limit(patch: pytest.MonkeyPatch, tile: int | None) -> None:
+    """Fewer numbers in a tile than there are."""
+    if tile is not None:
+        patch.setattr(fused, "WHOLE", {way: [(tile, 32)] for way in fused.WHOLE})
+        patch.setattr(fused, "WALK", (tile, 32))
+        patch.setattr(fused, "WALKED", dict.fromkeys(fused.WALKED, 16))
 
 
 def compare(
@@ -121,16 +138,46 @@ def compare(
         torch.testing.assert_close(a.float(), b.float(), rtol=close, atol=close)
 
 
+@pytest.mark.parametrize(
+    ("shape", "way", "expected"),
+    [
+        # The smaller tile, the larger one, and none at all: 64 (or 32) channels of some pixels.
+        ((2, 64, 4, 4), "forward", (64, 16, 1)),
+        ((2, 512, 16, 16), "forward", (32, 256, 8)),
+        ((2, 64, 32, 32), "forward", (32, 1024, 16)),
+        ((2, 64, 64, 64), "forward", (64, 128, 8)),
+        ((2, 512, 16, 16), "backward", (32, 256, 4)),
+        ((2, 64, 32, 32), "backward", (32, 256, 8)),
+        ((2, 96, 64, 64), "forward", (32, 256, 8)),
+    ],
+)
+def test_a_tile_is_whole_where_it_can_be(
+    shape: tuple[int, ...], way: fused.Way, expected: tuple[int, ...]
+) -> None:
+    grid, sizes = fused._sizes(torch.empty(shape), 32, way)
+    assert tuple(sizes[name] for name in ("BLOCK", "ROWS", "num_warps")) == expected
+    assert grid == (2 * shape[1] // expected[0],)
+
+
+def far_from_zero(device: str) -> None:
+    """Where the square of the mean is large, the variance is not lost beside it."""
+    x = 1000 + 2 * torch.randn((2, 64, 4, 4), generator=torch.Generator().manual_seed(0))
+    ones, zeros = torch.ones(64), torch.zeros(64)
+    found = fused.group_norm(*(t.to(device) for t in (x, ones, zeros)), 32, 1e-5, False)
+    torch.testing.assert_close(found.cpu(), F.group_norm(x.double(), 32).float(), rtol=0, atol=1e-3)
+
+
 def test_the_kernels_in_tritons_interpreter() -> None:
     """It must be asked for before Triton is imported: in a process of its own."""
     # Triton 3.4's interpreter stumbles over newer versions of numpy.
     pytest.importorskip("triton", minversion="3.5")
     code = (
-        "import torch, test_fused as t\n"
-        "for shape, groups in t.SHAPES:\n"
-        "    for relu in (True, False):\n"
-        "        for dtype in (torch.float32, torch.bfloat16):\n"
-        "            t.compare(shape, groups, relu, dtype, 'cpu')\n"
+        "import itertools, torch, test_fused as t\n"
+        "t.far_from_zero('cpu')\n"
+        "kinds = t.TILES, t.SHAPES, (True, False), (torch.float32, torch.bfloat16)\n"
+        "for tile, (shape, groups), relu, dtype in itertools.product(*kinds):\n"
+        "    t.limit(t.pytest.MonkeyPatch(), tile)\n"
+        "    t.compare(shape, groups, relu, dtype, 'cpu')\n"
     )
     path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
@@ -146,10 +193,23 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 
 
 @CUDA
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("shape", "groups"), [*SHAPES, ((64, 256, 32, 32), 32)])
 @pytest.mark.parametrize("relu", [True, False])
-def test_the_kernels_on_a_gpu(shape: tuple[int, ...], groups: int, relu: bool) -> None:
+def test_the_kernels_on_a_gpu(
+    shape: tuple[int, ...],
+    groups: int,
+    relu: bool,
+    tile: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit(monkeypatch, tile)
     compare(shape, groups, relu, torch.bfloat16, "cuda")
+
+
+@CUDA
+def test_the_kernels_far_from_zero() -> None:
+    far_from_zero("cuda")
 
 
 @CUDA
@@ -170,7 +230,7 @@ def test_a_network_of_fused_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "groups"), [((2, 96, 2, 2), 32), ((2, 192, 2, 2), 2), ((2, 320, 2, 2), 64)]
+    ("shape", "groups"), [((2, 96, 2, 2), 32), ((2, 192, 2, 2), 2), ((2, 24, 2, 2), 6)]
 )
 def test_odd_widths_are_left_to_torch(shape: tuple[int, ...], groups: int) -> None:
     class OnGpu(Tensor):

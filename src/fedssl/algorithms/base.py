@@ -80,6 +80,7 @@ class Server:
         self.state: dict[str, Tree] = {}
         self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameters])
         self.round = 0
+        self.drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and who takes part
         self.log: dict[str, Tensor] = {}
         self.clients: dict[str, dict[int, float | None]] = {}  # measures of each client, to log
         self.warnings: list[str] = []

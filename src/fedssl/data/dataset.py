@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class Groups:
         sizes = np.bincount(group_of, minlength=count)
         return cls(np.argsort(group_of, kind="stable"), np.concatenate(([0], np.cumsum(sizes))))
 
-    @property
+    @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """The number of members of each group."""
         return np.diff(self.offsets)

@@ -17,6 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Words = NDArray[np.uint64]
+Ints = NDArray[np.int64] | Words
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
@@ -40,10 +43,8 @@ def mix(state: int | Tensor, part: Tensor) -> Tensor: ...
 @overload
 def mix(state: Tensor, part: int | Tensor) -> Tensor: ...
 @overload
-def mix(state: int, part: NDArray[np.uint64]) -> NDArray[np.uint64]: ...
-def mix(
-    state: int | Tensor, part: int | Tensor | NDArray[np.uint64]
-) -> int | Tensor | NDArray[np.uint64]:
+def mix(state: int | Words, part: Ints) -> Words: ...
+def mix(state: int | Tensor | Words, part: int | Tensor | Ints) -> int | Tensor | Words:
     """Absorb ``part`` into ``state``; integers, tensors and arrays give the same bits."""
     if isinstance(state, Tensor) or isinstance(part, Tensor):
         if isinstance(state, int):
@@ -59,10 +60,17 @@ def mix(
         return z ^ _shift(z, 31)
     if isinstance(part, np.ndarray):
         u = np.uint64
-        a = (u(state) ^ (part.astype(u) * u(_GOLDEN))) + u(_GOLDEN)
-        a = (a ^ (a >> u(30))) * u(_M1)
-        a = (a ^ (a >> u(27))) * u(_M2)
-        return a ^ (a >> u(31))
+        a = part.astype(u)  # our own: all that follows is in place
+        a *= u(_GOLDEN)
+        a ^= state if isinstance(state, np.ndarray) else u(state)
+        a += u(_GOLDEN)
+        a ^= a >> u(30)
+        a *= u(_M1)
+        a ^= a >> u(27)
+        a *= u(_M2)
+        a ^= a >> u(31)
+        return a
+    assert not isinstance(state, np.ndarray)
     y = ((state ^ ((part & _MASK) * _GOLDEN & _MASK)) + _GOLDEN) & _MASK
     y = (y ^ (y >> 30)) * _M1 & _MASK
     y = (y ^ (y >> 27)) * _M2 & _MASK

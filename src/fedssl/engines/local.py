@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,11 @@ from fedssl.algorithms.base import (
 from fedssl.client import Client
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
+from fedssl.engines.lanes import Lanes
 from fedssl.engines.states import States
 from fedssl.workspace import State, Workspace
+
+Answer = tuple[NDArray[np.int64], Client, Any]  # who, as a client that has answered, and the reply
 
 
 class LocalEngine(Engine):
@@ -39,6 +42,7 @@ class LocalEngine(Engine):
     ) -> None:
         super().__init__(work, algorithm, groups, average)
         self.states: States = States(work.device)
+        self.lanes = Lanes(work) if work.device.type == "cuda" else None
         asked = work.config.engine.merge == "auto"
         self.merges = asked and self.average.exact and algorithm.exact_on_union(work)
 
@@ -47,7 +51,12 @@ class LocalEngine(Engine):
         return LocalCohort(self, ids, round)
 
     def client(
-        self, ids: NDArray[np.int64], round: int, remember: bool, numbers: bool = False
+        self,
+        ids: NDArray[np.int64],
+        round: int,
+        remember: bool,
+        numbers: bool = False,
+        work: Workspace | None = None,
     ) -> Client:
         """One client, or several merged into one (which has no state of its own)."""
         members, sizes = self.groups.select(ids)
@@ -55,7 +64,7 @@ class LocalEngine(Engine):
         if len(ids) == 1:
             state = self.states.numbers(int(ids[0])) if numbers else self.states[int(ids[0])]
         _, lr = learning_rates(self.work.config, round)
-        return Client(self.work, members, ids, sizes, round, lr, state, remember)
+        return Client(work or self.work, members, ids, sizes, round, lr, state, remember)
 
 
 class LocalCohort(Cohort):
@@ -72,17 +81,47 @@ class LocalCohort(Cohort):
     def ask(
         self, task: str, payload: tuple[Any, ...], weight: Weight | None
     ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
-        """Client by client, or the whole cohort at once."""
-        function = getattr(self.engine.algorithm, task)
+        """Client by client, several side by side, or the whole cohort at once."""
         same = not any(isinstance(p, PerClient) for p in payload)
-        for ids, client in self._clients(weight == "samples" and self.engine.merges and same):
-            own = (p.values[int(ids[0])] if isinstance(p, PerClient) else p for p in payload)
-            reply, share = function(client, *own), 1.0
+        merge = weight == "samples" and self.engine.merges and same
+        lanes = self.engine.lanes
+        if not merge and lanes is not None and lanes.knows(task) and len(self.ids) > 1:
+            answers = self._side_by_side(lanes, task, payload)
+        else:
+            answers = self._one_by_one(task, payload, merge)
+        for ids, client, reply in answers:
+            share = 1.0
             if len(ids) == 1:
                 self.engine.states[int(ids[0])] = client.state
             if weight is not None:
                 share, reply = self.average.contribute(task, client.weight, reply, weight)
             yield ids, share, reply
+
+    def _one_by_one(self, task: str, payload: tuple[Any, ...], merge: bool) -> Iterator[Answer]:
+        fits = self.engine.work.plan.batch or 0
+        for ids, client in self._clients(merge):
+            yield ids, client, self._answer(task, payload, client)
+            if self.engine.lanes is not None and client.samples >= fits:
+                self.engine.lanes.learned(task)
+
+    def _side_by_side(self, lanes: Lanes, task: str, payload: tuple[Any, ...]) -> Iterator[Answer]:
+        def job(ids: NDArray[np.int64]) -> Callable[[Workspace], Answer]:
+            def do(work: Workspace) -> Answer:
+                client = self.engine.client(ids, self.round, remember=False, work=work)
+                return ids, client, self._answer(task, payload, client)
+
+            return do
+
+        width = lanes.width(len(self.ids))
+        for start in range(0, len(self.ids), width):
+            jobs = [
+                job(self.ids[k : k + 1]) for k in range(start, min(start + width, len(self.ids)))
+            ]
+            yield from lanes.run(jobs)
+
+    def _answer(self, task: str, payload: tuple[Any, ...], client: Client) -> Any:
+        own = (p.values[client.id] if isinstance(p, PerClient) else p for p in payload)
+        return getattr(self.engine.algorithm, task)(client, *own)
 
     def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """Without bringing whole states to the device and back."""
@@ -108,6 +147,8 @@ class LocalCohort(Cohort):
     def _chunks(self) -> list[NDArray[np.int64]]:
         """Consecutive clients with at most ``engine.chunk`` images; a client is never cut."""
         sizes, limit = self.engine.groups.sizes[self.ids], self.engine.work.config.engine.chunk
+        if sizes.sum() <= limit:
+            return [self.ids]
         cuts, images = [], 0
         for i, size in enumerate(sizes):
             if images and images + size > limit:

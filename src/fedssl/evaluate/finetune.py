@@ -121,7 +121,7 @@ def descent(
         for weight in model.head.parameters():
             assert weight.grad is not None
             weight.grad.mul_(training.head)
-        descend(flat, state, training, step)
+        descend(flat, state, training, training.rate(step))
 
 
 def _reproducible() -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +17,12 @@ from fedssl.config import Optimizer
 from fedssl.data import random
 from fedssl.evaluate.features import top1
 from fedssl.models.flat import Flat
+from fedssl.plan import on_device
 
 C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
+Step = Callable[[Tensor, float | Tensor], None]  # on which samples, at which rate
+# Steps from which it pays to capture one on a GPU, which takes some tenths of a second.
+WORTH_CAPTURING = 2000
 _SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
 
 
@@ -46,6 +50,10 @@ class Training:
     def over(self, count: int) -> Training:
         """The same with its number of steps, which for epochs depends on that of the samples."""
         return replace(self, steps=self.epochs * (len(self.cuts(count)) - 1) or self.steps)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        return self.rule.lr * self.schedule(step, self.steps)
 
     def cuts(self, count: int) -> NDArray[np.int64]:
         """Where an epoch's shuffle is cut into batches.
@@ -229,13 +237,48 @@ def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: 
     head = zero_head(x.shape[1], classes, x)
     flat = Flat(head)
     state = optim.start(training.rule, flat.params)
-    for step, index in enumerate(batches(seed, "probe", len(x), training)):
-        chosen = torch.as_tensor(index, device=x.device)
-        flat.gradient.zero_()
+
+    def plain(chosen: Tensor, lr: float | Tensor) -> None:
         # On the CPU index_select copies rows twice as fast as indexing does.
-        F.cross_entropy(head(x.index_select(0, chosen)), labels[chosen]).backward()
-        descend(flat, state, training, step)
+        loss = F.cross_entropy(head(x.index_select(0, chosen)), labels[chosen])
+        gradients = torch.autograd.grad(loss, list(head.parameters()))
+        torch.cat([g.reshape(-1) for g in gradients], out=flat.gradient)
+        descend(flat, state, training, lr)
+
+    step: Step = plain
+    if x.device.type == "cuda" and training.steps >= WORTH_CAPTURING:
+        step = captured(plain, set(np.diff(training.cuts(len(x))).tolist()), x.device)
+        for tensor in (flat.vector, *state.values()):
+            tensor.zero_()  # as they were
+    for number, index in enumerate(batches(seed, "probe", len(x), training)):
+        step(on_device(index, x.device), training.rate(number))
     return head
+
+
+def captured(step: Step, sizes: Iterable[int], device: torch.device) -> Step:
+    """The same step as CUDA graphs, one for each size of a batch: a step is a call for the host.
+
+    Making them takes some steps, whose traces are left.
+    """
+    lr = torch.zeros((), dtype=torch.float64, device=device)
+    places = {size: torch.zeros(size, dtype=torch.int64, device=device) for size in sizes}
+    graphs = {size: torch.cuda.CUDAGraph() for size in places}
+    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    for size, graph in graphs.items():
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                step(places[size], lr)
+        here.wait_stream(aside)
+        with torch.cuda.graph(graph):
+            step(places[size], lr)
+
+    def replay(chosen: Tensor, rate: float | Tensor) -> None:
+        places[len(chosen)].copy_(chosen)
+        lr.fill_(rate)
+        graphs[len(chosen)].replay()
+
+    return replay
 
 
 def zero_head(width: int, classes: int, like: Tensor) -> nn.Linear:
@@ -256,8 +299,7 @@ def batches(seed: int, purpose: str, count: int, training: Training) -> Iterator
         yield order[cuts[place] : cuts[place + 1]]
 
 
-def descend(flat: Flat, state: optim.State, training: Training, step: int) -> None:
-    """One step along the gradient that ``flat`` holds, at the schedule's rate."""
+def descend(flat: Flat, state: optim.State, training: Training, lr: float | Tensor) -> None:
+    """One step along the gradient that ``flat`` holds."""
     rule = training.rule
-    lr = rule.lr * training.schedule(step, training.steps)
     flat.params.add_(optim.step(rule, state, flat.params, flat.gradient, lr, flat.layers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,15 @@ class Span:
     start: int
     stop: int
     shape: torch.Size
+
+    @property
+    def last(self) -> str:
+        """Its name in its owner."""
+        return self.name.rpartition(".")[2]
+
+    def of(self, vector: Tensor) -> Tensor:
+        """Its part of a vector."""
+        return vector[self.start : self.stop].view(self.shape)
 
 
 class Flat:
@@ -41,26 +50,26 @@ class Flat:
         self.vector = torch.cat([_tensor(s).detach().reshape(-1) for s in self.spans])
         self.gradient = torch.zeros_like(self.vector[: self.parameters])
         for span in self.spans:
-            view = self.vector[span.start : span.stop].view(span.shape)
-            tensor = _tensor(span)
+            view, tensor = span.of(self.vector), _tensor(span)
             if isinstance(tensor, nn.Parameter):
                 tensor.data = view
-                tensor.grad = self.gradient[span.start : span.stop].view(span.shape)
+                tensor.grad = span.of(self.gradient)
             else:
-                span.owner._buffers[_last(span)] = view
+                span.owner._buffers[span.last] = view
 
     @property
     def params(self) -> Tensor:
         """The part of the vector that is learned."""
         return self.vector[: self.parameters]
 
-    def differentiate(self, loss: Tensor, *others: Flat) -> None:
-        """Put the gradients of ``loss`` into ``gradient``, of other vectors too: one copy each."""
-        flats = (self, *others)
-        params = [p for flat in flats for p in flat.module.parameters()]
-        found = iter(torch.autograd.grad(loss, params, materialize_grads=True))
-        for flat in flats:
-            torch.cat([next(found).reshape(-1) for _ in flat.layers], out=flat.gradient)
+    @property
+    def learned(self) -> list[Span]:
+        """Where the parameters lie."""
+        return self.spans[: len(self.layers)]
+
+    def take(self, gradients: Sequence[Tensor]) -> None:
+        """Put the parameters' gradients into ``gradient``: one copy."""
+        torch.cat([g.reshape(-1) for g in gradients], out=self.gradient)
 
     def of(self, *kinds: type[nn.Module]) -> list[Span]:
         """The parameters and buffers that modules of these types own."""
@@ -69,7 +78,7 @@ class Flat:
     def named(self, vector: Tensor | None = None) -> dict[str, Tensor]:
         """The module's state by name, read from ``vector`` (laid out as ours) or from our own."""
         source = self.vector if vector is None else vector
-        return {s.name: source[s.start : s.stop].view(s.shape) for s in self.spans}
+        return {s.name: s.of(source) for s in self.spans}
 
 
 def positions(spans: Iterable[Span]) -> Tensor:
@@ -91,11 +100,14 @@ def _spans(module: nn.Module) -> Iterator[Span]:
                 start += tensor.numel()
 
 
-def _last(span: Span) -> str:
-    return span.name.rpartition(".")[2]
-
-
 def _tensor(span: Span) -> Tensor:
-    tensor = getattr(span.owner, _last(span))
+    tensor = getattr(span.owner, span.last)
     assert isinstance(tensor, Tensor)
     return tensor
+
+
+def differentiate(loss: Tensor, *flats: Flat) -> list[tuple[Tensor, ...]]:
+    """The gradients of ``loss`` by each network's parameters."""
+    params = [p for flat in flats for p in flat.module.parameters()]
+    found = iter(torch.autograd.grad(loss, params, materialize_grads=True))
+    return [tuple(next(found) for _ in flat.layers) for flat in flats]

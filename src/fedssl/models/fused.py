@@ -1,18 +1,27 @@
 """Group norm and ReLU in one pass over memory, forward and backward: Triton kernels for a GPU.
 
 They want bfloat16 in channels-last order, as convolutions on a GPU do. A program has one image and
-some whole groups of channels: the first walk over its pixels takes sums, the second finds them
-in the cache.
+some whole groups of channels. Where these are few numbers it reads them once, into registers;
+otherwise it walks over the pixels twice, first for the sums, and finds most of them in the cache.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-CHANNELS = 64  # of one program, at least: 128 bytes in a row
+CHANNELS = 16  # of one program, at least: 32 bytes in a row, what memory gives at a time
+# Numbers in a program's registers at most, and for one thread: the first form that an image fits
+# in, or the walking one. What was fastest on an H200 (benchmarks/NOTES.md).
+Way = Literal["forward", "backward"]
+WHOLE: dict[Way, list[tuple[int, int]]] = {
+    "forward": [(8192, 32), (32768, 64)],
+    "backward": [(8192, 64)],
+}
+WALK = (8192, 32)
+WALKED: dict[Way, int] = {"forward": 64, "backward": 32}  # channels of a walking program, at most
 
 
 def layout(images: Tensor) -> Tensor:
@@ -54,8 +63,8 @@ def _forward(
     scale = torch.empty_like(mean)
     from fedssl.models import kernels  # Triton comes with torch's builds for a GPU only
 
-    grid, sizes, meta = _sizes(x, groups)
-    kernels.forward[grid](x, weight, bias, y, mean, scale, *sizes, eps, RELU=relu, **meta)
+    grid, meta = _sizes(x, groups, "forward")
+    kernels.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
     return y, mean, scale
 
 
@@ -75,9 +84,9 @@ def _backward(
     dbias = torch.empty_like(dweight)
     from fedssl.models import kernels
 
-    grid, sizes, meta = _sizes(x, groups)
+    grid, meta = _sizes(x, groups, "backward")
     tensors = (gradient, x, weight, bias, mean, scale, dx, dweight, dbias)
-    kernels.backward[grid](*tensors, *sizes, RELU=relu, **meta)
+    kernels.backward[grid](*tensors, RELU=relu, **meta)
     return dx, dweight, dbias
 
 
@@ -118,11 +127,17 @@ def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, .
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def _sizes(x: Tensor, groups: int) -> tuple[tuple[int, int], tuple[int, int], dict[str, int]]:
-    """The grid, pixels and channels, and what a kernel is compiled for."""
+def _sizes(x: Tensor, groups: int, way: Way) -> tuple[tuple[int], dict[str, int]]:
+    """The grid, and what a kernel is compiled for."""
     channels = x.shape[1]
     pixels, width = x.numel() // (len(x) * channels), channels // groups
-    block = max(min(channels, CHANNELS), width)
-    rows = max(1, min(1 << (pixels - 1).bit_length(), 4096 // block))
-    meta = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": 4 if rows < 64 else 8}
-    return (len(x), channels // block), (pixels, channels), meta
+    rows, block = 1 << (pixels - 1).bit_length(), max(width, min(channels, CHANNELS))
+    whole = next((form for form in WHOLE[way] if rows * block <= form[0]), None)
+    tile, each = whole or WALK
+    most = tile // rows if whole else WALKED[way]
+    while 2 * block <= most and channels % (2 * block) == 0:
+        block *= 2
+    rows = min(rows, max(1, tile // block))
+    meta = {"PIXELS": pixels, "CHANNELS": channels, "WIDTH": width, "BLOCK": block, "ROWS": rows}
+    meta["num_warps"] = max(1, min(16, rows * block // (32 * each)))
+    return (len(x) * channels // block,), meta

@@ -1,0 +1,40 @@
+"""Put lines that runs wrote (their table.jsonl) into results/rows.jsonl: add.py FILE ...
+
+A line takes the place of an older one of the same recipe, images, settings and seed. The page that
+shows them, docs/results.md, is made of them whenever the documentation is built.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROWS = Path(__file__).with_name("rows.jsonl")
+
+
+def add(files: list[Path], rows: Path, commit: str) -> int:
+    """How many lines there are then; ``commit`` is that of the code that ran."""
+    new = [line | {"commit": commit} for file in files for line in read(file)]
+    found = {_which(line): line for line in (*(read(rows) if rows.exists() else []), *new)}
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found.values())
+    rows.write_text(text, encoding="utf-8")
+    return len(found)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file, without the folders of the machine that they were measured on."""
+    lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [{key: value for key, value in line.items() if key != "folder"} for line in lines]
+
+
+def _which(line: dict[str, Any]) -> str:
+    return json.dumps([line[key] for key in ("recipe", "data", "changed", "seed")], sort_keys=True)
+
+
+if __name__ == "__main__":
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    print(f"{add([Path(name) for name in sys.argv[1:]], ROWS, commit)} lines in {ROWS}")

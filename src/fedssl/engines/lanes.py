@@ -1,0 +1,81 @@
+"""Several clients at once, each in a network of its own: one client's steps do not fill a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from fedssl.workspace import Workspace
+
+MOST = 5  # clients at once (benchmarks/NOTES.md)
+Answer = TypeVar("Answer")
+
+
+class Lanes:
+    """Networks that clients train in side by side: a thread and a stream for each.
+
+    Steps are compiled once, by the clients that come first, one after another; another network only
+    captures them. A client's numbers do not depend on who trains beside it.
+    """
+
+    def __init__(self, work: Workspace, most: int = MOST) -> None:
+        self.most = most
+        self._works = [work]
+        self._streams = [_stream(work.device)]
+        self._threads = ThreadPoolExecutor(most, "client")
+        self._tasks: set[str] = set()
+
+    def knows(self, task: str) -> bool:
+        """Whether all that a task compiles was compiled, so that it can run side by side."""
+        work = self._works[0]
+        return work.compiles and work.watched is None and task in self._tasks
+
+    def learned(self, task: str) -> None:
+        """A client that trains in compiled steps has answered this task."""
+        if self._works[0].shares_steps:
+            self._tasks.add(task)
+
+    def width(self, clients: int) -> int:
+        """How many of so many clients run at once: as many as there is memory for."""
+        device, most = self._works[0].device, min(self.most, clients)
+        if device.type == "cuda":
+            # A network takes at most what this process has taken for the first one and all else.
+            held = max(1, torch.cuda.memory_reserved(device) // len(self._works))
+            free = torch.cuda.mem_get_info(device)[0]
+            most = min(most, len(self._works) + free // held)
+        return -(-clients // -(-clients // most))  # as even as can be
+
+    def run(self, jobs: Sequence[Callable[[Workspace], Answer]]) -> list[Answer]:
+        """The answers of some jobs, each done in a network of its own."""
+        first = self._works[0]
+        while len(self._works) < len(jobs):
+            self._works.append(first.twin())
+            self._streams.append(_stream(first.device))
+        for work in self._works[1 : len(jobs)]:
+            work.adopt_steps(first)
+        for stream in filter(None, self._streams):
+            stream.wait_stream(torch.cuda.current_stream(first.device))
+        started = [
+            self._threads.submit(_do, job, work, stream)
+            for job, work, stream in zip(jobs, self._works, self._streams, strict=False)
+        ]
+        return [answer.result() for answer in started]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _do(
+    job: Callable[[Workspace], Answer], work: Workspace, stream: torch.cuda.Stream | None
+) -> Answer:
+    on = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+    with on:
+        answer = job(work)
+    if stream is not None:
+        stream.synchronize()
+    return answer

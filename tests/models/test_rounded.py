@@ -1,0 +1,73 @@
+"""Weights rounded once a step give autocast's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import engine_of, groups_of, made_split, relative, settings, train
+from torch import Tensor, nn
+
+from fedssl import workspace
+from fedssl.models.flat import Flat, differentiate
+from fedssl.models.norms import StandardizedConv2d
+from fedssl.models.rounded import Rounded
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+    return body.extend([nn.Linear(8 * 9, 16), nn.ReLU(), nn.Linear(16, 4)])
+
+
+def gradients(flat: Flat, x: Tensor) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = flat.module(x).float().square().sum()
+    (found,) = differentiate(loss, flat)
+    places = [s.of(flat.gradient) for s in flat.learned]
+    workspace.copy_all(places, list(found))
+    return [loss.detach(), *(p.clone() for p in places)]
+
+
+def test_the_numbers_are_autocasts() -> None:
+    flat, x = Flat(network()), torch.randn(5, 3, 5, 5)
+    rounded, plain = Rounded(flat), gradients(flat, x)
+    before = list(flat.module.parameters())
+    workspace.copy_all(*rounded.pairs)
+    with rounded.used():
+        dtypes = {p.dtype for p in flat.module.parameters()}
+        fast = gradients(flat, x)
+    assert dtypes == {torch.bfloat16, torch.float32}  # batch norm's own stay as they are
+    for a, b in zip(fast, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert all(a is b for a, b in zip(flat.module.parameters(), before, strict=True))
+
+
+def test_what_a_layer_makes_of_its_weights_is_not_rounded() -> None:
+    """Standardized filters are rounded after that, as autocast does it."""
+    flat = Flat(nn.Sequential(StandardizedConv2d(3, 4, 3), nn.Linear(4, 2)))
+    copies, exact = Rounded(flat).pairs
+    assert [tuple(c.shape) for c in copies] == [(2, 4), (2,)]
+    assert {e.dtype for e in exact} == {torch.float32}
+
+
+@pytest.mark.parametrize("objective", ["byol", "simclr"])
+def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far from float32 as plain bf16 is, and much nearer to it than to where it started."""
+    torch.compiler.reset()
+    monkeypatch.setattr(
+        workspace, "compiled", lambda f, **_: torch.compile(f, dynamic=False, backend="aot_eager")
+    )
+    found, start = {}, None
+    for precision, compiled in (("fp32", False), ("bf16", False), ("bf16", True)):
+        config = settings(
+            "algorithm.name=fedavg", "algorithm.local_epochs=2", "algorithm.batch=8",
+            f"objective.name={objective}", "objective.projector=32,16", "encoder.norm=batch",
+            "augment.name=flip", "client.lr=0.01", f"precision={precision}",
+        )  # fmt: skip
+        engine, server = engine_of(config, made_split(48, 3, 16), groups_of(24, 24))
+        engine.work.compiles = compiled
+        start = server.weights.clone()
+        found[precision, compiled] = train(engine, server, 1) - start
+        assert len(engine.work._replays) == compiled
+    exact, plain, fast = found.values()
+    assert relative(fast, exact) < 1.5 * relative(plain, exact) < 0.1
