@@ -168,6 +168,23 @@ def test_the_bar_in_a_notebook(
     assert not progress.in_notebook()
 
 
+def test_the_first_round_is_not_in_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It compiles: 100 s, and each of the others takes 10."""
+    clock = iter([0.0, 100.0, 110.0, 120.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    bar = progress.Progress("mine", 5)
+    for round in (1, 2, 3):
+        bar.update(round, 0.5, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("0.5  ")[1] for line in lines] == [
+        "10 images/s  400 s left",
+        "100 images/s  30 s left",
+        "100 images/s  20 s left",
+    ]
+
+
 def test_a_run_needs_no_folder_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="rounds=-1"):

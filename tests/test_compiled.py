@@ -110,10 +110,12 @@ def test_compiled_ccl(words: list[str], device: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_compiled_passes_of_a_merged_cohort(device: str) -> None:
+@pytest.mark.parametrize("chunk", [1024, 20])  # at once, and in parts of two sizes
+def test_compiled_passes_of_a_merged_cohort(chunk: int, device: str) -> None:
     weights = []
     for compiled in (False, True):
-        config = settings("augment.name=flip", "server.optimizer=adam", "server.lr=0.01")
+        words = ("augment.name=flip", "server.optimizer=adam", "server.lr=0.01")
+        config = settings(*words, f"engine.chunk={chunk}")
         engine, server = engine_of(config, made_split(64, 3, 16), groups_of(*[4] * 16), device)
         assert engine.merges
         if compiled:

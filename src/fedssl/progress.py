@@ -20,6 +20,7 @@ class Progress:
         self.rounds = rounds
         self.first = done
         self.images = 0
+        self.settled = False
         self.started = time.monotonic()
         self.last_line = self.started
         self.live = sys.stderr.isatty() or in_notebook()
@@ -53,6 +54,8 @@ class Progress:
                 f"{self.title} round {round}/{self.rounds}  {shown}  "
                 f"{self._rate(now):,.0f} images/s  {left:.0f} s left"
             )
+        if not self.settled:  # the first round compiles and fills caches: the others are faster
+            self.settled, self.first, self.images, self.started = True, round, 0, now
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -217,12 +218,13 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
     server, settings = session.server, session.config
     saved, cost = time.monotonic(), 0.0
     title = plugins.label(settings.algorithm.name)
-    with contextlib.closing(Progress(title, settings.rounds, server.round)) as progress:
+    shown = Progress(title, settings.rounds, server.round)
+    with contextlib.closing(shown) as progress, _without_hints():
         for note in session.notes():
             progress.say(note)
         compiles = session.work.compiles or session.work.compiles_passes
         if compiles and server.round < settings.rounds:
-            progress.say("compiling the training step, once: about a minute")
+            progress.say("compiling the training step, once: a minute or two")
             torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
         if not (out / checkpoint.FILE).exists():
             session.algorithm.prepare(server, session.public)
@@ -247,6 +249,15 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
             if stop and server.round < settings.rounds:
                 raise Interrupted
             progress.update(server.round, line["loss"], line["images"], line["skipped"])
+
+
+@contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Without what torch says of settings that are meant as they are, when it compiles."""
+    with warnings.catch_warnings():
+        for hint in ("TensorFloat32 tensor cores", "The AccumulateGrad node's stream"):
+            warnings.filterwarnings("ignore", hint)
+        yield
 
 
 def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:

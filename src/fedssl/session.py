@@ -558,8 +558,8 @@ def check_compiled(config: Config, work: Workspace) -> None:
 def compiles_passes(config: Config, engine: Engine) -> bool:
     """Whether merged cohorts go through compiled passes: one shape for all rounds.
 
-    A round of 512 images of ResNet-14 took 23 ms so, on an H200 (results/measured.jsonl). Plain, a
-    step takes about four times that, so that the minute of compiling is paid back.
+    A round of 512 images of ResNet-14 took 16 ms so, on an H200 (results/measured.jsonl). Plain, a
+    step takes about six times that, so that a minute or two of compiling is paid back.
     """
     mode, sizes = config.engine.compile, engine.groups.sizes
     same = bool((sizes == sizes[0]).all())

@@ -371,7 +371,8 @@ class Captured:
         """As :meth:`Workspace.passes`."""
         if len(members) not in self._by_size:
             sample = (members.clone(), state.clone())
-            module = torch.cuda.make_graphed_callables(_Passes(self.work), sample)
+            with torch.enable_grad():  # a first pass may be for moments alone, the next is not
+                module = torch.cuda.make_graphed_callables(_Passes(self.work), sample)
             self._by_size[len(members)] = cast(nn.Module, module)
         return cast("tuple[Tensor, ...]", self._by_size[len(members)](members, state))
 
