@@ -39,7 +39,9 @@ MEASURED = ROOT / "results" / "measured.jsonl"
 ROWS = ROOT / "results" / "rows.jsonl"  # by `fedssl reproduce`, put there by results/add.py
 TABLES = ROOT / "results" / "tables.yaml"
 SHOWN = ("rounds", "data.name", "evaluate.")  # settings that other columns are about
+RATES = ("server.lr", "client.lr")  # may be searched, for each seed anew
 NEAR = 2.0  # points that two rows may differ by where a paper says that they are about the same
+MARGIN = 1.0  # points, or the seeds' spread if larger: what is closer is too close to say
 MARK = re.compile(r"(^ +)?<!-- generated: (\S+) ?(.*?) -->", re.MULTILINE)
 TEST = re.compile(r"^<!-- test: .*? -->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
@@ -370,74 +372,110 @@ Line = dict[str, Any]
 
 
 class Row(typing.NamedTuple):
-    """A row of a table: its recipe, and what was measured, by settings; seeds stand together."""
+    """A row of a table: its recipe, the paper's numbers, and every run of it on these images."""
 
     name: str
     recipe: str
     head: str  # the measure that its own classifier's accuracy stands for; empty: it has none
-    groups: list[list[Line]]
+    printed: dict[str, float]  # by the paper; empty: none, or none on images like these
+    lines: list[Line]
+
+    @property
+    def groups(self) -> list[list[Line]]:
+        """What can be shown together: a line a seed, of like images, rounds and settings."""
+        found: dict[tuple[str, int], dict[int, dict[str, Line]]] = {}
+        for line in self.lines:
+            seeds = found.setdefault((_trained(line), line["rounds"]), {})
+            rates = json.dumps([line["changed"].get(key) for key in RATES])
+            seeds.setdefault(line["seed"], {})[rates] = line  # of two runs alike the later counts
+        return [
+            [max(rates.values(), key=_choice) for _, rates in sorted(seeds.items())]
+            for seeds in found.values()
+        ]
 
     @property
     def shown(self) -> list[Line]:
         """Of the most rounds those that are best on held-out images; a failure only if alone."""
         return max(self.groups, key=_rank, default=[])
 
-    def values(self, measure: str, lines: Sequence[Line]) -> list[float]:
-        """A number for each seed that has one."""
-        name = "head_top1" if self.head == measure else measure
-        return [line["ours"][name] for line in lines if name in line["ours"]]
+    def value(self, measure: str, line: Line) -> float | None:
+        """A run's number; none: it failed, or was not judged so."""
+        number: float | None = line["ours"].get(self.own(measure))
+        return number
 
-    def papers(self, measure: str) -> float | None:
-        """The number that the paper prints."""
-        name = "head_top1" if self.head == measure else measure
-        return config.read_recipe(self.recipe).get("paper", {}).get("results", {}).get(name)
+    def own(self, measure: str) -> str:
+        """What a column's measure is called in this row."""
+        return "head_top1" if self.head == measure else measure
+
+
+def _trained(line: Line) -> str:
+    """What two runs share that may be compared: images and settings, but rounds and rates."""
+    apart = ("rounds", "evaluate.", *RATES)
+    other = {key: value for key, value in line["changed"].items() if not key.startswith(apart)}
+    return json.dumps([line["data"], other], sort_keys=True)
+
+
+def _choice(line: Line) -> tuple[bool, float, bool]:
+    """Of a seed's rates the best on held-out images; without such images the recipe's own."""
+    own = not any(key in line["changed"] for key in RATES)
+    return bool(line["ours"]), line["heldout"] or 0.0, own
 
 
 def _rank(lines: Sequence[Line]) -> tuple[bool, int, float]:
-    chosen = [line["heldout"] or 0.0 for line in lines]
-    return any(line["ours"] for line in lines), lines[0]["rounds"], statistics.fmean(chosen)
+    chosen = [line["heldout"] or 0.0 for line in lines if line["ours"]]
+    return bool(chosen), lines[0]["rounds"], statistics.fmean(chosen or [0.0])
 
 
 def results(name: str) -> str:
     """A table of results/tables.yaml: ours beside the paper's, its claims, and every run."""
     table = yaml.safe_load(TABLES.read_text(encoding="utf-8"))[name]
     rows = _rows(table)
-    known = [line for row in rows for lines in row.groups for line in lines]
+    known = [line for row in rows for line in row.lines]
     data = sorted({line["data"] for line in known})
-    of = sorted({config.read_recipe(row.recipe)["data"]["name"] for row in rows})
-    brackets = f"In brackets the paper's number, on {', '.join(of)}."
-    blocks = [f"{table['about']} {brackets}"]
+    of = sorted({config.read_recipe(row.recipe)["data"]["name"] for row in rows if row.printed})
+    brackets = [f"In brackets the paper's number, on {', '.join(of)}."] if of else []
+    blocks = [f"## {table['title']}", " ".join([table["about"].strip(), *brackets])]
     blocks += [f"Images: {'; '.join(data)}." if data else "Not measured yet."]
-    blocks += [_beside(table["measures"], rows, known)]
+    blocks += [_beside(table["measures"], rows, data), *_settings(rows, len(data) > 1)]
+    blocks += [_departures(table, rows)]
     if table.get("claims"):
         blocks += [_claims(table["claims"], table["measures"][0], {row.name: row for row in rows})]
-    return "\n\n".join([f"## {table['title']}", *blocks, *([_runs(known)] if known else [])])
+    return "\n\n".join([*blocks, *([_runs(known, len(data) > 1)] if known else [])])
 
 
 def _rows(table: dict[str, Any]) -> list[Row]:
     lines = read_lines(ROWS)
     rows = []
     for name, recipe in table["rows"].items():
-        groups: dict[str, list[Line]] = {}
-        for line in lines:
-            if line["recipe"] == recipe and line["data"].startswith(table["data"]):
-                groups.setdefault(json.dumps(line["changed"], sort_keys=True), []).append(line)
-        rows.append(Row(name, recipe, table.get("heads", {}).get(name, ""), list(groups.values())))
+        own = [e for e in lines if e["recipe"] == recipe and e["data"].startswith(table["data"])]
+        paper = config.read_recipe(recipe).get("paper", {}).get("results", {})
+        printed = paper if table.get("brackets", True) else {}
+        rows.append(Row(name, recipe, table.get("heads", {}).get(name, ""), printed, own))
     return rows
 
 
-def _beside(measures: Sequence[str], rows: Sequence[Row], known: Sequence[Line]) -> str:
+def _beside(measures: Sequence[str], rows: Sequence[Row], data: Sequence[str]) -> str:
     """Ours and, in brackets, the paper's, a row a recipe, after an untrained encoder."""
-    head = ["row", *map(tables.title, measures), "rounds", "seeds", "training", "settings"]
-    lines = [_line(head), _line(["---"] * len(head))]
-    plain = next((line["untrained"] for line in known if line["untrained"].get(measures[0])), {})
-    if plain:
-        cells = [f"{plain[m]:.1f}" if m in plain else "–" for m in measures]
-        lines.append(_line(["untrained", *cells, "0", "", "", ""]))
+    head = ["row", *map(tables.title, measures), "rounds", "seed: minutes"]
+    known = [line for row in rows for line in row.lines]
+    lines = []
+    for images in data or [""]:
+        of = [line["untrained"] for line in known if line["data"] == images]
+        found = [next((each[m] for each in of if m in each), None) for m in measures]
+        cells = ["–" if number is None else f"{number:.1f}" for number in found]
+        name = f"untrained, {images}" if len(data) > 1 else "untrained"
+        lines.append([name, *cells, "0" if any(of) else "not measured yet", ""])
     for row in rows:
         cells = [_cell(row, measure) for measure in measures]
-        lines.append(_line([f"`{row.name}`", *cells, *_made(row.shown)]))
-    return "\n".join(lines)
+        lines.append([f"`{row.name}`", *cells, *_made(row.shown)])
+    return _grid(head, lines)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without the columns that say nothing."""
+    full = [i for i in range(len(head)) if any(row[i] not in ("", "–") for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(_line([line[i] for i in full]) for line in lines)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -445,95 +483,211 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cell(row: Row, measure: str) -> str:
-    """Our number, seed by seed, or none; and the paper's."""
-    failed = any("failed" in line for line in row.shown)
-    values = [f"{value:.1f}" for value in row.values(measure, row.shown)]
-    printed = row.papers(measure)
-    ours = ", ".join(values) or ("failed" if failed else "–")
+    """Our number or that it failed, seed by seed, or none; and the paper's."""
+    numbers = [(line, row.value(measure, line)) for line in row.shown]
+    seeds = [_number(number, "failed" in line) for line, number in numbers]
+    printed = row.printed.get(row.own(measure))
+    ours = ", ".join(seeds) if set(seeds) - {"–"} else "–"
     return ours if printed is None else f"{ours} ({printed})"
 
 
+def _number(number: float | None, failed: bool) -> str:
+    return ("failed" if failed else "–") if number is None else f"{number:.1f}"
+
+
 def _made(lines: Sequence[Line]) -> list[str]:
-    """Rounds, of which one may be chosen; seeds; time; settings other than the paper's."""
+    """Rounds, and each seed's time."""
     if not lines:
-        return ["not measured yet", "", "", ""]
-    rounds = f"{lines[0]['rounds']:,} of {lines[0]['paper_rounds']:,}"
-    early = [f"{line['round']:,}" for line in lines if line["round"] < line["rounds"]]
-    chosen = f" (round {', '.join(early)} chosen)" if early and lines[0]["ours"] else ""
-    times = ", ".join(f"{line['seconds'] / 60:.1f}" for line in lines if line["seconds"])
-    seeds = ", ".join(str(line["seed"]) for line in lines)
-    other = {k: v for k, v in lines[0]["changed"].items() if not k.startswith(SHOWN)}
-    settings = ", ".join(f"`{key}={value}`" for key, value in other.items())
-    return [rounds + chosen, seeds, f"{times} min", settings]
+        return ["not measured yet", ""]
+    times = [f"{line['seconds'] / 60:.1f}" if line["seconds"] else "–" for line in lines]
+    seeds = [f"{line['seed']}: {time}" for line, time in zip(lines, times, strict=True)]
+    return [f"{lines[0]['rounds']:,} of {lines[0]['paper_rounds']:,}", ", ".join(seeds)]
+
+
+def _settings(rows: Sequence[Row], images: bool) -> list[str]:
+    """In what the runs that are shown differ from their recipes, and which of them do."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        seeds = {line["seed"]: _chosen(line, images) for line in row.shown}
+        text = "; ".join(f"{own or 'none'} (seed {seed})" for seed, own in seeds.items())
+        text = next(iter(seeds.values())) if len(set(seeds.values())) == 1 else text
+        if text:
+            found.setdefault(text, []).append(row.name)
+    lines = [f"- {_names(names, rows)}: {text}" for text, names in found.items()]
+    head = "Settings other than the recipe's, and rounds that were chosen:\n\n"
+    return [head + "\n".join(lines)] if lines else []
+
+
+def _names(names: Sequence[str], rows: Sequence[Row]) -> str:
+    """Rows by name."""
+    every = len(names) == len(rows) > 1
+    return "all rows" if every else ", ".join(f"`{name}`" for name in names)
+
+
+def _chosen(line: Line, images: bool) -> str:
+    """A run's settings, and its round if that is not the last."""
+    early = line["ours"] and line["round"] < line["rounds"]
+    at = [f"round {line['round']:,}"] if early else []
+    return ", ".join(filter(None, [_changed(line, images), *at]))
+
+
+def _changed(line: Line, images: bool) -> str:
+    """A run's settings that its recipe has not, and those that were searched."""
+    searched = line.get("choice", "")
+    other = [
+        f"{key}={value}"
+        for key, value in line["changed"].items()
+        if not key.startswith(SHOWN) and f"{key}=" not in searched
+    ]
+    shown = [f"`{text}`" for text in [searched, *other] if text]
+    return ", ".join(([line["data"]] if images else []) + shown)
+
+
+def _departures(table: dict[str, Any], rows: Sequence[Row]) -> str:
+    """In what the recipes themselves differ from the paper, as far as they say it."""
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        note = config.read_recipe(row.recipe).get("paper", {}).get("note", "")
+        if note and not note.startswith("±"):  # the spread of the paper's own number
+            notes.setdefault(note, []).append(row.name)
+    paper = rows[0].recipe.split("/")[0]
+    page = f"[{NAMES[paper]}'s page](docs/papers/{paper}.md)"
+    text = [f"- {table['departs'].strip()}"] if "departs" in table else []
+    text += [f"- {_names(names, rows)}: {note}." for note, names in notes.items()]
+    text += [f"- Where the paper is silent, our reading is on {page}."]
+    return "Where the recipes themselves depart from the paper:\n\n" + "\n".join(text)
 
 
 def _claims(claims: Sequence[str], measure: str, rows: dict[str, Row]) -> str:
     """Which of the paper's claims appear in our rows, computed from them."""
-    lines = ["| the paper's claim | its numbers | ours | seeds | |", "| --- " * 5 + "|"]
+    lines = []
     for claim in claims:
         words, _, other = claim.partition(" at ")
         left, relation, *rest = words.split()
         pair = [rows[name] for name in (left, *rest)]
-        printed = [row.papers(other or measure) for row in pair]
+        measures = (other or measure).split(", ")
+        each = measures * (len(pair) // len(measures))  # one for both rows, or one for each
+        printed = [row.printed.get(row.own(m)) for row, m in zip(pair, each, strict=True)]
         papers = " and ".join("–" if number is None else f"{number}" for number in printed)
         shown = f"`{left}` {relation}" + "".join(f" `{name}`" for name in rest)
-        shown += f", {tables.title(other)}" if other else ""
-        lines.append(_line([shown, papers, *verdict(relation, pair, other or measure)]))
-    return "\n".join(lines)
+        shown += f", {' and '.join(map(tables.title, measures))}" if other else ""
+        lines.append([shown, papers if any(printed) else "", *verdict(relation, pair, each)])
+    head = ["the paper's claim", "its numbers", "ours", "rounds", "seeds", "in our rows"]
+    return _grid(head, lines)
 
 
-def verdict(relation: str, pair: Sequence[Row], measure: str) -> tuple[str, str, str]:
-    """Our numbers, how many seeds they have, and whether the claim appears in them."""
-    if not all(row.shown for row in pair):
-        return "", "", "not measured yet"
-    lines = _alike(pair)
-    if not lines:
-        rounds = " and ".join(f"{row.shown[0]['rounds']:,}" for row in pair)
-        return "", "", f"not measured alike yet ({rounds} rounds)"
-    found = [row.values(measure, own) for row, own in zip(pair, lines, strict=True)]
-    if any(not values and "failed" not in own[0] for values, own in zip(found, lines, strict=True)):
-        return "", "", "not measured yet"
-    means = [statistics.fmean(values) if values else None for values in found]
-    ours = " and ".join("failed" if mean is None else f"{mean:.1f}" for mean in means)
-    seeds = " and ".join(str(len(own)) for own in lines)
-    appears = _appears(relation, means, lines[0][0]["untrained"].get(measure))
-    return ours, seeds, "appears" if appears else "**does not appear**"
+class Side(typing.NamedTuple):
+    """One side of a claim: a number for each seed that has one, and how many failed."""
+
+    values: list[float]
+    failed: int
+    rounds: int
+    untrained: float | None
+
+    @property
+    def mean(self) -> float | None:
+        """Over the seeds; none: all failed."""
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def spread(self) -> float:
+        """Between the seeds."""
+        return max(self.values) - min(self.values) if self.values else 0.0
+
+    @property
+    def seeds(self) -> str:
+        """How many numbers there are."""
+        return f"{len(self.values)}" + (f" ({self.failed} failed)" if self.failed else "")
 
 
-def _appears(relation: str, means: Sequence[float | None], untrained: float | None) -> bool:
-    """Whether means stand in a relation; none of them: that run failed."""
-    first, last = means[0], means[-1]
-    if relation == "fails":
-        return first is None or (untrained is not None and first <= untrained)
-    if first is None or last is None:
-        return relation == ">" and first is not None
-    return abs(first - last) <= NEAR if relation == "~" else first > last
+def _side(row: Row, measure: str, lines: Sequence[Line]) -> Side:
+    numbers = [(row.value(measure, line), "failed" in line) for line in lines]
+    values = [number for number, _ in numbers if number is not None]
+    plain = [line["untrained"] for line in row.lines if line["data"] == lines[0]["data"]]
+    untrained = next((each[measure] for each in plain if measure in each), None)
+    failed = sum(fail and number is None for number, fail in numbers)
+    return Side(values, failed, lines[0]["rounds"], untrained)
+
+
+def verdict(relation: str, pair: Sequence[Row], measures: Sequence[str]) -> list[str]:
+    """Our numbers, their rounds and seeds, and whether the claim appears in them."""
+    if not all(row.lines for row in pair):
+        return ["", "", "", "not measured yet"]
+    alike = _alike(pair)
+    if not alike:
+        return ["", "", "", f"not measured alike yet ({_unlike(pair)})"]
+    sides = [_side(*of) for of in zip(pair, measures, alike, strict=True)]
+    lost = relation == "fails" and sides[0].values and sides[0].untrained is None
+    if lost or not all(side.values or side.failed for side in sides):
+        return ["", "", "", "not measured yet"]
+    word = _fails(sides[0]) if relation == "fails" else _ahead(relation, *sides)
+    rounds = dict.fromkeys(f"{side.rounds:,}" for side in sides)
+    columns = [[_number(side.mean, True) for side in sides], rounds, [s.seeds for s in sides]]
+    return [*(" and ".join(column) for column in columns), word]
+
+
+def _fails(side: Side) -> str:
+    """Whether a row diverges, or ends no better than untrained; seed by seed."""
+    above = [value - (side.untrained or 0.0) for value in side.values]
+    bad, seeds = side.failed + sum(each <= 0 for each in above), side.failed + len(above)
+    if bad:
+        return "appears" if bad == seeds else f"in {bad} of {seeds} seeds"
+    return "too close to say" if min(above) <= MARGIN else "**does not appear**"
+
+
+def _ahead(relation: str, left: Side, right: Side) -> str:
+    """Whether means stand in a relation; what failed is beaten, and like nothing."""
+    if left.mean is None or right.mean is None:
+        beats = relation == ">" and left.mean is not None
+        return "appears" if beats else "**does not appear**"
+    ahead, margin = left.mean - right.mean, max(MARGIN, left.spread, right.spread)
+    if abs(ahead) <= NEAR if relation == "~" else ahead > margin:
+        return "appears"
+    return "too close to say" if abs(ahead) <= margin else "**does not appear**"
 
 
 def _alike(pair: Sequence[Row]) -> list[list[Line]]:
-    """What is compared: runs of as many rounds, the most there are; other trainings as they are."""
-    if len({row.head for row in pair}) > 1 or len(pair) == 1:
-        return [row.shown for row in pair]
-    for rounds in sorted({lines[0]["rounds"] for lines in pair[0].groups}, reverse=True):
-        own = [[g for g in row.groups if g[0]["rounds"] == rounds] for row in pair]
-        if all(own):
-            return [max(groups, key=_rank) for groups in own]
-    return []
+    """What is compared: of runs alike those with results, then the longest."""
+    if len(pair) == 1:
+        return [pair[0].shown]
+    # A row with a classifier of its own is another training: only the images must be the same.
+    other = pair[0].head != pair[1].head
+    found = [[a, b] for a in pair[0].groups for b in pair[1].groups if _like(a[0], b[0], other)]
+    return max(
+        found, key=lambda both: (all(_rank(own)[0] for own in both), *map(_rank, both)), default=[]
+    )
 
 
-def _runs(lines: Sequence[Line]) -> str:
+def _like(a: Line, b: Line, other: bool) -> bool:
+    """Whether two runs may be compared: as many rounds, or the same share of their recipes'."""
+    if other:
+        return bool(a["data"] == b["data"])
+    share = a["rounds"] * b["paper_rounds"] == b["rounds"] * a["paper_rounds"]
+    return _trained(a) == _trained(b) and (share or a["rounds"] == b["rounds"])
+
+
+def _unlike(pair: Sequence[Row]) -> str:
+    """In what the runs that are shown differ."""
+    a, b = (row.shown[0] for row in pair)
+    if a["data"] != b["data"]:
+        return "other images"
+    alike = _trained(a) == _trained(b)
+    return f"{a['rounds']:,} and {b['rounds']:,} rounds" if alike else "other settings"
+
+
+def _runs(lines: Sequence[Line], images: bool) -> str:
     """Every run with its settings, those that were not chosen too."""
-    head = ["accuracies", "held-out", "round", "seed", "made on", "command"]
-    rows = [_line(head), _line(["---"] * len(head))]
+    head = ["accuracies", "held-out", "round", "seed", "settings", "made on", "command"]
+    rows = []
     for line in lines:
         tops = ", ".join(f"{tables.title(m)} {value:.1f}" for m, value in line["ours"].items())
         best = "" if line["heldout"] is None else f"{line['heldout']:.1f}"
         made = [line.get(key) for key in ("device", "precision", "commit", "date")]
         place = ", ".join(str(part) for part in made if part)
         at = f"{line['round']:,} of {line['rounds']:,}"
-        cells = [line.get("failed") or tops, best, at, str(line["seed"]), place]
-        rows.append(_line([*cells, f"`{line['command']}`"]))
-    table = textwrap.indent("\n".join(rows), "    ")
+        cells = [line.get("failed") or tops, best, at, str(line["seed"]), _changed(line, images)]
+        rows.append([*cells, place, f"`{line['command']}`"])
+    table = textwrap.indent(_grid(head, rows), "    ")
     return f'??? note "Every run, with its command"\n\n{table}'
 
 

@@ -16,8 +16,8 @@ ROWS = Path(__file__).with_name("rows.jsonl")
 
 
 def add(files: list[Path], rows: Path, commit: str) -> int:
-    """How many lines there are then; ``commit`` is that of the code that ran."""
-    new = [line | {"commit": commit} for file in files for line in read(file)]
+    """How many lines there are then; ``commit`` is for those that do not say what code ran."""
+    new = [line | {"commit": line.get("commit") or commit} for f in files for line in read(f)]
     found = {_which(line): line for line in (*(read(rows) if rows.exists() else []), *new)}
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in found.values())
     rows.write_text(text, encoding="utf-8")

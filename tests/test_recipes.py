@@ -15,6 +15,7 @@ from fedssl import config, run
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
 from fedssl.errors import UserError
+from fedssl.evaluate import SHARES
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
 PERSONAL = ("ditto", "standalone", "featarc")
@@ -98,8 +99,8 @@ def shrunk(name: str) -> dict[str, Any]:
 
 def _fewer(spec: str, labels: int) -> str:
     name, at, _ = spec.partition("@")
-    if name in ("semi", "collaborative"):
-        return f"{name}@10%" if name == "semi" else f"{name}@50%"
+    if name in SHARES:
+        return f"{name}@50%" if name == "collaborative" else f"{name}@10%"
     return f"{name}@{labels}" if at else name
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedssl import config, reproduce, run
+from fedssl import __version__, checkpoint, config, reproduce, run
 from fedssl.cli import main
 from fedssl.errors import TrainingError, UserError
 
@@ -228,7 +231,7 @@ def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-SEARCH = ["data.holdout=0.2", "evaluate.protocols=[knn,fedssl.heldout:heldout@20%]"]
+SEARCH = ["data.holdout=0.2", "evaluate.protocols=[knn,heldout@20%]"]
 
 
 def finished(job: reproduce.Job, end: tuple[float, float], *before: tuple[float, float]) -> None:
@@ -270,10 +273,49 @@ def test_without_held_out_images_the_last_round_counts(table: str) -> None:
 
 
 def test_where_nothing_was_to_be_chosen_nothing_is_called_so(table: str) -> None:
-    words = [*SEARCH, "evaluate.every=0"]
-    (job,) = reproduce.plan("mine.yaml/cco", words, "0.1", Path("a"))
+    # Rounds that only kNN watches, as FedEMA's recipes do, are none to choose from.
+    (job,) = reproduce.plan("mine.yaml/cco", [*SEARCH, "evaluate.every=1"], "0.1", Path("a"))
     finished(job, (50.0, 40.0))
-    assert "40.00 (70.5)" in reproduce.report([job]) and "chosen" not in reproduce.report([job])
+    (job.folder / "metrics.jsonl").write_text(json.dumps({"round": 0, "knn_top1": 90.0}) + "\n")
+    shown = reproduce.report([job])
+    assert "40.00 (70.5)" in shown and "chosen" not in shown and "round 1" not in shown
+    (job,) = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1]"], "0.1", Path("b"))
+    finished(job, (50.0, 40.0))
+    assert "\nmine.yaml/cco/noniid: server.lr=0.1\n" in reproduce.report([job])
+    both = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1,1.0]"], "0.1", Path("c"))
+    finished(both[1], (50.0, 40.0))  # the other one has failed
+    assert "\nmine.yaml/cco/noniid: server.lr=1.0\n" in reproduce.report(both)
+    finished(both[0], (40.0, 50.0))
+    jobs = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1,1.0]"], "0.1", Path("c"))
+    line = "\nmine.yaml/cco/noniid: server.lr=1.0, chosen on held-out images (50.00)\n"
+    assert line in reproduce.report(jobs)
+
+
+def test_a_round_is_chosen_among_those_that_have_every_number(table: str) -> None:
+    words = [*SEARCH, "evaluate.every=1"]
+    (job,) = reproduce.plan("mine.yaml/cco", words, "0.1", Path("a"))
+    finished(job, (50.0, 40.0), (70.0, 30.0), (60.0, 20.0), (55.0, 10.0))
+    path = job.folder / "metrics.jsonl"
+    first, *rest = lines(path)
+    del first["knn_top1"]  # evaluate.monitor has not asked for it
+    # With evaluate.monitor the last round has a line as well: it is no other candidate.
+    last = {"round": 4, "heldout@20%_top1": 50.0, "knn_top1": 40.0}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *rest, last)))
+    summary = job.folder / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"rounds_to_70": 3}))
+    record = job.record()
+    assert (record["round"], record["ours"], record["heldout"]) == (2, {"knn_top1": 20.0}, 60.0)
+    assert [line["round"] for line in job.candidates] == [4, 3, 2]
+    assert reproduce._cell(job, "rounds_to_70") == "3 (–)", "of the run, not of a round"
+
+
+def test_what_chooses_is_no_result(tmp_path: Path) -> None:
+    words = ["data.holdout=0.2", "evaluate.protocols=[heldout@20%,linear]"]
+    (job,) = reproduce.plan("fedema/figure5/encoder", words, "1", tmp_path)
+    finished(job, (50.0, 40.0))
+    result = {"heldout@20%_top1": 50.0, "linear_top1": 61.0, "global_heldout@20%_top1": 45.0}
+    (job.folder / "summary.json").write_text(json.dumps({"result": result, **result, "rounds": 1}))
+    assert job.measures == ["linear_top1"] and job.record()["ours"] == {"linear_top1": 61.0}
 
 
 def test_a_search_runs_every_value_and_writes_a_line_for_each(
@@ -288,11 +330,16 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
     assert [row["choice"] for row in written] == ["server.lr=0.1", "server.lr=1.0"]
     assert written[0]["changed"] == {
         "data.holdout": 0.2, "server.lr": 0.1, "rounds": 2,
-        "evaluate.protocols": ["knn", "fedssl.heldout:heldout@20%"],
+        "evaluate.protocols": ["knn", "heldout@20%"],
     }  # fmt: skip
     assert written[0]["untrained"]["knn_top1"] > 0 and written[0]["seconds"] > 0
     assert written[0]["command"].startswith("fedssl reproduce mine.yaml/cco/noniid --scale 0.1 ")
     assert written[0]["command"].endswith(" device=cpu data.root=DIR")
+    for row, lr in zip(written, (0.1, 1.0), strict=True):
+        _, _, name, _, _, *own = shlex.split(row["command"])
+        own = [word for word in own if not word.startswith("data.root=")]
+        (again,) = reproduce.plan(name, own, "0.1", Path("b"))
+        assert again.settings.server.lr == lr and again.choice == ""
     best = max(written, key=lambda row: row["heldout"])
     assert f"{best['choice']}, round {best['round']}, chosen" in shown.out
     assert main(command) == 0
@@ -303,15 +350,51 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
     ("words", "sentence"),
     [
         (["server.lr=[0.1,1.0]"], "one of several values is chosen on held-out images"),
+        (
+            ["server.lr=[0.1,1.0]", "data.holdout=0.1", "evaluate.protocols=own.py:heldout@10%"],
+            "one of several values is chosen on held-out images",
+        ),
+        (["server.lr=[0.1,1.0]", SEARCH[1]], "set data.holdout=0.2"),
+        (["server.lr=[0.1,1.0]", "data.holdout=0.1", SEARCH[1]], "set data.holdout=0.2"),
+        (
+            ["server.lr=[0.1,1.0]", "data.holdout=0.1", "evaluate.protocols=[knn,heldout@200]"],
+            "heldout@200: heldout needs the share of the labels",
+        ),
+        (["evaluate.every=1", SEARCH[1]], "set data.holdout=0.2"),
+        (["evaluate.monitor=heldout@10%"], "evaluate.monitor=heldout@10%: data.holdout=0.0 keeps"),
         ([*SEARCH, "seed=[0,1]"], "a seed is not chosen"),
         ([*SEARCH, "server.lr=[0.1,0]"], "server.lr=0: server.lr=0.0: must be above 0"),
     ],
 )
 def test_a_search_that_would_choose_on_test_images_is_refused(
-    table: str, words: list[str], sentence: str
+    table: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UserError, match=f"^mine.yaml/simclr/noniid: .*{sentence}"):
-        reproduce.plan(table, words, "1", Path("a"))
+    Path("own.py").write_text("def heldout(*sides):\n    return {'top1': 99.0}\n")
+    assert main(["reproduce", table, *words, "--out", "a"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("fedssl: mine.yaml/simclr/noniid: ") and shown.count("\n") == 1
+    assert sentence in shown and not Path("a").exists()
+
+
+def test_every_value_is_checked_before_the_first_is_trained(
+    table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SEARCH, "encoder.groups=[8,7]"]
+    assert main(["reproduce", "mine.yaml/cco", *words, "--out", "a"]) == 2
+    shown = capsys.readouterr().err
+    assert "mine.yaml/cco/noniid encoder.groups=7: encoder.groups=7" in shown
+    assert shown.count("\n") == 1 and not Path("a").exists()
+
+
+def test_a_command_has_the_lines_own_value_whatever_its_kind(table: str) -> None:
+    words = [*SEARCH, "client.lr=[1e-5,0.1]", "objective.projector=[[8,8],[4,4]]", "rounds=[20,40]"]
+    jobs = reproduce.plan("mine.yaml/cco", words, "0.5", Path("a"))
+    assert len({job.command for job in jobs}) == 8
+    for job in jobs:
+        _, _, name, option, scale, *own = shlex.split(job.command)
+        assert option == "--scale"
+        (again,) = reproduce.plan(name, own, scale, Path("b"))
+        assert again.settings == job.settings and again.command == job.command
 
 
 def test_a_line_says_what_the_images_are_and_why_a_run_failed(
@@ -321,7 +404,7 @@ def test_a_line_says_what_the_images_are_and_why_a_run_failed(
         raise TrainingError("round 7: the loss is nan")
 
     monkeypatch.setattr(run, "run", fails)
-    monkeypatch.setattr(reproduce, "check_data", lambda runs: None)
+    monkeypatch.setattr(reproduce.sweep, "check", lambda runs: None)
     Path("photos").mkdir()
     Path("photos/about.txt").write_text("photos of\nshoes\n")
     words = ["data.name=folder", "data.root=photos"]
@@ -332,3 +415,66 @@ def test_a_line_says_what_the_images_are_and_why_a_run_failed(
     assert line["data"] == "photos of shoes" and line["paper_data"] == "digits"
     Path("photos/about.txt").unlink()
     assert job.record()["data"] == "folder"
+
+
+def test_a_failed_run_says_what_it_cost_and_not_where_it_was(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = run.one_round
+
+    def fails_in_the_third(session: Any, out: Path, *rest: Any) -> dict[str, Any]:
+        if session.server.round == 2:
+            raise TrainingError(f"round 3: client.lr=0.03; lower it. {checkpoint.kept(out)}")
+        return once(session, out, *rest)
+
+    monkeypatch.setattr(run, "one_round", fails_in_the_third)
+    words = ["device=cpu", "evaluate.every=0"]
+    assert main(["reproduce", "mine.yaml/cco", *words, "--scale", "0.2", "--out", "a"]) == 1
+    (line,) = lines(Path("a/mine/table.jsonl"))
+    assert line["failed"] == "round 3: client.lr=0.03; lower it"
+    metrics = lines(Path("a/mine/cco/noniid/metrics.jsonl"))
+    assert line["seconds"] == round(sum(row["seconds"] for row in metrics), 3) > 0
+    assert line["images_per_second"] > 0 and line["fedssl"] == __version__
+    assert (line["device"], line["precision"]) == ("cpu", "fp32")
+    assert line["ours"] == line["untrained"] == {}
+
+
+def test_a_finished_run_keeps_its_day_and_its_commit(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["reproduce", "mine.yaml/cco", "--scale", "0.05", "--out", "a"]
+    monkeypatch.setattr(reproduce, "_commit", lambda: "abc1234")
+    assert main(command) == 0
+    path = Path("a/mine/table.jsonl")
+    (line,) = lines(path)
+    assert line["date"] == time.strftime("%Y-%m-%d") and line["commit"] == "abc1234"
+    os.utime("a/mine/cco/noniid/summary.json", (1e9, 1e9))
+    monkeypatch.setattr(reproduce, "_commit", lambda: "another")
+    assert main(command) == 0
+    (line,) = lines(path)
+    assert line["date"].startswith("2001-09-0") and line["commit"] == "abc1234"
+    path.unlink()
+    assert main(command) == 0
+    assert lines(path)[0]["commit"] is None, "nobody knows it any more"
+
+
+def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    code = tmp_path / "src" / "code.py"
+    code.parent.mkdir()
+    code.write_text("a = 1\n")
+    monkeypatch.setattr(reproduce, "__file__", str(code))
+    assert reproduce._commit() is None, "no repository"
+    git("init")
+    git("commit", "--allow-empty", "-m", "empty")
+    assert reproduce._commit() is None, "somebody else's repository"
+    git("add", "src")
+    git("commit", "-m", "code")
+    (tmp_path / "notes").write_text("of no code\n")
+    assert reproduce._commit() == git("rev-parse", "--short", "HEAD")
+    code.write_text("a = 2\n")
+    assert reproduce._commit() == git("rev-parse", "--short", "HEAD") + "-dirty"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -67,9 +68,20 @@ def write(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
 
 
-def cells(page: str, start: str) -> list[str]:
-    (found,) = [each for each in page.splitlines() if each.startswith(f"| {start} |")]
-    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+def cells(page: str, start: str) -> dict[str, str]:
+    """A row of the page by its columns' names."""
+    table: list[list[str]] = []
+    found = []
+    for text in page.splitlines():
+        table = [*table, [cell.strip() for cell in text.strip("|").split("|")]] * ("|" in text[:1])
+        if table and table[-1][0] == start:
+            found.append(dict(zip(table[0][1:], table[-1][1:], strict=True)))
+    (only,) = found
+    return only
+
+
+ROUNDS, LINEAR, WORD = "rounds", "linear, 5000 labels", "in our rows"
+AHEAD, NEAR, FAILS = "`dcco-4` > `dcco-16`", "`dcco-4` ~ `dcco-16`", "`fedavg` fails"
 
 
 def test_what_is_not_measured_is_listed_beside_the_papers_numbers(
@@ -79,69 +91,205 @@ def test_what_is_not_measured_is_listed_beside_the_papers_numbers(
     brackets = "In brackets the paper's number, on cifar100."
     assert page.startswith(f"## Mine\n\nTwo rows. {brackets}\n\nNot measured yet.")
     none = "not measured yet"
-    assert cells(page, "`dcco-4`") == ["– (49.6)", "–", none, "", "", ""]
-    assert cells(page, "`supervised`") == ["– (42.4)", "–", none, "", "", ""]
-    assert cells(page, "`dcco-4` > `dcco-16`") == ["49.6 and 45.9", "", "", none]
-    assert "Every run" not in page and "untrained" not in page
+    assert cells(page, "untrained") == {LINEAR: "–", ROUNDS: none}  # and no empty columns
+    assert cells(page, "`dcco-4`") == {LINEAR: "– (49.6)", ROUNDS: none}
+    assert cells(page, "`supervised`") == {LINEAR: "– (42.4)", ROUNDS: none}
+    assert cells(page, AHEAD) == {"its numbers": "49.6 and 45.9", WORD: none}
+    assert "Every run" not in page and "Settings" not in page
+
+
+def test_other_images_than_the_papers_have_none_of_its_numbers(
+    generate: ModuleType, rows: Path
+) -> None:
+    generate.TABLES.write_text(TABLE + "  brackets: false\n")
+    page = generate.results("mine")
+    assert "brackets" not in page and "49.6" not in page
+    assert cells(page, AHEAD) == {WORD: "not measured yet"}
+
+
+def test_under_a_table_stands_where_its_recipes_depart(generate: ModuleType, rows: Path) -> None:
+    generate.TABLES.write_text(TABLE + "  departs: Its rate is ours.\n")
+    page = generate.results("mine").partition("depart from the paper:")[2]
+    assert page.startswith("\n\n- Its rate is ours.\n- Where the paper is silent")
+    assert "[DCCO's page](docs/papers/dcco.md)" in page
+    failing = TABLE.replace("noniid-16-cco-fedavg", "noniid-4-cco-fedavg")
+    generate.TABLES.write_text(failing)
+    assert "- `fedavg`: the paper reports that training failed." in generate.results("mine")
+    spread = TABLE.replace("dcco/cifar100-noniid-16\n", "fedema/table3/fedu/cifar10-noniid\n")
+    generate.TABLES.write_text(spread)  # ± 0.21 is no departure
+    assert "±" not in generate.results("mine")
+    alone = "rows: {one: decssl/figure6/dec-ssl/epochs-1, two: decssl/figure6/dec-sl/epochs-1}"
+    generate.TABLES.write_text(re.sub(r"rows:.*", alone, TABLE, flags=re.DOTALL))
+    assert "- all rows: the figure prints no number." in generate.results("mine")
 
 
 def test_seeds_stand_together_and_other_images_elsewhere(generate: ModuleType, rows: Path) -> None:
     write(
         rows,
-        line("noniid-4", 40.04, changed={"rounds": 10, "server.lr": 0.1}),
-        line("noniid-4", 42.0, changed={"server.lr": 0.1, "rounds": 10}, seed=1, seconds=60.0),
+        line("noniid-4", 40.04, changed={"rounds": 10, "data.holdout": 0.1}),
+        line("noniid-4", 42.0, changed={"data.holdout": 0.1, "rounds": 10}, seed=1, seconds=60.0),
         line("noniid-16", 99.0, data="photos"),
     )
     page = generate.results("mine")
     assert "Images: digits (JPEG)." in page and "99.0" not in page
-    assert cells(page, "untrained")[:2] == ["5.0", "–"]
-    made = ["10 of 100", "0, 1", "1.5, 1.0 min", "`server.lr=0.1`"]
-    assert cells(page, "`dcco-4`") == ["40.0, 42.0 (49.6)", "7.0, 7.0", *made]
-    assert cells(page, "`dcco-16`")[2] == "not measured yet"
+    assert cells(page, "untrained")[LINEAR] == "5.0" and cells(page, "untrained")["knn"] == "–"
+    row = {LINEAR: "40.0, 42.0 (49.6)", "knn": "7.0, 7.0", ROUNDS: "10 of 100"}
+    assert cells(page, "`dcco-4`") == row | {"seed: minutes": "0: 1.5, 1: 1.0"}
+    assert "chosen:\n\n- `dcco-4`: `data.holdout=0.1`\n\n" in page
+    assert cells(page, "`dcco-16`")[ROUNDS] == "not measured yet"
     runs = page.partition("Every run")[2]
     assert runs.count("`fedssl reproduce x`") == 2 and "| cpu, fp32, abc, today |" in runs
+
+
+def test_images_that_are_not_the_same_are_no_seeds_of_one_row(
+    generate: ModuleType, rows: Path
+) -> None:
+    other = {"data": "digits (PNG)", "untrained": {"linear@5000_top1": 6.0}}
+    write(rows, line("noniid-4", 40.0), line("noniid-4", 60.0, seed=1, **other))
+    page = generate.results("mine")
+    assert cells(page, "`dcco-4`")[LINEAR] == "40.0 (49.6)"
+    assert "- `dcco-4`: digits (JPEG)\n" in page
+    assert cells(page, "untrained, digits (JPEG)")[LINEAR] == "5.0"
+    assert cells(page, "untrained, digits (PNG)")[LINEAR] == "6.0"
+    write(rows, line("noniid-4", 40.0), line("noniid-16", 30.0, **other))
+    expected = "not measured alike yet (other images)"
+    assert cells(generate.results("mine"), AHEAD)[WORD] == expected
+    supervised = line("supervised-5000", None, ours={"head_top1": 45.0}, **other)
+    write(rows, line("noniid-16", 40.0), supervised)
+    assert cells(generate.results("mine"), "`dcco-16` > `supervised`")[WORD] == expected
+
+
+def test_a_seed_that_failed_is_shown_and_not_counted(generate: ModuleType, rows: Path) -> None:
+    lost = {"failed": "nan", "untrained": {}, "round": 0, "seconds": None, "heldout": None}
+    good = line("noniid-4", 40.0, seed=1, round=5)
+    write(rows, line("noniid-4", None, **lost), good, line("noniid-16", 30.0))
+    page = generate.results("mine")
+    row = {LINEAR: "failed, 40.0 (49.6)", "knn": "failed, 7.0", ROUNDS: "10 of 100"}
+    assert cells(page, "`dcco-4`") == row | {"seed: minutes": "0: –, 1: 1.5"}
+    assert "- `dcco-4`: none (seed 0); round 5 (seed 1)\n" in page
+    assert cells(page, "untrained")[LINEAR] == "5.0"
+    claim = {"ours": "40.0 and 30.0", "rounds": "10", "seeds": "1 (1 failed) and 1"}
+    assert cells(page, AHEAD) == {"its numbers": "49.6 and 45.9", **claim, WORD: "appears"}
+    write(rows, line("noniid-4", None, **lost), line("noniid-16", 30.0))
+    assert cells(generate.results("mine"), "`dcco-4`")["seed: minutes"] == "0: –"
+
+
+def test_rows_fail_seed_by_seed(generate: ModuleType, rows: Path) -> None:
+    failed = line("noniid-16-cco-fedavg", None, failed="nan", untrained={})
+    for other, word in ((30.0, "in 1 of 2 seeds"), (5.0, "appears"), (None, "appears")):
+        lost = {} if other else {"failed": "nan"}
+        write(rows, failed, line("noniid-16-cco-fedavg", other, seed=1, **lost))
+        assert cells(generate.results("mine"), FAILS)[WORD] == word
+    for number, word in ((6.0, "too close to say"), (6.1, "**does not appear**")):
+        write(rows, line("noniid-16-cco-fedavg", number))
+        assert cells(generate.results("mine"), FAILS)[WORD] == word
+    blank = line("noniid-16-cco-fedavg", 30.0, untrained={})
+    elsewhere = line("noniid-16-cco-fedavg", 31.0, rounds=5, data="digits (PNG)")
+    write(rows, blank, elsewhere)
+    assert cells(generate.results("mine"), FAILS)[WORD] == "not measured yet"
+    write(rows, blank, line("noniid-16-cco-fedavg", 31.0, rounds=5))
+    assert cells(generate.results("mine"), FAILS)[WORD] == "**does not appear**"
 
 
 def test_of_several_runs_the_longest_then_the_best_on_held_out_images_is_shown(
     generate: ModuleType, rows: Path
 ) -> None:
     several = [
-        line("noniid-16-cco-fedavg", 30.0, heldout=3.0, changed={"server.lr": 1}),
-        line("noniid-16-cco-fedavg", 20.0, heldout=4.0, changed={"server.lr": 2}, round=4),
+        line("noniid-16-cco-fedavg", 30.0, heldout=3.0, changed={"objective.lambda": 1}),
+        line("noniid-16-cco-fedavg", 20.0, heldout=4.0, changed={"objective.lambda": 2}, round=4),
         line("noniid-16-cco-fedavg", 50.0, heldout=9.0, rounds=5, round=5, changed={"rounds": 5}),
         line("noniid-16-cco-fedavg", None, rounds=20, failed="nan", changed={"rounds": 20}),
     ]
     write(rows, *several)
     page = generate.results("mine")
     row = cells(page, "`fedavg`")
-    assert row[0] == "20.0 (30.7)" and row[2] == "10 of 100 (round 4 chosen)"
-    assert cells(page, "`fedavg` fails")[1:] == ["20.0", "1", "**does not appear**"]
+    assert row[LINEAR] == "20.0 (30.7)" and row[ROUNDS] == "10 of 100"
+    assert "- `fedavg`: `objective.lambda=2`, round 4\n" in page
+    claim = {"ours": "20.0", "rounds": "10", "seeds": "1", WORD: "**does not appear**"}
+    assert cells(page, FAILS).items() >= claim.items()
     write(rows, several[-1])
     page = generate.results("mine")
-    assert cells(page, "`fedavg`")[0] == "failed (30.7)"
-    assert cells(page, "`fedavg` fails")[1:] == ["failed", "1", "appears"]
+    assert cells(page, "`fedavg`")[LINEAR] == "failed (30.7)"
+    claim = {"ours": "failed", "rounds": "20", "seeds": "0 (1 failed)", WORD: "appears"}
+    assert cells(page, FAILS).items() >= claim.items()
     write(rows, line("noniid-16-cco-fedavg", 5.0))
-    assert cells(generate.results("mine"), "`fedavg` fails")[3] == "appears"
+    assert cells(generate.results("mine"), FAILS)[WORD] == "appears"
+
+
+def test_each_seed_has_its_own_rate_and_none_is_left_out(generate: ModuleType, rows: Path) -> None:
+    def run(linear: float, heldout: float, seed: int, rate: float) -> dict[str, Any]:
+        more = {"server.lr": rate, "data.holdout": 0.1}
+        return line("noniid-4", linear, heldout=heldout, seed=seed, changed=more)
+
+    write(rows, run(41, 9, 0, 0.1), run(30, 3, 0, 0.2), run(40, 2, 1, 0.1), run(32, 4, 1, 0.2))
+    page = generate.results("mine")
+    assert cells(page, "`dcco-4`")[LINEAR] == "41.0, 32.0 (49.6)"
+    first, second = (f"`server.lr={rate}`, `data.holdout=0.1`" for rate in (0.1, 0.2))
+    assert f"- `dcco-4`: {first} (seed 0); {second} (seed 1)\n" in page
+    unchosen = [run(41, None, 0, 0.1), line("noniid-4", 20.0, changed={"data.holdout": 0.1})]
+    write(rows, *unchosen)  # nothing to choose by: the recipe's own rate
+    assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "20.0 (49.6)"
+
+
+def test_how_runs_are_judged_does_not_part_their_seeds(generate: ModuleType, rows: Path) -> None:
+    changed = {"evaluate.protocols": ["knn"], "evaluate.every": 5}
+    write(rows, line("noniid-4", 40.0), line("noniid-4", 42.0, seed=1, changed=changed))
+    assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "40.0, 42.0 (49.6)"
+    again = line("noniid-4", 39.0, heldout=1.0, changed=changed)
+    write(rows, line("noniid-4", 40.0, heldout=2.0), again)  # not a choice: the later counts
+    assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "39.0 (49.6)"
+
+
+def test_every_run_tells_its_settings(generate: ModuleType, rows: Path) -> None:
+    own = {"choice": "server.lr=0.001", "changed": {"data.holdout": 0.1}}  # the recipe's own rate
+    other = {"choice": "server.lr=0.1", "changed": {"data.holdout": 0.1, "server.lr": 0.1}}
+    write(rows, line("noniid-4", 40.0, **own), line("noniid-4", 30.0, **other))
+    runs = generate.results("mine").partition("Every run")[2]
+    for rate in (0.001, 0.1):
+        assert runs.count(f"| `server.lr={rate}`, `data.holdout=0.1` |") == 1
 
 
 @pytest.mark.parametrize(
-    ("four", "sixteen", "above", "near"),
+    ("four", "sixteen", "spread", "above", "near"),
     [
-        (40.0, 39.0, "appears", "appears"),
-        (40.0, 40.0, "**does not appear**", "appears"),
-        (37.5, 40.0, "**does not appear**", "**does not appear**"),
-        (40.0, 37.9, "appears", "**does not appear**"),
+        (41.1, 40.0, 0.4, "appears", "appears"),
+        (41.0, 40.0, 0.4, "too close to say", "appears"),
+        (39.0, 40.0, 0.4, "too close to say", "appears"),
+        (38.9, 40.0, 0.4, "**does not appear**", "appears"),
+        (37.5, 40.0, 0.4, "**does not appear**", "**does not appear**"),
+        (42.1, 40.0, 0.4, "appears", "**does not appear**"),
+        (42.5, 40.0, 3.0, "too close to say", "too close to say"),
+        (37.5, 40.0, 3.0, "too close to say", "too close to say"),
     ],
 )
 def test_claims_are_computed_from_means_over_seeds(
-    generate: ModuleType, rows: Path, four: float, sixteen: float, above: str, near: str
+    generate: ModuleType,
+    rows: Path,
+    four: float,
+    sixteen: float,
+    spread: float,
+    above: str,
+    near: str,
 ) -> None:
-    pair = [line("noniid-4", four - 9), line("noniid-4", four + 9, seed=1)]
-    write(rows, *pair, line("noniid-16", sixteen))
-    page = generate.results("mine")
-    ours = [f"{four:.1f} and {sixteen:.1f}", "2 and 1"]
-    assert cells(page, "`dcco-4` > `dcco-16`") == ["49.6 and 45.9", *ours, above]
-    assert cells(page, "`dcco-4` ~ `dcco-16`") == ["49.6 and 45.9", *ours, near]
+    def seeds(name: str, mean: float, apart: float) -> list[dict[str, Any]]:
+        return [line(name, mean - apart / 2), line(name, mean + apart / 2, seed=1)]
+
+    for apart in ((spread, 0.0), (0.0, spread)):  # whichever row's seeds lie apart
+        write(rows, *seeds("noniid-4", four, apart[0]), *seeds("noniid-16", sixteen, apart[1]))
+        page = generate.results("mine")
+        row = {"its numbers": "49.6 and 45.9", "ours": f"{four:.1f} and {sixteen:.1f}"}
+        row |= {"rounds": "10", "seeds": "2 and 2"}
+        assert cells(page, AHEAD) == row | {WORD: above}
+        assert cells(page, NEAR) == row | {WORD: near}
+
+
+def test_a_claim_may_be_about_two_measures(generate: ModuleType, rows: Path) -> None:
+    claim = "dcco-4 > dcco-16 at knn_top1, linear@5000_top1"
+    generate.TABLES.write_text(TABLE.replace("[dcco-4 > dcco-16, ", f"['{claim}', "))
+    write(rows, line("noniid-4", 50.0), line("noniid-16", 5.5))
+    row = cells(generate.results("mine"), f"{AHEAD}, knn and {LINEAR}")
+    assert row["its numbers"] == "– and 45.9"
+    assert row["ours"] == "7.0 and 5.5" and row[WORD] == "appears"
 
 
 def test_a_run_that_failed_is_beaten_and_one_without_the_measure_is_not_measured(
@@ -150,50 +298,75 @@ def test_a_run_that_failed_is_beaten_and_one_without_the_measure_is_not_measured
     good, bad = line("noniid-4", 40.0), line("noniid-16", None, failed="nan")
     write(rows, good, bad)
     page = generate.results("mine")
-    assert cells(page, "`dcco-4` > `dcco-16`")[1:] == ["40.0 and failed", "1 and 1", "appears"]
-    assert cells(page, "`dcco-4` ~ `dcco-16`")[3] == "**does not appear**"
+    row = cells(page, AHEAD)
+    assert row["ours"] == "40.0 and failed" and row["seeds"] == "1 and 0 (1 failed)"
+    assert row[WORD] == "appears" and cells(page, NEAR)[WORD] == "**does not appear**"
     write(rows, line("noniid-4", None, failed="nan"), line("noniid-16", 40.0))
-    assert cells(generate.results("mine"), "`dcco-4` > `dcco-16`")[3] == "**does not appear**"
+    assert cells(generate.results("mine"), AHEAD)[WORD] == "**does not appear**"
+    short = [line(name, 30.0, rounds=5) for name in ("noniid-4", "noniid-16")]
+    write(rows, good, bad, *short)  # a failure only if alone
+    assert cells(generate.results("mine"), AHEAD)["ours"] == "30.0 and 30.0"
     write(rows, good, line("noniid-16", None, ours={"knn_top1": 3.0}))
-    assert cells(generate.results("mine"), "`dcco-4` > `dcco-16`")[3] == "not measured yet"
+    assert cells(generate.results("mine"), AHEAD)[WORD] == "not measured yet"
 
 
 def test_only_runs_of_as_many_rounds_are_compared(generate: ModuleType, rows: Path) -> None:
     longer = line("noniid-16", 80.0, rounds=100, changed={"rounds": 100})
     write(rows, line("noniid-4", 40.0), longer)
-    claim = "`dcco-4` > `dcco-16`"
-    expected = "not measured alike yet (10 and 100 rounds)"
-    assert cells(generate.results("mine"), claim)[1:] == ["", "", expected]
+    row = cells(generate.results("mine"), AHEAD)
+    assert row[WORD] == "not measured alike yet (10 and 100 rounds)" and "ours" not in row
     write(rows, line("noniid-4", 40.0), longer, line("noniid-16", 30.0))
-    assert cells(generate.results("mine"), claim)[1:] == ["40.0 and 30.0", "1 and 1", "appears"]
+    row = cells(generate.results("mine"), AHEAD)
+    assert (row["ours"], row["rounds"], row[WORD]) == ("40.0 and 30.0", "10", "appears")
     both = line("noniid-4", 70.0, rounds=100, changed={"rounds": 100})
     write(rows, line("noniid-4", 40.0), longer, line("noniid-16", 30.0), both)
-    assert cells(generate.results("mine"), claim)[1] == "70.0 and 80.0"
+    assert cells(generate.results("mine"), AHEAD)["ours"] == "70.0 and 80.0"
+    write(rows, line("noniid-4", 40.0), line("noniid-16", 30.0, rounds=2, paper_rounds=20))
+    row = cells(generate.results("mine"), AHEAD)  # the same share of their recipes' rounds
+    assert row["rounds"] == "10 and 2" and row[WORD] == "appears"
+
+
+def test_only_runs_of_like_settings_are_compared(generate: ModuleType, rows: Path) -> None:
+    free = {"rounds": 10, "evaluate.every": 5, "server.lr": 0.1, "client.lr": 0.1}
+    write(rows, line("noniid-4", 40.0), line("noniid-16", 30.0, changed=free))
+    assert cells(generate.results("mine"), AHEAD)[WORD] == "appears"
+    kept = line("noniid-16", 30.0, changed={"data.holdout": 0.1})
+    write(rows, line("noniid-4", 40.0), kept)
+    expected = "not measured alike yet (other settings)"
+    assert cells(generate.results("mine"), AHEAD)[WORD] == expected
+    like = line("noniid-4", 20.0, changed={"data.holdout": 0.1})
+    write(rows, line("noniid-4", 40.0), kept, like)
+    assert cells(generate.results("mine"), AHEAD)["ours"] == "20.0 and 30.0"
 
 
 def test_supervised_training_is_judged_by_its_own_classifier(
     generate: ModuleType, rows: Path
 ) -> None:
-    own = line("supervised-5000", None, ours={"head_top1": 45.0}, rounds=3, paper_rounds=3)
-    write(rows, own, line("noniid-16", 44.0))
+    own = line("supervised-5000", None, ours={"head_top1": 46.0}, rounds=3, paper_rounds=3)
+    write(rows, own, line("noniid-16", 44.0, changed={"data.holdout": 0.1}))
     page = generate.results("mine")
-    assert cells(page, "`supervised`")[:2] == ["45.0 (42.4)", "–"]
-    claim = cells(page, "`dcco-16` > `supervised`")
-    assert claim == ["45.9 and 42.4", "44.0 and 45.0", "1 and 1", "**does not appear**"]
+    row = cells(page, "`supervised`")
+    assert row[LINEAR] == "46.0 (42.4)" and row["knn"] == "–"
+    claim = {"its numbers": "45.9 and 42.4", "ours": "44.0 and 46.0", "rounds": "10 and 3"}
+    claim |= {"seeds": "1 and 1", WORD: "**does not appear**"}
+    assert cells(page, "`dcco-16` > `supervised`") == claim
 
 
 def test_lines_are_added_in_the_place_of_older_ones(tmp_path: Path) -> None:
     add = load("results/add.py")
     home, kept = tmp_path / "table.jsonl", tmp_path / "rows.jsonl"
-    first = line("noniid-4", 40.0, folder="/tmp/elsewhere")
-    write(home, first, line("noniid-4", 41.0, seed=1))
+    first = line("noniid-4", 40.0, folder="/tmp/elsewhere", commit=None)
+    write(home, first, line("noniid-4", 41.0, seed=1, commit="own"))
     assert add.add([home], kept, "aaa") == 2
-    assert "elsewhere" not in kept.read_text()
-    write(home, line("noniid-4", 50.0), line("noniid-4", 60.0, changed={"rounds": 5}))
+    assert "elsewhere" not in kept.read_text() and '"commit": "aaa"' in kept.read_text()
+    newer = [line("noniid-4", 50.0), line("noniid-4", 60.0, changed={"rounds": 5})]
+    for each in newer:
+        del each["commit"]
+    write(home, *newer)
     assert add.add([home], kept, "bbb") == 3
     found = [json.loads(text) for text in kept.read_text().splitlines()]
     assert [each["ours"]["linear@5000_top1"] for each in found] == [50.0, 41.0, 60.0]
-    assert [each["commit"] for each in found] == ["bbb", "aaa", "bbb"]
+    assert [each["commit"] for each in found] == ["bbb", "own", "bbb"]
 
 
 def test_the_page_is_what_the_generator_writes(generate: ModuleType) -> None:
@@ -204,7 +377,7 @@ def test_the_page_is_what_the_generator_writes(generate: ModuleType) -> None:
     assert "generated:" not in made
     for name in tables:
         assert f"<!-- generated: results {name} -->" in source
-        assert generate.results(name) in made
+        assert generate.part("results", name, "docs") in made
     assert made.count("\n## ") == len(tables)
 
 
@@ -219,7 +392,10 @@ def test_every_table_names_recipes_and_claims_rows_that_there_are(generate: Modu
             left, relation, *right = words.split()
             assert {left, *right} <= set(table["rows"]), claim
             assert (relation, len(right)) in ((">", 1), ("~", 1), ("fails", 0)), claim
-            assert not measure or measure in table["measures"], claim
+            measures = measure.split(", ") if measure else []
+            assert set(measures) <= set(table["measures"]), claim
+            assert len(measures) in (0, 1, 1 + len(right)), claim
+        assert "standalone" in f"{list(table['rows'])} {table['about'].lower()}"  # or why not
         shown |= {(recipe, table["data"]) for recipe in table["rows"].values()}
     for each in generate.read_lines(generate.ROWS):  # nothing that was measured is left out
         assert any(each["recipe"] == r and each["data"].startswith(d) for r, d in shown), each

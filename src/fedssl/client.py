@@ -232,6 +232,8 @@ class Client:
 
     def _samples(self, step: int) -> tuple[Tensor, Tensor]:
         """The samples of a step, and where the random numbers of their views come from."""
+        if self.work.halted.is_set():
+            raise KeyboardInterrupt
         epoch, chosen = self.work.plan.indices(self.round, step, self.id, self.samples)
         return self.members[chosen], self.random_state(epoch, chosen)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedssl import config, metrics, run, sweep, tables
+import torch
+
+from fedssl import __version__, config, metrics, run, sweep, tables
 from fedssl.config import Config
-from fedssl.data import datasets
-from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
+from fedssl.evaluate import check_heldout, chooser
 from fedssl.files import write_text
 from fedssl.run import Interrupted as Interrupted
-from fedssl.session import client_data
+from fedssl.session import pick_device
+from fedssl.workspace import precision_on
 
 ROOT = Path("runs") / "reproduce"
 # Keys that change neither what is trained nor how it is judged.
@@ -32,8 +35,8 @@ COMPARABLE = (
 )  # fmt: skip
 
 BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
-HELDOUT = "heldout@"  # measures that may choose: they never see a test image (fedssl.heldout)
 SAID = ("device", "precision", "seconds", "images_per_second", "torch", "fedssl")  # by a run
+TABLE = "table.jsonl"  # in a table's folder: a line for each of its runs
 ABOUT = "about.txt"  # in a data set's folder: what the data is, in one line
 
 
@@ -50,6 +53,11 @@ class Job:
     root: Path
     command: str
     choice: str = ""  # of the values that are searched, those of this run
+
+    @property
+    def label(self) -> str:
+        """Its name on the screen."""
+        return " ".join(filter(None, (self.name, self.choice)))
 
     @property
     def folder(self) -> Path:
@@ -72,35 +80,51 @@ class Job:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     @cached_property
-    def judged(self) -> tuple[int, Mapping[str, Any]]:
-        """The round that counts and its numbers: the last, or the best on held-out images."""
+    def chooser(self) -> str:
+        """The measure that rounds and values are chosen by; empty: nothing is chosen."""
+        return chooser(self.settings.evaluate)
+
+    @cached_property
+    def candidates(self) -> list[Mapping[str, Any]]:
+        """The rounds that may count, the last one first; others must have all of its numbers."""
         summary = self.summary() or {}
         end = {**summary, "round": summary.get("rounds", 0)}
-        name = next((key for key in summary if key.startswith(HELDOUT)), "")
-        lines = [line for line in metrics.read(self.folder) if name in line]
-        best = max([end, *reversed(lines)], key=lambda line: line[name]) if name else end
-        return best["round"], best
+        if self.chooser not in summary:
+            return [end]
+        before = [line for line in metrics.read(self.folder) if line["round"] < end["round"]]
+        whole = [line for line in before if summary["result"].keys() <= line.keys()]
+        return [end, *({**summary, **line} for line in reversed(whole))]
+
+    @cached_property
+    def judged(self) -> Mapping[str, Any]:
+        """The numbers of the round that counts: the last, or the best on held-out images."""
+        return max(self.candidates, key=lambda line: line.get(self.chooser, 0.0))
 
     @property
     def heldout(self) -> float | None:
-        """The accuracy that rounds and values are chosen by; none: nothing is chosen."""
-        numbers = self.judged[1]
-        return next((numbers[key] for key in numbers if key.startswith(HELDOUT)), None)
+        """Its accuracy on held-out images; none: nothing is chosen."""
+        return self.judged.get(self.chooser)
 
-    def record(self, failed: str = "") -> dict[str, Any]:
+    @property
+    def tops(self) -> list[str]:
+        """Every accuracy of the result but those that choose."""
+        found = [m for m in (self.summary() or {}).get("result", {}) if m.endswith("_top1")]
+        return [m for m in found if not self.chooser or not m.endswith(self.chooser)]
+
+    def record(self, commit: str | None = None, failed: str = "") -> dict[str, Any]:
         """A line of table.jsonl: what was measured, and everything it depends on."""
-        summary, (round, numbers) = self.summary() or {}, self.judged
+        summary = self.summary() or {}
         values = config.flat(config.to_tree(self.settings))
-        tops = [m for m in summary.get("result", {}) if m.endswith("_top1")]
-        ours = dict.fromkeys(m for m in (*self.measures, *tops) if not m.startswith(HELDOUT))
+        ours = dict.fromkeys((*self.measures, *self.tops))
+        said = _so_far(self) if failed else summary
         return {
             "recipe": self.name,
             "choice": self.choice,
             "row": self.published.paper.get("row", self.published.about),
-            "ours": {m: numbers[m] for m in ours if m in numbers},
+            "ours": {m: self.judged[m] for m in ours if m in self.judged},
             "untrained": summary.get("untrained", {}),
             **({"failed": failed} if failed else {}),
-            "round": round,
+            "round": self.judged["round"],
             "heldout": self.heldout,
             "last": {m: summary[m] for m in ours if m in summary},
             "paper": self.paper,
@@ -110,10 +134,11 @@ class Job:
             "data": described(self.settings.data),
             "paper_data": self.published.data.name,
             "changed": {key: values.get(key) for key in self.changed},
-            **{key: summary.get(key) for key in SAID},
+            **{key: said.get(key) for key in SAID},
             "seed": self.settings.seed,
             "command": self.command,
-            "date": time.strftime("%Y-%m-%d"),
+            "date": self.date,
+            "commit": commit,
             "folder": str(self.folder),
         }
 
@@ -128,8 +153,14 @@ class Job:
             return sorted(BOTH_MODELS)
         if self.paper:
             return list(self.paper)
-        found = [m for m in (self.summary() or {}).get("result", {}) if m.endswith("_top1")]
-        return found[:1]
+        return self.tops[:1]
+
+    @property
+    def date(self) -> str:
+        """When the run came to its end; today where it has not."""
+        path = self.folder / "summary.json"
+        end = time.localtime(path.stat().st_mtime if path.exists() else None)
+        return time.strftime("%Y-%m-%d", end)
 
 
 def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
@@ -139,9 +170,10 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
     jobs = []
     for name in config.matching(pattern):
         recipe = config.read_recipe(name)
-        command = _command(name, words, share)
         try:
-            for choice, settings in _choices(config.merged(recipe, words)).items():
+            tree = config.merged(recipe, words)
+            for choice, settings in _choices(tree).items():
+                command = _command(name, words, share, _values(settings, config.swept(tree)))
                 own = scaled(settings, share)
                 place = (*_place(name), own, config.resolve(recipe), root, command, choice)
                 jobs.append(Job(name, *place))
@@ -159,19 +191,30 @@ def _choices(tree: config.Tree) -> dict[str, Config]:
     for key, values in lists.items():
         if key == "seed":
             raise UserError(f"seed={values}: a seed is not chosen; run each, with its own --out")
-        protocols = next(iter(found.values())).evaluate.protocols or ()
-        if not any(HELDOUT in spec for spec in protocols):
+        if not all(chooser(settings.evaluate) for settings in found.values()):
             raise UserError(
                 f"{key}={values}: one of several values is chosen on held-out images; set "
-                "data.holdout=0.1, and add fedssl.heldout:heldout@10% to evaluate.protocols"
+                "data.holdout=0.1, and add heldout@10% to evaluate.protocols"
             )
+    for settings in found.values():
+        check_heldout(settings.evaluate, settings.data.holdout)
     return found
 
 
-def _command(name: str, words: Sequence[str], share: float) -> str:
-    """What runs one recipe of these again, wherever the images are."""
-    plain = ["data.root=DIR" if word.startswith("data.root=") else word for word in words]
+def _values(settings: Config, keys: Iterable[str]) -> dict[str, str]:
+    """Some of a run's settings, as words that say them."""
+    values = config.flat(config.to_tree(settings))
+    plain = {key: values.get(key) for key in keys}
+    return {k: v if isinstance(v, str) else json.dumps(v) for k, v in plain.items()}
+
+
+def _command(name: str, words: Sequence[str], share: float, own: Mapping[str, str]) -> str:
+    """What does one run of these again, with its ``own`` values, wherever the images are."""
+    given = {**dict(word.split("=", 1) for word in words), **own}
+    if "data.root" in given:
+        given["data.root"] = "DIR"
     scale = [] if share == 1 else ["--scale", f"{share:g}"]
+    plain = [f"{key}={text}" for key, text in given.items()]
     return shlex.join(["fedssl", "reproduce", name, *scale, *plain])
 
 
@@ -185,13 +228,13 @@ def described(data: config.Data) -> str:
 
 def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished; a run that diverges is said and passed over. Returns those."""
-    check_data((job.name, job.settings) for job in jobs if job.summary() is None)
-    failed = []
+    sweep.check({job.label: job.settings for job in jobs if job.summary() is None})
+    failed, commit = [], _commit()
     for number, job in enumerate(jobs, 1):
-        label = " ".join(filter(None, (f"[{number}/{len(jobs)}] {job.name}", job.choice)))
+        label = f"[{number}/{len(jobs)}] {job.label}"
         if job.summary() is not None:
             print(f"{label}: finished before", file=sys.stderr)
-            _write(job)
+            _write(job, _lines(job).get((job.name, job.choice), {}).get("commit"))
             continue
         print(label, file=sys.stderr)
         try:
@@ -199,23 +242,38 @@ def work(jobs: Sequence[Job]) -> list[Job]:
         except TrainingError as error:
             print(f"{label}: {error}", file=sys.stderr)
             failed.append(job)
-            _write(job, str(error))
+            # Without the next sentence, which says where the run is on this machine.
+            _write(job, commit, str(error).partition(". ")[0])
         else:
-            _write(job)
+            _write(job, commit)
     return failed
 
 
-def check_data(runs: Iterable[tuple[str, Config]]) -> None:
-    """Refuse, before the first run, data that is not there or not to be divided as asked."""
-    loaded: dict[tuple[config.Data, int], Dataset] = {}
-    for name, settings in runs:
-        place = (settings.data, settings.seed)
-        try:
-            if place not in loaded:
-                loaded[place] = datasets.load(*place)
-            client_data(settings, loaded[place])
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+def _so_far(job: Job) -> dict[str, Any]:
+    """What a run that failed can say of itself, as a summary says it."""
+    device = pick_device(job.settings.device)
+    return {
+        **(metrics.Metrics.totals(job.folder) if any(metrics.read(job.folder)) else {}),
+        "device": run._device_name(device),
+        "precision": precision_on(device, job.settings.precision),
+        "torch": torch.__version__,
+        "fedssl": __version__,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the code that runs; none: it is no checkout of fedssl."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not installed below another's
+        dirty = "-dirty" if git("status", "--porcelain", ".") else ""
+        return git("rev-parse", "--short", "HEAD") + dirty
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def scaled(settings: Config, share: float) -> Config:
@@ -236,7 +294,9 @@ def report(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
         known = config.table(group[0].name)
         head = name or "recipes" if known is None else f"{known.title}: {known.about}"
         folder = str(group[0].root / name)
-        blocks.append("\n".join([head, _grid(group), *_caption(group, words), folder]))
+        chosen = [line for job in group for line in _chosen(job, jobs)]
+        given = [f"with {' '.join(words)}"] if words else []
+        blocks.append("\n".join([head, _grid(group), *_caption(group), *chosen, *given, folder]))
     return "\n\n".join(blocks)
 
 
@@ -272,7 +332,7 @@ def _label(job: Job, measure: str) -> str:
 
 def _cell(job: Job, measure: str) -> str:
     """Only what was measured: a run that came to no end has no number."""
-    numbers = job.judged[1]
+    numbers = job.judged
     if job.summary() is None:
         ours = "failed"
     elif numbers.get(measure) is None:
@@ -282,7 +342,7 @@ def _cell(job: Job, measure: str) -> str:
     return f"{ours} ({job.paper.get(measure, '–')})"
 
 
-def _caption(jobs: Sequence[Job], words: Sequence[str]) -> list[str]:
+def _caption(jobs: Sequence[Job]) -> list[str]:
     """In what these runs differ from the paper's."""
     reasons = [
         *_unlike(jobs, lambda s: s.rounds, "scaled: {} of {} rounds"),
@@ -291,12 +351,19 @@ def _caption(jobs: Sequence[Job], words: Sequence[str]) -> list[str]:
     other = dict.fromkeys(k for j in jobs for k in j.changed if k not in ("rounds", "data.name"))
     if other:
         reasons.append("other " + ", ".join(other))
-    lines = [f"{'; '.join(reasons)}: not comparable with the paper's numbers"] if reasons else []
-    searched = (job for job in jobs if job.choice or job.settings.evaluate.every)
-    for job in (job for job in searched if job.heldout is not None):
-        chosen = ", ".join(filter(None, (job.choice, f"round {job.judged[0]}")))
-        lines.append(f"{job.name}: {chosen}, chosen on held-out images ({job.heldout:.2f})")
-    return lines + ([f"with {' '.join(words)}"] if words else [])
+    return [f"{'; '.join(reasons)}: not comparable with the paper's numbers"] if reasons else []
+
+
+def _chosen(job: Job, jobs: Sequence[Job]) -> Iterable[str]:
+    """Which value and which round are shown; called chosen only where there was another."""
+    if job.heldout is None:
+        return
+    values = sum(other.name == job.name and other.heldout is not None for other in jobs)
+    which = f"round {job.judged['round']}" if len(job.candidates) > 1 else ""
+    why = f"chosen on held-out images ({job.heldout:.2f})" if which or values > 1 else ""
+    said = ", ".join(filter(None, (job.choice, which, why)))
+    if said:
+        yield f"{job.name}: {said}"
 
 
 def _unlike(jobs: Sequence[Job], value: Any, text: str) -> Iterable[str]:
@@ -354,12 +421,17 @@ def _differences(a: Config, b: Config, free: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _write(job: Job, failed: str = "") -> None:
-    """Put a run's line into its table's file, in the place of an older one."""
-    path = job.root / job.table / "table.jsonl"
+def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
+    """What its table's file has, by recipe and choice."""
+    path = job.root / job.table / TABLE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = {(row["recipe"], row.get("choice", "")): row for row in map(json.loads, lines)}
-    rows[job.name, job.choice] = job.record(failed)
+    return {(row["recipe"], row.get("choice", "")): row for row in map(json.loads, lines)}
+
+
+def _write(job: Job, commit: str | None, failed: str = "") -> None:
+    """Put a run's line into its table's file, in the place of an older one."""
+    rows = _lines(job) | {(job.name, job.choice): job.record(commit, failed)}
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
+    path = job.root / job.table / TABLE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

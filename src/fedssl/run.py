@@ -249,6 +249,7 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
             if stop and server.round < settings.rounds:
                 raise Interrupted
             progress.update(server.round, line["loss"], line["images"], line["skipped"])
+    session.engine.rest()
 
 
 @contextlib.contextmanager

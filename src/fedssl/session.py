@@ -415,6 +415,8 @@ def assemble(
     """
     check_deployment(config)
     device = pick_device(config.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams and kernels that name no device mean this one
     torch.set_num_threads(config.engine.threads)
     train = dataset.train
     objective: Objective = configuration.variant("objective", config.objective.name)(

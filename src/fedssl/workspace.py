@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -138,6 +139,7 @@ class Workspace:
         self.plan = Plan.from_config(config.algorithm, config.seed, device)
         self._place(network.to(device=device, dtype=self.dtype).train())
         self.initial = self.flat.vector.clone()
+        self.halted = threading.Event()  # set: whoever trains, in whichever thread, stops
         self.compiles = False  # whether local training goes through ``replay``
         self._compiled: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
         self.watched: dict[int, Tensor] | None = None  # local models of a round, where asked for
@@ -169,6 +171,7 @@ class Workspace:
     def twin(self) -> Workspace:
         """A second network, for another client at the same time; all else is shared."""
         other = copy.copy(self)
+        other._compiled = None  # the first network's
         other._place(copy.deepcopy(self.network))
         return other
 
@@ -315,10 +318,15 @@ class Workspace:
 
     def adopt_steps(self, other: Workspace) -> None:
         """Have the compiled steps that a twin has."""
+        assert other.shares_steps
         for shapes, replay in other._replays.items():
             if shapes not in self._replays:
                 weight = None if replay.pull is None else replay.pull.weight
                 self._replays[shapes] = Replay(self, len(replay.members), weight, None, ())
+
+    def forget_steps(self) -> None:
+        """Give the memory of compiled steps back."""
+        self._replays.clear()
 
     def tuned(self) -> contextlib.AbstractContextManager[object]:
         """While merged cohorts of one shape train, cuDNN tries which convolutions are fastest."""
@@ -353,14 +361,16 @@ class Workspace:
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
+            # Its cache of casts would be one for all threads, and emptied by whoever ends first.
+            return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
         return contextlib.nullcontext()
 
 
 class Captured:
     """The compiled passes of merged cohorts, forward and backward a graph each.
 
-    What they give lies in the graph's memory until the next forward pass of as many images.
+    What they give lies in the graphs' memory: encodings until the next forward pass of as many
+    images, gradients until the next backward one.
     """
 
     def __init__(self, work: Workspace) -> None:
@@ -416,7 +426,8 @@ class Replay:
         self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
         work.augmentation.table(self.state.device)
         networks = [work.flat] if work.target is None else [work.flat, work.target]
-        self.rounded = [Rounded(flat) for flat in networks if work.precision == "bf16"]
+        rounded = (Rounded(flat) for flat in networks if work.precision == "bf16")
+        self.rounded = [each for each in rounded if each.pairs[0]]
         self.gradients = [[s.of(flat.gradient) for s in flat.learned] for flat in work.learning]
         self._forward = compiled(self._loss)
         self._copy = compiled(copy_all, copies=True)
@@ -479,6 +490,8 @@ class Replay:
         cuDNN tries which of its convolutions are fastest, and the graph keeps these.
         """
         here, aside = torch.cuda.current_stream(self.work.device), torch.cuda.Stream()
+        # On a stream of its own: graphs of one stream share room for matrix products, and those of
+        # several networks run at the same time.
         graph, cudnn = torch.cuda.CUDAGraph(), torch.backends.cudnn
         with cudnn.flags(enabled=True, benchmark=True, allow_tf32=cudnn.allow_tf32):
             aside.wait_stream(here)
@@ -486,7 +499,7 @@ class Replay:
                 for _ in range(3):
                     self._step()
             here.wait_stream(aside)
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=aside):
                 self._step()
         return graph
 

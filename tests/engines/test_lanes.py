@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, settings, train
+from helpers import engine_of, groups_of, made_split, settings, step, train
 
 from fedssl import workspace
+from fedssl.algorithms.base import Server
 from fedssl.client import Client
 from fedssl.engines.lanes import Lanes
 from fedssl.engines.local import LocalEngine
+from fedssl.plan import Plan
 from fedssl.trees import flatten
 
 BYOL = ["objective.name=byol", "objective.projector=32,16", "objective.predictor=32,16"]
@@ -50,14 +54,20 @@ def engine_with(words: list[str], lanes: int, device: str) -> tuple[LocalEngine,
         ["algorithm.name=fedema", *BYOL],
         ["algorithm.name=ditto", "algorithm.lambda=0.5", *MOCO],
         ["algorithm.name=fedavg", "algorithm.norm_policy=local", *MOCO],
+        ["algorithm.name=fedavg", "precision=bf16", *BYOL],  # also of the client in plain steps
     ],
-    ids=["fedavg", "fedema", "ditto", "norms"],
+    ids=["fedavg", "fedema", "ditto", "norms", "bf16"],
 )
 def test_side_by_side_as_one_by_one(
     words: list[str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, str, int]] = []
-    inner = Client.train
+    made: list[str] = []
+    inner, first = Client.train, workspace.Replay.__init__
+
+    def init(self: workspace.Replay, *args: object) -> None:
+        made.append(threading.current_thread().name)
+        first(self, *args)  # type: ignore[arg-type]
 
     def train(self: Client, *args: object, **kwargs: object) -> object:
         seen.append((self.round, threading.current_thread().name, id(self.work)))
@@ -65,8 +75,9 @@ def test_side_by_side_as_one_by_one(
 
     alone, plain = engine_with(words, 0, device)
     monkeypatch.setattr(Client, "train", train)
+    monkeypatch.setattr(workspace.Replay, "__init__", init)
     engine, fast = engine_with(words, 3, device)
-    close = 0.0 if device == "cpu" else 1e-9
+    close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
     torch.testing.assert_close(fast, plain, rtol=close, atol=close)
     for client in alone.states:
         found, expected = (flatten(e.states[client]) for e in (engine, alone))
@@ -78,6 +89,7 @@ def test_side_by_side_as_one_by_one(
     assert {name for round, name, _ in seen if round == 0} == {"MainThread"}
     assert {name.startswith("client") for round, name, _ in seen if round > 0} == {True}
     assert [len({work for r, _, work in seen if r == round}) for round in range(3)] == [1, 3, 3]
+    assert set(made) == {"MainThread"}  # nothing is captured beside others
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -88,6 +100,39 @@ def test_waves_are_even_and_a_watched_round_is_not_shared(device: str) -> None:
     assert [lanes.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
     engine.work.watched = {}
     assert not lanes.knows("train")
+    engine.rest()
+    assert engine.lanes is None and not engine.work.shares_steps
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_steps_of_each_clients_own_are_not_shared(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CCL's look at more than their batch; there are compiled ones after the first round."""
+    monkeypatch.setattr(workspace, "SELDOM", 1)
+    words = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=4", *MOCO]
+    engine, _ = engine_with(words, 3, device)
+    assert engine.lanes is not None and engine.work._replays
+    assert not any(engine.lanes.knows(task) for task in ("train", "share"))
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize(("ids", "expected"), [([2], False), ([2, 1], True), ([1], True)])
+def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
+    ids: list[int], expected: bool, device: str
+) -> None:
+    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 3, device)
+    fresh = engine.lanes = Lanes(engine.work, 3)
+    server = Server(engine.work)
+    step(engine, server, 0, *ids)
+    assert fresh.knows("train") == expected
+    seen: list[str] = []
+    engine.algorithm.train = lambda client, *_: (  # type: ignore[attr-defined]
+        seen.append(threading.current_thread().name)
+        or client.reply(client.train(engine.work.initial, {}), engine.work.initial)
+    )
+    step(engine, server, 1, 0)
+    assert seen == ["MainThread"]  # one client alone
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -97,6 +142,51 @@ def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.Monke
     def broken(work: workspace.Workspace) -> None:
         raise torch.OutOfMemoryError("no memory")
 
+    ended: list[bool] = []
+
+    def slow(work: workspace.Workspace) -> None:
+        time.sleep(0.3)
+        ended.append(True)
+
     assert engine.lanes is not None
     with pytest.raises(torch.OutOfMemoryError):
-        engine.lanes.run([lambda work: None, broken])
+        engine.lanes.run([slow, broken])
+    assert ended  # nobody is left in a network
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_who_interrupts_does_not_wait_for_the_others(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 3, device)
+    server, lanes = Server(engine.work), engine.lanes
+    assert lanes is not None
+
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedssl.engines.lanes.wait", interrupted)
+    config = replace(engine.work.config.algorithm, local_epochs=10**6)
+    for work in lanes._works:
+        work.plan = Plan.from_config(config, 0, work.device)
+    with pytest.raises(KeyboardInterrupt):
+        step(engine, server, 1)
+    lanes._threads.shutdown()  # at the end of their step
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_without_memory_there_are_fewer_networks(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 2, device)
+    lanes, twin = engine.lanes, engine.work.twin
+    assert lanes is not None and lanes.width(4) == 2
+
+    def full() -> workspace.Workspace:
+        if len(lanes._works) == 3:
+            raise torch.OutOfMemoryError
+        return twin()
+
+    monkeypatch.setattr(engine.work, "twin", full)
+    lanes.most = 5
+    assert [lanes.width(5), lanes.most, len(lanes._works)] == [3, 3, 3]

@@ -50,6 +50,19 @@ def test_what_a_layer_makes_of_its_weights_is_not_rounded() -> None:
     assert {e.dtype for e in exact} == {torch.float32}
 
 
+def test_a_network_of_other_layers_is_left_as_it_is() -> None:
+    layer = nn.utils.weight_norm(nn.Linear(3, 2, bias=False))
+    for module in (nn.BatchNorm2d(3), layer):
+        assert Rounded(Flat(module)).pairs == ([], [])
+
+
+def test_what_a_loss_does_not_see_has_a_gradient_of_zero() -> None:
+    flat = Flat(nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)]))
+    first = flat.module[0]  # type: ignore[index]
+    (found,) = differentiate(first(torch.ones(1, 2)).sum(), flat)
+    assert [g.tolist() for g in found] == [[[1, 1]], [[0, 0]]]
+
+
 @pytest.mark.parametrize("objective", ["byol", "simclr"])
 def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far from float32 as plain bf16 is, and much nearer to it than to where it started."""
@@ -69,5 +82,7 @@ def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPat
         start = server.weights.clone()
         found[precision, compiled] = train(engine, server, 1) - start
         assert len(engine.work._replays) == compiled
+        for replay in engine.work._replays.values():  # BYOL's target, too
+            assert len(replay.rounded) == (2 if objective == "byol" else 1)
     exact, plain, fast = found.values()
     assert relative(fast, exact) < 1.5 * relative(plain, exact) < 0.1

@@ -67,6 +67,10 @@ class Engine(ABC):
         """Do ``work``, which asks cohorts."""
         work()
 
+    def rest(self) -> None:
+        """After the last round: what only training needs is given back."""
+        return
+
     def notes(self) -> dict[str, str]:
         """What a checkpoint must say for the engine to go on."""
         return {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -32,7 +31,7 @@ class Lanes:
     def knows(self, task: str) -> bool:
         """Whether all that a task compiles was compiled, so that it can run side by side."""
         work = self._works[0]
-        return work.compiles and work.watched is None and task in self._tasks
+        return task in self._tasks and work.shares_steps and work.watched is None
 
     def learned(self, task: str) -> None:
         """A client that trains in compiled steps has answered this task."""
@@ -41,21 +40,27 @@ class Lanes:
 
     def width(self, clients: int) -> int:
         """How many of so many clients run at once: as many as there is memory for."""
-        device, most = self._works[0].device, min(self.most, clients)
-        if device.type == "cuda":
-            # A network takes at most what this process has taken for the first one and all else.
-            held = max(1, torch.cuda.memory_reserved(device) // len(self._works))
-            free = torch.cuda.mem_get_info(device)[0]
-            most = min(most, len(self._works) + free // held)
+        wanted = min(self.most, clients)
+        if wanted > len(self._works):
+            self._open(min(wanted, len(self._works) + _room(self._works)))
+        most = min(wanted, len(self._works))
         return -(-clients // -(-clients // most))  # as even as can be
+
+    def _open(self, networks: int) -> None:
+        first = self._works[0]
+        try:
+            while len(self._works) < networks:
+                other = first.twin()
+                other.adopt_steps(first)
+                self._works.append(other)
+                self._streams.append(_stream(first.device))
+        except torch.OutOfMemoryError:
+            self.most = len(self._works)
 
     def run(self, jobs: Sequence[Callable[[Workspace], Answer]]) -> list[Answer]:
         """The answers of some jobs, each done in a network of its own."""
         first = self._works[0]
-        while len(self._works) < len(jobs):
-            self._works.append(first.twin())
-            self._streams.append(_stream(first.device))
-        for work in self._works[1 : len(jobs)]:
+        for work in self._works[1:]:
             work.adopt_steps(first)
         for stream in filter(None, self._streams):
             stream.wait_stream(torch.cuda.current_stream(first.device))
@@ -63,7 +68,22 @@ class Lanes:
             self._threads.submit(_do, job, work, stream)
             for job, work, stream in zip(jobs, self._works, self._streams, strict=False)
         ]
+        try:
+            wait(started)  # also where one fails: none may still be at work in a network
+        except BaseException:
+            first.halted.set()
+            raise
         return [answer.result() for answer in started]
+
+
+def _room(works: Sequence[Workspace]) -> int:
+    """How many more networks there is memory for, and something left."""
+    device = works[0].device
+    if device.type != "cuda":
+        return MOST
+    # A network takes at most what this process has taken for the first one and all else.
+    held = max(1, torch.cuda.memory_reserved(device) // len(works))
+    return max(0, torch.cuda.mem_get_info(device)[0] // held - 1)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -73,9 +93,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
 def _do(
     job: Callable[[Workspace], Answer], work: Workspace, stream: torch.cuda.Stream | None
 ) -> Answer:
-    on = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-    with on:
-        answer = job(work)
-    if stream is not None:
+    if stream is None:
+        return job(work)
+    try:
+        with torch.cuda.stream(stream):
+            return job(work)
+    finally:
         stream.synchronize()
-    return answer

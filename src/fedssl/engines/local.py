@@ -46,6 +46,11 @@ class LocalEngine(Engine):
         asked = work.config.engine.merge == "auto"
         self.merges = asked and self.average.exact and algorithm.exact_on_union(work)
 
+    def rest(self) -> None:
+        """Other networks and compiled steps."""
+        self.lanes = None
+        self.work.forget_steps()
+
     def cohort(self, ids: NDArray[np.int64], round: int) -> LocalCohort:
         """The clients of one round."""
         return LocalCohort(self, ids, round)

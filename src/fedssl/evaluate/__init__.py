@@ -14,13 +14,13 @@ from fedssl import plugins
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Groups, Split
 from fedssl.errors import UserError
-from fedssl.evaluate import finetune, knn, linear, semi, unlabeled
+from fedssl.evaluate import finetune, heldout, knn, linear, semi, unlabeled
 from fedssl.evaluate.features import Labelled, extract, pool_cases, units
 from fedssl.evaluate.unlabeled import Views
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
 ACCURACIES = ("knn", "linear")  # what evaluate.targets are compared with
-SHARES = ("semi", "collaborative")  # these take a share of them, as in semi@10%
+SHARES = ("semi", "heldout", "collaborative")  # these take a share of them, as in semi@10%
 # head is the accuracy of a network's own classifier, and the other two need the clients: whoever
 # trained them measures all three, not judge.
 NAMES = (*FEW_LABEL, *SHARES, "head", "per-client", "unlabeled")
@@ -66,10 +66,27 @@ def _share(spec: str, name: str, text: str, key: str) -> float:
 
 def collaborations(settings: Evaluate) -> dict[str, float]:
     """The shares of labels that ``collaborative`` is asked for, by the words that ask for them."""
+    return _shares(settings, "collaborative")
+
+
+def _shares(settings: Evaluate, wanted: str) -> dict[str, float]:
+    """The shares that one protocol is asked for, by the words that ask for them."""
     keys = {"protocols": settings.protocols or (), "monitor": settings.monitor or ()}
     words = [(f"evaluate.{key}", spec) for key in keys for spec in keys[key]]
     parsed = {f"{key}={spec}": parse(spec, key) for key, spec in words}
-    return {k: float(share or 0) for k, (name, share) in parsed.items() if name == "collaborative"}
+    return {k: float(share or 0) for k, (name, share) in parsed.items() if name == wanted}
+
+
+def chooser(settings: Evaluate) -> str:
+    """The measure that settings may be chosen by, as no test image enters it; empty: none."""
+    found = (f"{s}_top1" for s in settings.protocols or () if parse(s)[0] == "heldout")
+    return next(found, "")
+
+
+def check_heldout(settings: Evaluate, holdout: float) -> None:
+    """Refuse to choose on images that are trained on; no data is needed to see that."""
+    for where, share in _shares(settings, "heldout").items():
+        _check_kept(where, share, holdout)
 
 
 def protocols(settings: Evaluate, train: Split, test: Split | None) -> tuple[str, ...]:
@@ -84,6 +101,7 @@ def check(
     settings: Evaluate, train: Split, test: Split | None, classes: int, *, holdout: float = 0.0
 ) -> None:
     """Refuse, before any training, what could not be judged after it."""
+    check_heldout(settings, holdout)
     named = protocols(settings, train, test)
     for spec in named:
         _check_spec(spec, "evaluate.protocols", train, test, classes, holdout)
@@ -104,7 +122,7 @@ def _check_spec(
         if len(train) < 2:
             raise UserError(f"{where}: needs at least two training images, not {len(train)}")
         return
-    if test is None or not _kinds(test):
+    if name != "heldout" and (test is None or not _kinds(test)):
         missing = "there is no test split" if test is None else "the test split has no labels"
         raise UserError(f"{where}: {missing}; use {key}=[unlabeled]")
     if _kinds(train) < 2:
@@ -112,12 +130,22 @@ def _check_spec(
             f"{where}: the training split needs labels of at least two classes; "
             f"use {key}=[unlabeled]"
         )
-    _units(test)
+    if test is not None:
+        _units(test)
     if name == "collaborative":
         return  # its labels are drawn from those of each client
     if name == "semi" and amount is not None and holdout:
         _check_holdout(where, amount, holdout, train)
-    _draw(train, spec, classes, 0, key)
+    if name == "heldout" and train.cases is not None:
+        raise UserError(
+            f"{where}: labels go by case here, and data.holdout keeps single images; leave it out"
+        )
+    drawn = _draw(train, spec, classes, 0, key)
+    if name == "heldout" and len(drawn) < 2 * classes:
+        raise UserError(
+            f"{where}: is one image of each class, and halves of them are compared; take a larger "
+            "share, here and as data.holdout"
+        )
 
 
 def _check_labels(*specs: str) -> None:
@@ -138,6 +166,10 @@ def _check_holdout(where: str, share: float, holdout: float, train: Split) -> No
             f"{where}: data.holdout={holdout} keeps images out of pretraining, but labels go by "
             "case here; set data.holdout=0"
         )
+    _check_kept(where, share, holdout)
+
+
+def _check_kept(where: str, share: float, holdout: float) -> None:
     if share > holdout:
         raise UserError(
             f"{where}: data.holdout={holdout} keeps fewer images out of pretraining; "
@@ -187,6 +219,9 @@ def judge(
         if name == "unlabeled":
             images = train.images[modality]
             results |= unlabeled.measures(encoder, images, learn.features, views, seed, device)
+        if name == "heldout":
+            drawn = learn.take(_draw(train, spec, classes, seed))
+            results[f"{spec}_top1"] = heldout.accuracy(*drawn, classes, seed)
         own = name not in NAMES
         if not (own or name in (*FEW_LABEL, "semi")) or judged is None:
             continue

@@ -270,7 +270,7 @@ def captured(step: Step, sizes: Iterable[int], device: torch.device) -> Step:
             for _ in range(3):
                 step(places[size], lr)
         here.wait_stream(aside)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=aside):  # what one leaves behind is not another's
             step(places[size], lr)
 
     def replay(chosen: Tensor, rate: float | Tensor) -> None:

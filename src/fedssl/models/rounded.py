@@ -21,7 +21,8 @@ class Rounded:
     """
 
     def __init__(self, flat: Flat) -> None:
-        spans = [s for s in flat.learned if type(s.owner) in ROUNDED]
+        plain = [s for s in flat.learned if type(s.owner) in ROUNDED]
+        spans = [s for s in plain if s.last in ("weight", "bias")]  # weight norm has others
         self._exact = [s.of(flat.vector) for s in spans]
         self._places = [
             (s.owner, s.last, getattr(s.owner, s.last), _like(s, flat.vector)) for s in spans

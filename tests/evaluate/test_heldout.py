@@ -1,0 +1,107 @@
+"""What settings are chosen by: training images that no client has, and never a test image."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedssl import config, evaluate
+from fedssl.config import Evaluate
+from fedssl.data.dataset import Split
+from fedssl.errors import UserError
+from fedssl.evaluate import heldout, linear
+from fedssl.session import client_data, held_out, load_data, prepare
+
+SPEC = "heldout@20%"
+
+
+def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["data.holdout=0.2", "partition.name=iid", "partition.clients=3", "seed=5"]
+    words += [f"evaluate.protocols={SPEC}", "cohort.size=3"]
+    settings = config.resolve(config.read_recipe("default"), words)
+    dataset = load_data(settings)
+    kept = held_out(settings, dataset)
+    assert len(kept) > 200 and not set(kept) & set(client_data(settings, dataset).members)
+    session = prepare(settings)
+    seen = []
+
+    def spy(features: torch.Tensor, labels: torch.Tensor, *rest: int) -> float:
+        seen.append((features, labels, rest))
+        return 50.0
+
+    monkeypatch.setattr(heldout, "accuracy", spy)
+    assert session.judge(session.work.initial) == {f"{SPEC}_top1": 50.0}
+    ((features, labels, rest),) = seen
+    assert rest == (10, 5) and dataset.train.labels is not None
+    assert np.array_equal(labels, dataset.train.labels[kept])
+    encoder = session.body(session.work.initial).encoder
+    images = dataset.train.images[0][kept]
+    expected = evaluate.extract(encoder, images, device=session.work.device)
+    torch.testing.assert_close(features, expected)
+
+
+def test_one_half_judges_the_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(600) % 3
+    features = torch.eye(3, 40)[labels] + 0.8 * torch.randn(600, 40, generator=generator)
+    # The images of a class in turn: 0, 3, 6 … are of class 0, so that 0, 6, 12 … are one half.
+    first = torch.arange(600) % 6 < 3
+    scores = [
+        linear.accuracy(features[a], labels[a], features[b], labels[b], 3, "dcco", 1)
+        for a, b in ((first, ~first), (~first, first))
+    ]
+    assert scores[0] != scores[1]
+    assert heldout.accuracy(features, labels, 3, 1) == sum(scores) / 2
+    alike = torch.randint(3, (600,), generator=generator)  # labels that features say nothing of
+    assert heldout.accuracy(features, alike, 3, 1) < 45 < sum(scores) / 2
+    assert heldout.accuracy(features, labels, 3, 2) != sum(scores) / 2  # its batches
+
+
+def split() -> Split:
+    images = torch.randint(256, (300, 1, 4, 4), dtype=torch.uint8)
+    return Split((images,), torch.arange(300) % 3)
+
+
+def test_no_test_image_is_needed() -> None:
+    settings, encoder = Evaluate(protocols=(SPEC,)), nn.Flatten()
+    found = [
+        evaluate.judge(
+            encoder, split(), test, 3, settings, 0, "cpu", views=lambda *_: None, holdout=0.2
+        )
+        for test in (None, replace(split(), labels=None))
+    ]
+    assert all(row.keys() == {f"{SPEC}_top1"} for row in found)
+
+
+@pytest.mark.parametrize("key", ["protocols", "monitor"])
+@pytest.mark.parametrize("holdout", [0.0, 0.1])
+def test_images_that_are_trained_on_do_not_choose(key: str, holdout: float) -> None:
+    settings = Evaluate(**{"protocols": ("knn",), key: (SPEC,)})
+    start = rf"^evaluate\.{key}={SPEC}: data\.holdout={holdout} keeps fewer"
+    for refuse in (
+        lambda: evaluate.check_heldout(settings, holdout),
+        lambda: evaluate.check(settings, split(), split(), 3, holdout=holdout),
+    ):
+        with pytest.raises(UserError, match=start + r".*; set data\.holdout=0\.2$"):
+            refuse()
+    evaluate.check(settings, split(), split(), 3, holdout=0.2)
+
+
+def test_halves_that_cannot_be_made_are_refused() -> None:
+    settings = Evaluate(protocols=("heldout@1%",))
+    with pytest.raises(UserError, match=r"^evaluate\.protocols=heldout@1%: is one image of each"):
+        evaluate.check(settings, split(), split(), 3, holdout=0.1)
+    evaluate.check(Evaluate(protocols=("heldout@2%",)), split(), split(), 3, holdout=0.1)
+    cases = replace(split(), cases=np.arange(300) % 150)
+    with pytest.raises(UserError, match=r"heldout@20%: labels go by case here"):
+        evaluate.check(Evaluate(protocols=(SPEC,)), cases, split(), 3, holdout=0.2)
+
+
+def test_only_this_protocol_chooses() -> None:
+    assert evaluate.chooser(Evaluate(protocols=("knn", SPEC))) == f"{SPEC}_top1"
+    for protocols in (None, ("knn", "semi@20%", "linear@20%")):
+        assert evaluate.chooser(Evaluate(protocols=protocols)) == ""
