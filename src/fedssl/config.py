@@ -52,7 +52,7 @@ class Data:
     halves: bool = False  # left and right half of each image as two modalities
     labels: int | None = None  # train on that many images only, drawn evenly from the classes
     # Share of the training images, drawn evenly from the classes, that no client gets: semi
-    # fine-tunes on them (FedEMA, appendix B.3).
+    # fine-tunes on them (FedEMA, appendix B.3), and heldout chooses by them.
     holdout: float = 0.0
     cache: str | None = None  # none: $FEDSSL_CACHE, else ~/.cache/fedssl
 

@@ -489,7 +489,7 @@ def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
 
 
 def held_out(config: Config, dataset: Dataset) -> NDArray[np.int64]:
-    """The training images that ``data.holdout`` keeps for fine-tuning."""
+    """The training images that ``data.holdout`` keeps for fine-tuning or for choices."""
     train, share = dataset.train, config.data.holdout
     if not share:
         return np.empty(0, dtype=np.int64)

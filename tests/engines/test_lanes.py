@@ -150,7 +150,7 @@ def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.Monke
 
     assert engine.lanes is not None
     with pytest.raises(torch.OutOfMemoryError):
-        engine.lanes.run([slow, broken])
+        engine.lanes.run([broken, slow])
     assert ended  # nobody is left in a network
 
 

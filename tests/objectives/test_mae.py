@@ -209,7 +209,7 @@ def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     torch.compiler.reset()
     if device == "cpu":  # traced and differentiated as ever, but no code is generated
 
-        def compiled(function: workspace.Function) -> workspace.Function:
+        def compiled(function: workspace.Function, **_: bool) -> workspace.Function:
             return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
 
         monkeypatch.setattr(workspace, "compiled", compiled)

@@ -34,9 +34,8 @@ class Lanes:
         return task in self._tasks and work.shares_steps and work.watched is None
 
     def learned(self, task: str) -> None:
-        """A client that trains in compiled steps has answered this task."""
-        if self._works[0].shares_steps:
-            self._tasks.add(task)
+        """A client that fills a batch has answered this task."""
+        self._tasks.add(task)
 
     def width(self, clients: int) -> int:
         """How many of so many clients run at once: as many as there is memory for."""
