@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fedssl import config as configuration
+from fedssl import workspace
 from fedssl.algorithms.base import Cohort, Server
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
@@ -103,6 +105,16 @@ def step(engine: LocalEngine, server: Server, round: int, *ids: int) -> Cohort:
     cohort = engine.cohort(np.array(ids or range(len(engine.groups))), round)
     engine.algorithm.round(server, cohort)
     return cohort
+
+
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps are traced and differentiated as ever, but no code is generated for a CPU."""
+    torch.compiler.reset()
+
+    def traced(function: workspace.Function, **_: bool) -> workspace.Function:
+        return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
+
+    monkeypatch.setattr(workspace, "compiled", traced)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

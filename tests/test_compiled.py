@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train
+from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 
 from fedssl import workspace
 from fedssl.algorithms.ccl import CCL
@@ -30,13 +30,7 @@ SIAMESE = {
 def no_code_for_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr(
-            workspace,
-            "compiled",
-            lambda function, **_: torch.compile(
-                function, dynamic=False, fullgraph=True, backend="aot_eager"
-            ),
-        )
+        without_code(monkeypatch)
 
 
 def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor, dict[str, float]]:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import without_code
 from safetensors.torch import load_file
 
-from fedssl import checkpoint, config, run, workspace
+from fedssl import checkpoint, config, run
 from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
 from fedssl.errors import TrainingError, UserError
@@ -289,11 +290,7 @@ def test_compiled_runs_in_one_process_do_not_use_up_torchs_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up when one function was compiled for eight shapes; a table has more rows."""
-    monkeypatch.setattr(
-        workspace,
-        "compiled",
-        lambda f, **_: torch.compile(f, dynamic=False, fullgraph=True, backend="aot_eager"),
-    )
+    without_code(monkeypatch)
     for batch in (4, 5):
         words = ("algorithm.local_steps=1", f"algorithm.batch={batch}", "rounds=1", "cohort.size=1")
         own = ("algorithm.name=fedavg", "engine.compile=on", "partition.name=iid", *words)

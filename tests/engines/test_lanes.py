@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, settings, step, train
+from helpers import engine_of, groups_of, made_split, settings, step, train, without_code
 
 from fedssl import workspace
 from fedssl.algorithms.base import Server
@@ -28,11 +28,7 @@ SIZES = (20, 24, 5, 20, 16)  # one is smaller than a batch
 def no_code_for_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr(
-            workspace,
-            "compiled",
-            lambda f, **_: torch.compile(f, dynamic=False, backend="aot_eager"),
-        )
+        without_code(monkeypatch)
 
 
 def engine_with(words: list[str], lanes: int, device: str) -> tuple[LocalEngine, torch.Tensor]:

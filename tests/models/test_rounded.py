@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train
+from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 from torch import Tensor, nn
 
 from fedssl import workspace
@@ -66,10 +66,7 @@ def test_what_a_loss_does_not_see_has_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize("objective", ["byol", "simclr"])
 def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far from float32 as plain bf16 is, and much nearer to it than to where it started."""
-    torch.compiler.reset()
-    monkeypatch.setattr(
-        workspace, "compiled", lambda f, **_: torch.compile(f, dynamic=False, backend="aot_eager")
-    )
+    without_code(monkeypatch)
     found, start = {}, None
     for precision, compiled in (("fp32", False), ("bf16", False), ("bf16", True)):
         config = settings(

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train
+from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 from lightly.models.modules import MaskedVisionTransformerTIMM
 from lightly.models.utils import get_at_index, patchify, repeat_token, set_at_index
 from rounds import (
@@ -207,12 +207,8 @@ def test_in_bfloat16_the_loss_is_finite() -> None:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    if device == "cpu":  # traced and differentiated as ever, but no code is generated
-
-        def compiled(function: workspace.Function, **_: bool) -> workspace.Function:
-            return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
-
-        monkeypatch.setattr(workspace, "compiled", compiled)
+    if device == "cpu":
+        without_code(monkeypatch)
     config, results = epochs(*MAE_, "client.lr=0.005"), []
     for fast in (False, True):
         engine, server = engine_of(config, made_split(), groups_of(9, 12, 10), device)
