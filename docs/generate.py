@@ -500,6 +500,7 @@ def _made(lines: Sequence[Line]) -> list[str]:
     if not lines:
         return ["not measured yet", ""]
     times = [f"{line['seconds'] / 60:.1f}" if line["seconds"] else "–" for line in lines]
+    times = [f"{t}*" if line.get("beside") else t for t, line in zip(times, lines, strict=True)]
     seeds = [f"{line['seed']}: {time}" for line, time in zip(lines, times, strict=True)]
     return [f"{lines[0]['rounds']:,} of {lines[0]['paper_rounds']:,}", ", ".join(seeds)]
 

@@ -127,14 +127,21 @@ def test_seeds_stand_together_and_other_images_elsewhere(generate: ModuleType, r
     write(
         rows,
         line("noniid-4", 40.04, changed={"rounds": 10, "data.holdout": 0.1}),
-        line("noniid-4", 42.0, changed={"data.holdout": 0.1, "rounds": 10}, seed=1, seconds=60.0),
+        line(
+            "noniid-4",
+            42.0,
+            changed={"data.holdout": 0.1, "rounds": 10},
+            seed=1,
+            seconds=60.0,
+            beside=True,
+        ),
         line("noniid-16", 99.0, data="photos"),
     )
     page = generate.results("mine")
     assert "Images: digits (JPEG)." in page and "99.0" not in page
     assert cells(page, "untrained")[LINEAR] == "5.0" and cells(page, "untrained")["knn"] == "–"
     row = {LINEAR: "40.0, 42.0 (49.6)", "knn": "7.0, 7.0", ROUNDS: "10 of 100"}
-    assert cells(page, "`dcco-4`") == row | {"seed: minutes": "0: 1.5, 1: 1.0"}
+    assert cells(page, "`dcco-4`") == row | {"seed: minutes": "0: 1.5, 1: 1.0*"}
     assert "chosen:\n\n- `dcco-4`: `data.holdout=0.1`\n\n" in page
     assert cells(page, "`dcco-16`")[ROUNDS] == "not measured yet"
     runs = page.partition("Every run")[2]
@@ -363,10 +370,11 @@ def test_lines_are_added_in_the_place_of_older_ones(tmp_path: Path) -> None:
     for each in newer:
         del each["commit"]
     write(home, *newer)
-    assert add.add([home], kept, "bbb") == 3
+    assert add.add([home], kept, "bbb", beside=True) == 3
     found = [json.loads(text) for text in kept.read_text().splitlines()]
     assert [each["ours"]["linear@5000_top1"] for each in found] == [50.0, 41.0, 60.0]
     assert [each["commit"] for each in found] == ["bbb", "own", "bbb"]
+    assert ["beside" in each for each in found] == [True, False, True]
 
 
 def test_the_page_is_what_the_generator_writes(generate: ModuleType) -> None:
