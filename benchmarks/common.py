@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch
+from fedssl.threads import wait_briefly
+
+wait_briefly()  # as the command line does, before torch
 
 import numpy as np
 import torch

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch
+from fedssl.threads import wait_briefly
+
+wait_briefly()  # as the command line does, before torch
 
 import numpy as np
 import torch

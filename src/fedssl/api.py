@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from fedssl import config
 from fedssl.config import Tree
 from fedssl.errors import UserError
 from fedssl.runs import Run
+from fedssl.threads import wait_briefly
 
 _FRESH: set[Path] = set()  # folders that were made for runs that had not started yet
 
@@ -34,7 +34,7 @@ def train(
     >>> run = fedssl.train("default", rounds=5, algorithm__name="fedavg")  # doctest: +SKIP
     >>> run.metrics["loss"].plot()  # doctest: +SKIP
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on the command line, see there
+    wait_briefly()
     if resume and out is None:
         raise UserError("resume=True: say which run with out=…")
     name, tree = recipe_of(recipe, Path(out) if resume and out is not None else None)

@@ -21,6 +21,7 @@ from fedssl import config as configuration
 from fedssl.api import fresh_folder as _fresh_folder
 from fedssl.api import recipe_of
 from fedssl.errors import TrainingError, UserError
+from fedssl.threads import wait_briefly
 
 EXAMPLES = """examples:
   fedssl run                                  DCCO on scikit-learn's digits, in under a minute
@@ -58,8 +59,7 @@ Then read app/SERVER.md, and send app/SITES.md to the sites.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 (training failed), 2 (a mistake to mend)."""
     options = _parse(arguments)
-    # Waiting threads must not spin: on a busy machine that makes small networks far slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_briefly()
     try:
         return int(options.command(options))
     except UserError as error:

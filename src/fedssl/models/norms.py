@@ -20,8 +20,7 @@ NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # what algorithm.norm_policy i
 def standardize(weight: Tensor) -> Tensor:
     """Zero mean and unit variance over each output's inputs (Qiao et al. 2019, Eq. 5)."""
     rows = weight.flatten(1)
-    variance, mean = torch.var_mean(rows, dim=1, correction=0, keepdim=True)
-    return ((rows - mean) * torch.rsqrt(variance + 1e-10)).view_as(weight)
+    return F.layer_norm(rows, rows.shape[1:], eps=1e-10).view_as(weight)
 
 
 class StandardizedConv2d(nn.Conv2d):
