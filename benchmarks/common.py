@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fedssl.threads import wait_briefly
+from fedssl.process import keep_memory, wait_briefly
 
 wait_briefly()  # as the command line does, before torch
+keep_memory()
 
 import numpy as np
 import torch

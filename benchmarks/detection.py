@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedssl.threads import wait_briefly
+from fedssl.process import wait_briefly
 
 wait_briefly()  # as the command line does, before torch
 

@@ -231,6 +231,30 @@ def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ("encoder: {groups: 7}", "encoder.groups=7: a layer of"),
+        ("encoder: {groups: 16}", "encoder.groups=16: groups of a vector of 16"),
+        ("objective: {name: mae}", "encoder.name=tiny: objective.name=mae hides patches"),
+        ("algorithm: {norm_policy: reset}", "algorithm.norm_policy=reset: is about batch norm's"),
+        ("algorithm: {name: fedu}", "algorithm.name=fedu: acts on the predictor"),
+        ("encoder: {init: nowhere}", "encoder.init=nowhere: no such file"),
+        ("engine: {name: local, updates: fp16}", "engine.updates=fp16 with engine.name=local"),
+        ("evaluate: {protocols: [head]}", "evaluate.protocols=head: objective.name=simclr"),
+        ("device: 'cuda:99'", "device=cuda:99: not available here"),
+    ],
+)
+def test_a_mistake_in_the_last_cell_is_told_before_the_first_one_trains(
+    table: str, keys: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(table).write_text(f"{TABLE}  last: {{{keys}, paper: [-, 50.0]}}\n")
+    assert main(["reproduce", table, "--scale", "0.05", "--out", "a"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"fedssl: mine.yaml/last/iid: {sentence}") and shown.count("\n") == 1
+    assert not Path("a").exists()
+
+
 SEARCH = ["data.holdout=0.2", "evaluate.protocols=[knn,heldout@20%]"]
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from fedssl import cli, config, run, sweep
 from fedssl.errors import TrainingError, UserError
+from fedssl.session import Session, assemble, prepare
 
 SMALL = (
     *("rounds=1", "partition.name=dirichlet", "partition.clients=4", "cohort.size=null"),
@@ -151,3 +155,69 @@ def test_a_later_run_that_cannot_be_is_refused_first(
         sweep.sweep(tree(*words), tmp_path / "out", resume=False)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """The sessions that a check has made."""
+    made: list[Session] = []
+
+    def kept(*arguments: Any, **keys: Any) -> Session:
+        made.append(assemble(*arguments, **keys))
+        return made[-1]
+
+    monkeypatch.setattr(sweep, "assemble", kept)
+    return made
+
+
+@pytest.mark.parametrize("name", config.VARIANTS["objective"])
+def test_a_check_makes_the_same_network_without_weights(name: str, checked: list[Session]) -> None:
+    headless = name in ("rotation", "mae", "supervised")
+    words = [word for word in SMALL if not (headless and word.startswith("objective."))]
+    words += ["algorithm.name=fedavg", f"objective.name={name}"]
+    words += ["encoder.name=vit-tiny", "encoder.patch=4"] * (name == "mae")
+    settings = config.resolve(config.read_recipe(None), words)
+    sweep.check({"a": settings})
+    (session,), real = checked, prepare(settings)
+    tensors = (session.work.flat.vector, session.server.weights, *session.work.images)
+    assert all(tensor.is_meta for tensor in tensors)
+    assert session.work.flat.layers == real.work.flat.layers
+    assert session.engine.merges == real.engine.merges
+
+
+OWN = """
+from dataclasses import dataclass
+from torch import nn
+from fedssl.objectives import simclr
+
+class Mine(simclr.SimCLR):
+    @dataclass(frozen=True)
+    class Params(simclr.SimCLR.Params):
+        pass
+
+    def head(self, features, norm, classes):
+        made = nn.Linear(features, 8)
+        assert float(made.weight.detach().norm()) > 0
+        return made
+"""
+
+
+def test_code_that_is_not_ours_may_look_at_weights(tmp_path: Path, checked: list[Session]) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    words = ["algorithm.name=fedavg", f"objective.name={tmp_path / 'own.py'}:Mine"]
+    sweep.check({"a": config.build(tree(*words))})
+    assert not checked[0].work.flat.vector.is_meta
+
+
+def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Session]) -> None:
+    words = ["encoder.groups=8", f"encoder.init={tmp_path / 'encoder.safetensors'}"]
+    first = prepare(config.build(tree(words[0])))
+    state = {name: tensor + 1 for name, tensor in first.encoder().encoder.state_dict().items()}
+    save_file(state, tmp_path / "encoder.safetensors")
+    settings = config.build(tree(*words))
+    sweep.check({"a": settings})
+    assert torch.equal(checked[0].work.initial, prepare(settings).work.initial)
+    name = next(iter(state))
+    save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
+    with pytest.raises(UserError, match=rf"^b: encoder.init=.*\(1,\) for {name}"):
+        sweep.check({"b": settings})

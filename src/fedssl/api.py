@@ -12,8 +12,8 @@ from typing import Any
 from fedssl import config
 from fedssl.config import Tree
 from fedssl.errors import UserError
+from fedssl.process import wait_briefly
 from fedssl.runs import Run
-from fedssl.threads import wait_briefly
 
 _FRESH: set[Path] = set()  # folders that were made for runs that had not started yet
 

@@ -21,7 +21,7 @@ from fedssl import config as configuration
 from fedssl.api import fresh_folder as _fresh_folder
 from fedssl.api import recipe_of
 from fedssl.errors import TrainingError, UserError
-from fedssl.threads import wait_briefly
+from fedssl.process import wait_briefly
 
 EXAMPLES = """examples:
   fedssl run                                  DCCO on scikit-learn's digits, in under a minute

@@ -40,6 +40,7 @@ from fedssl.evaluate.features import extract, pool_cases, top1
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
+from fedssl.process import keep_memory
 from fedssl.trees import mean
 from fedssl.workspace import Workspace
 
@@ -407,17 +408,20 @@ def assemble(
     federation: int | None = None,
     network: Network | None = None,
     trains: bool = True,
+    weights: bool = True,
 ) -> Session:
     """A session of data that is here, or of a deployment's server, whose data is elsewhere.
 
     On a site, ``groups`` is its own data alone, one client of the ``federation``'s. Without a
     ``network`` one is made. What only judges (not ``trains``) need not have the run's clients.
+    Without ``weights`` nothing can be run: all is refused that would be, at no cost of memory.
     """
     check_deployment(config)
     device = pick_device(config.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # streams and kernels that name no device mean this one
     torch.set_num_threads(config.engine.threads)
+    keep_memory()
     train = dataset.train
     objective: Objective = configuration.variant("objective", config.objective.name)(
         config.objective
@@ -441,9 +445,11 @@ def assemble(
     augmentation = Augmentation.from_config(config.augment, channels[0], (height, width))
     if network is None:
         small = min(height, width)
-        network = build_network(config, objective, channels, small, len(dataset.classes))
+        with torch.device("cpu" if weights else "meta"):
+            network = build_network(config, objective, channels, small, len(dataset.classes))
     check_norms(config, network)
-    work = Workspace(config, network, objective, augmentation, train, device)
+    place = device if weights else torch.device("meta")
+    work = Workspace(config, network, objective, augmentation, train, place)
     if len(train):
         check_evaluation(config, dataset, objective, held)
     work.compiles = compiles(config, algorithm, work, groups, size)

@@ -219,12 +219,9 @@ class Workspace:
 
     def passes(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         """The encodings of some samples' views."""
-        views = tuple(
-            self.augmentation.views(
-                self.images[view % len(self.images)][members], state, view, self.dtype
-            )
-            for view in range(self.objective.inputs)
-        )
+        chosen = [images[members] for images in self.images[: self.objective.inputs]]
+        inputs = [chosen[view % len(chosen)] for view in range(self.objective.inputs)]
+        views = self.augmentation.each(inputs, state, self.dtype)
         return self.encode(self.objective.present(views), state)
 
     @property

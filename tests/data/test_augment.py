@@ -280,6 +280,29 @@ def test_selecting_samples_and_computing_all_give_the_same(
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_few_images_get_both_views_in_one_pass(
+    name: str | Augment, channels: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, also of two kinds of images (two modalities)."""
+    a, state = build(name, channels, (20, 24)), states(32)
+    images = [made(64, channels, 20, 24)[half::2] for half in (0, 1)]
+    expected = [a.views(x, state, view, dtype) for view, x in enumerate(images)]
+    sizes: list[int] = []
+    draw = Augmentation.draw
+    monkeypatch.setattr(
+        Augmentation, "draw", lambda self, s, v: sizes.append(len(s)) or draw(self, s, v)
+    )
+    for most, passes in ((32 * channels * 20 * 24, [64]), (1000, [32, 32])):
+        monkeypatch.setattr(augment, "FEW", most)
+        sizes.clear()
+        for found, view in zip(a.each(images, state, dtype), expected, strict=True):
+            torch.testing.assert_close(found, view, rtol=0, atol=1e-6 if dtype.itemsize == 4 else 0)
+        assert sizes == (passes if a.preset != PRESETS["none"] else [])
+
+
 @pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_views_have_the_images_shape_and_range(name: str | Augment, channels: int) -> None:

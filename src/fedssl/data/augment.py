@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from fedssl import config
 from fedssl.data import random
 from fedssl.errors import UserError
 
+View = int | Tensor
 Box = tuple[Tensor, Tensor, Tensor, Tensor]
 Table = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -73,6 +74,7 @@ PRESETS: dict[str, Preset] = {
 
 _COLOURS = ("brightness", "contrast", "saturation", "hue")
 _TRIES = 10
+FEW = 200_000  # numbers of a view: 64 colour images of 32 pixels (benchmarks/NOTES.md)
 
 # Which of a sample's draws serves what. The places are fixed, so that switching one operation off
 # leaves the others as they were; the crop takes the most and stands last.
@@ -141,11 +143,12 @@ class Augmentation:
         return max(3, min(self.size) // 10 | 1)
 
     def views(
-        self, images: Tensor, state: Tensor, view: int, dtype: torch.dtype = torch.float32
+        self, images: Tensor, state: Tensor, view: View, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """View 0 or 1 of uint8 ``images [B, C, H, W]``: the same shape, between 0 and 1.
 
-        ``state [B]`` is one state of the counter-based hash for each sample.
+        ``state [B]`` is one state of the counter-based hash for each sample; ``view`` may be one
+        number for each, too.
         """
         height, width = images.shape[2:]
         if (height, width) != self.size:
@@ -175,15 +178,32 @@ class Augmentation:
             x = x + self.preset.noise * values.view(x.shape).to(dtype)
         return x.clamp_(0, 1)
 
+    def each(
+        self, images: Sequence[Tensor], state: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, ...]:
+        """View 0 of the first images and view 1 of the second, as ``views`` gives them.
+
+        Few numbers are handled in one pass: there the calls cost more than what they do.
+        """
+        few = images[0].device.type == "cpu" and images[0].numel() <= FEW
+        if len(images) == 1 or not few:
+            return tuple(self.views(x, state, view, dtype) for view, x in enumerate(images))
+        view = torch.arange(len(images)).repeat_interleave(len(state))
+        both = self.views(torch.cat(list(images)), state.repeat(len(images)), view, dtype)
+        return both.split(len(state))
+
     def table(self, device: torch.device) -> Table:
         """The constants of ``draw``; ask once before compiling what uses them."""
         if device not in self._tables:
             self._tables[device] = _table(self.preset, self.colours, device)
         return self._tables[device]
 
-    def draw(self, state: Tensor, view: int) -> Choices:
+    def draw(self, state: Tensor, view: View) -> Choices:
         """What ``views`` does to each sample."""
         p, colours = self.preset, self.colours
+        blurs, solarizes = (
+            pair[view] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
+        )
         crops = p.crop != (1.0, 1.0)
         u = random.uniform(random.mix(state, view), _CROP + (2 + 2 * _TRIES if crops else 0))
         probability, low, span, unused = self.table(state.device)
@@ -198,9 +218,9 @@ class Augmentation:
             factors=ranges[:, 2:] if colours else None,
             turns=None if turns is None else turns[:, : len(colours)],
             gray=gray if p.gray and self.channels == 3 else None,
-            blur=blur if p.blur[view] else None,
-            sigma=ranges[:, 1] if p.blur[view] else None,
-            solarize=solarize if p.solarize[view] else None,
+            blur=blur if blurs else None,
+            sigma=ranges[:, 1] if blurs else None,
+            solarize=solarize if solarizes else None,
         )
 
 
