@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from fedssl import config, run
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
 from fedssl.errors import UserError
-from fedssl.evaluate import SHARES
+from fedssl.evaluate import SHARES, collaborative
+from fedssl.evaluate.linear import Training
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
 PERSONAL = ("ditto", "standalone", "featarc")
@@ -76,7 +78,7 @@ def shrunk(name: str) -> dict[str, Any]:
         less = {k: v for k, v in numbers.items() if given.get(k) or f"{section}.{k}" in ALWAYS}
         tree[section] = given | {k: v for k, v in less.items() if given.get(k) != "auto"}
     tree["data"]["name"] = "digits" if digits else "folder"
-    if tree["objective"]["name"] in ("byol", "simsiam", "moco"):
+    if tree["objective"]["name"] in ("byol", "simsiam", "moco", "simclr"):
         tree["objective"] |= {"projector": [16, 16]}
     if tree["objective"]["name"] in ("byol", "simsiam"):
         tree["objective"] |= {"predictor": [16, 16]}
@@ -127,8 +129,12 @@ SMALL = distinct()
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_recipe_runs(name: str, folder: Path, tmp_path: Path) -> None:
-    tree = SMALL[name]
+def test_recipe_runs(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tree = Training.over, SMALL[name]
+    monkeypatch.setattr(Training, "over", lambda self, n: replace(real(self, n), steps=5))
+    monkeypatch.setattr(collaborative, "ROUNDS", 2)
     words = ["engine.threads=1", f"data.cache={tmp_path.parent / 'cache'}"]
     if tree["data"]["name"] == "folder":
         words.append(f"data.root={folder}")

@@ -129,20 +129,12 @@ def test_resume_gives_the_same_bits(
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Real processes, killed for good while they work; what the checkpoint lacks is redone."""
-    words = [*SMALL, "rounds=40", "checkpoint.seconds=0.3"]
-    command = [sys.executable, "-m", "fedssl", "run", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-
-    def call(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *more], env=environment, capture_output=True, text=True, check=True
-        )
-
-    call("--out", str(tmp_path / "whole"))
-    cut = tmp_path / "cut"
+    """A real process, killed for good while it works; what the checkpoint lacks is redone."""
+    words, cut = ("rounds=40", "checkpoint.seconds=0.3"), tmp_path / "cut"
     victim = subprocess.Popen(
-        [*command, "--out", str(cut)], env=environment, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "fedssl", "run", *SMALL, *words, "--out", str(cut)],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
     while not (cut / checkpoint.FILE).exists() and time.monotonic() < deadline:
@@ -150,20 +142,28 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     time.sleep(0.1)
     victim.kill()
     assert victim.wait() == -signal.SIGKILL, "it was to be killed before its end"
-    call("--out", str(cut), "--resume")
+    run.run(small(*words), cut, resume=True)
+    run.run(small(*words), tmp_path / "whole")
     assert same_run(tmp_path / "whole", cut)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_machines_number_of_threads_does_not_matter(threads: int, tmp_path: Path) -> None:
+def test_the_machines_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     """Float32, to the bit: the process starts with one thread or with two."""
-    code = "import sys, fedssl.cli as c; sys.exit(c.main(sys.argv[1:]))"
+    code = (
+        "import sys, torch; from fedssl import cli, report\n"
+        "report.leave, count, words = lambda run: None, torch.get_num_threads(), sys.argv[2:]\n"
+        "for own in '12':\n"
+        "    torch.set_num_threads(count)\n"
+        "    out = ['--out', sys.argv[1] + own]\n"
+        "    assert cli.main(['run', *words, f'engine.threads={own}', *out]) == 0\n"
+    )
     words = [w for w in SMALL if "threads" not in w]
     for name, count in (("a", "1"), ("b", "2")):
-        command = [sys.executable, "-c", code, "run", *words, f"engine.threads={threads}"]
         environment = {**os.environ, "OMP_NUM_THREADS": count}
-        subprocess.run([*command, "--out", str(tmp_path / name)], env=environment, check=True)
-    assert same_run(tmp_path / "a", tmp_path / "b")
+        command = [sys.executable, "-c", code, str(tmp_path / name), *words]
+        subprocess.run(command, env=environment, check=True)
+    assert same_run(tmp_path / "a1", tmp_path / "b1")
+    assert same_run(tmp_path / "a2", tmp_path / "b2")
 
 
 def test_a_line_cut_short_by_a_kill_is_dropped(

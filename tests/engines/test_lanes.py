@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, settings, step, train, without_code
+from helpers import engine_of, groups_of, made_split, settings, step, train
 
 from fedssl import workspace
 from fedssl.algorithms.base import Server
@@ -19,16 +20,18 @@ from fedssl.plan import Plan
 from fedssl.trees import flatten
 
 BYOL = ["objective.name=byol", "objective.projector=32,16", "objective.predictor=32,16"]
+FEDAVG = ["algorithm.name=fedavg", *BYOL]
 MOCO = ["objective.name=moco", "objective.projector=32,16", "objective.queue=20"]
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
 SIZES = (20, 24, 5, 20, 16)  # one is smaller than a batch
 
 
 @pytest.fixture(autouse=True)
-def no_code_for_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_it_is_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiling gives is told elsewhere, and takes seconds for each network."""
     torch.compiler.reset()
     if request.node.callspec.params["device"] == "cpu":
-        without_code(monkeypatch)
+        monkeypatch.setattr(workspace, "compiled", lambda function, **_: function)
 
 
 def engine_with(words: list[str], lanes: int, device: str) -> tuple[LocalEngine, torch.Tensor]:
@@ -46,7 +49,7 @@ def engine_with(words: list[str], lanes: int, device: str) -> tuple[LocalEngine,
 @pytest.mark.parametrize(
     "words",
     [
-        ["algorithm.name=fedavg", *BYOL],
+        FEDAVG,
         ["algorithm.name=fedema", *BYOL],
         ["algorithm.name=ditto", "algorithm.lambda=0.5", *MOCO],
         ["algorithm.name=fedavg", "algorithm.norm_policy=local", *MOCO],
@@ -90,7 +93,7 @@ def test_side_by_side_as_one_by_one(
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_waves_are_even_and_a_watched_round_is_not_shared(device: str) -> None:
-    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 5, device)
+    engine, _ = engine_with(FEDAVG, 5, device)
     lanes = engine.lanes
     assert lanes is not None and lanes.knows("train") and not lanes.knows("other")
     assert [lanes.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
@@ -117,7 +120,7 @@ def test_steps_of_each_clients_own_are_not_shared(
 def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
     ids: list[int], expected: bool, device: str
 ) -> None:
-    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 3, device)
+    engine, _ = engine_with(FEDAVG, 3, device)
     fresh = engine.lanes = Lanes(engine.work, 3)
     server = Server(engine.work)
     step(engine, server, 0, *ids)
@@ -133,7 +136,7 @@ def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 3, device)
+    engine, _ = engine_with(FEDAVG, 3, device)
 
     def broken(work: workspace.Workspace) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -154,11 +157,14 @@ def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.Monke
 def test_who_interrupts_does_not_wait_for_the_others(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 3, device)
+    engine, _ = engine_with(FEDAVG, 3, device)
     server, lanes = Server(engine.work), engine.lanes
     assert lanes is not None
 
-    def interrupted(futures: object) -> None:
+    started: list[Future[object]] = []
+
+    def interrupted(futures: list[Future[object]]) -> None:
+        started.extend(futures)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedssl.engines.lanes.wait", interrupted)
@@ -167,14 +173,17 @@ def test_who_interrupts_does_not_wait_for_the_others(
         work.plan = Plan.from_config(config, 0, work.device)
     with pytest.raises(KeyboardInterrupt):
         step(engine, server, 1)
-    lanes._threads.shutdown()  # at the end of their step
+    try:
+        assert started and not wait(started, 20).not_done  # they stop at the end of their step
+    finally:
+        engine.work.halted.set()  # else a test that failed would never end
 
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_without_memory_there_are_fewer_networks(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, _ = engine_with(["algorithm.name=fedavg", *BYOL], 2, device)
+    engine, _ = engine_with(FEDAVG, 2, device)
     lanes, twin = engine.lanes, engine.work.twin
     assert lanes is not None and lanes.width(4) == 2
 

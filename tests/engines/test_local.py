@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,21 +28,11 @@ def test_order_of_clients_does_not_matter(algorithm: str) -> None:
 
 def test_number_of_threads_does_not_matter() -> None:
     """One thread and two: the same numbers up to the order of additions inside a kernel."""
-    script = (
-        "import sys, torch; sys.path.insert(0, 'tests'); torch.set_num_threads(int(sys.argv[1]))\n"
-        "from helpers import *\n"
-        "engine, server = engine_of(settings(), made_split(), groups_of(3, 5, 2, 7, 2))\n"
-        "torch.save(train(engine, server, 3), sys.argv[2])\n"
-    )
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        results = []
-        for threads in ("1", "2"):
-            path = str(Path(folder) / threads)
-            subprocess.run([sys.executable, "-c", script, threads, path], check=True)
-            results.append(torch.load(path))
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        engine, server = engine_of(settings(), made_split(), groups_of(3, 5, 2, 7, 2))
+        results.append(train(engine, server, 3))
     assert relative(*results) < 1e-10
 
 

@@ -24,7 +24,7 @@ FLOWER = ("engine.name=flower", "engine.workers=2", "checkpoint.seconds=0")
 
 
 def start(out: Path, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "fedssl", "run", *words, "--out", str(out)]
+    command = [sys.executable, *words]
     log = out.with_suffix(".log").open("ab")
     return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -51,23 +51,30 @@ CCL = (  # without encryption, whose random numbers nobody can repeat
 )
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("algorithm.name=fedavg",), CCL], ids=["dcco", "fedavg", "ccl"]
-)
-def test_a_run_on_ray_is_a_local_one(words: tuple[str, ...], tmp_path: Path) -> None:
+RUNS = {"dcco": (), "fedavg": ("algorithm.name=fedavg",), "ccl": CCL}
+ONE_AFTER_ANOTHER = """import json, sys; from fedssl import cli, report
+report.leave = lambda run: None
+sys.exit(max(cli.main(["run", *words]) for words in json.loads(sys.argv[1])))"""
+
+
+def test_runs_on_ray_are_local_ones(tmp_path: Path) -> None:
+    """In one process, as a table's rows are."""
     out = tmp_path / "far"
-    finish(start(out, *SMALL, *words, *FLOWER), out)
-    run.run(small(*words, "engine.merge=off"), tmp_path / "near")
-    assert relative(weights(out), weights(tmp_path / "near")) < 1e-10
-    names = {path.name for path in (tmp_path / "near").iterdir()} | {"report.html"}
-    assert {path.name for path in out.iterdir()} == names
+    commands = [[*SMALL, *w, *FLOWER, "--out", f"{out}-{name}"] for name, w in RUNS.items()]
+    finish(start(out, "-c", ONE_AFTER_ANOTHER, json.dumps(commands)), out)
     assert "Traceback" not in out.with_suffix(".log").read_text()
+    for name, words in RUNS.items():
+        near, far = tmp_path / name, tmp_path / f"far-{name}"
+        run.run(small(*words, "engine.merge=off"), near)
+        assert relative(weights(far), weights(near)) < 1e-10, name
+        assert {path.name for path in far.iterdir()} == {path.name for path in near.iterdir()}
 
 
 def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
     """No round lost or done twice, the clients' states included (SIGKILL, then --resume)."""
     out, words = tmp_path / "far", (*BYOL, "algorithm.name=fedema", "rounds=8")
-    process = start(out, *SMALL, *words, *FLOWER, "checkpoint.seconds=1")
+    command = ("-m", "fedssl", "run", "--out", str(out))
+    process = start(out, *command, *SMALL, *words, *FLOWER, "checkpoint.seconds=1")
     end = time.monotonic() + 200
     while len(rounds(out)) < 3:
         assert process.poll() is None, out.with_suffix(".log").read_text()[-3000:]
@@ -76,7 +83,7 @@ def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert len(rounds(out)) < 8
-    finish(start(out, "--resume"), out)
+    finish(start(out, *command, "--resume"), out)
     assert rounds(out) == list(range(1, 9))
     run.run(small(*words), tmp_path / "near")
     assert relative(weights(out), weights(tmp_path / "near")) < 1e-10

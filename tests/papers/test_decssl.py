@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from helpers import step
 
-from fedssl import config, run
+from fedssl import config
 from fedssl.data import datasets
+from fedssl.session import prepare
 
 
 @pytest.mark.skipif(not datasets.DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")
-def test_label_skew_costs_self_supervision_less_than_supervision(tmp_path: Path) -> None:
+def test_label_skew_costs_self_supervision_less_than_supervision() -> None:
     """Ten local epochs, two classes a client or all; each beside its own result with all."""
 
     def lost(row: str, measure: str) -> float:
@@ -20,7 +20,10 @@ def test_label_skew_costs_self_supervision_less_than_supervision(tmp_path: Path)
             recipe = config.read_recipe(f"decssl/small/{row}/{column}")
             words = ["data.labels=600", "rounds=2", "algorithm.batch=60", "engine.threads=1"]
             settings = config.resolve(recipe, [*words, f"evaluate.protocols={measure}"])
-            found.append(run.run(settings, tmp_path / row / column)["result"][f"{measure}_top1"])
+            session = prepare(settings)
+            for round in range(settings.rounds):
+                step(session.engine, session.server, round)
+            found.append(session.judge(session.global_weights())[f"{measure}_top1"])
         return found[0] - found[1]
 
     supervised, own = lost("dec-sl", "head"), lost("dec-ssl", "linear")
