@@ -499,8 +499,11 @@ def _made(lines: Sequence[Line]) -> list[str]:
     """Rounds, and each seed's time."""
     if not lines:
         return ["not measured yet", ""]
-    times = [f"{line['seconds'] / 60:.1f}" if line["seconds"] else "–" for line in lines]
-    times = [f"{t}*" if line.get("beside") else t for t, line in zip(times, lines, strict=True)]
+    stars = ["*" if line.get("beside") else "" for line in lines]
+    times = [
+        f"{line['seconds'] / 60:.1f}{star}" if line["seconds"] else "–"
+        for line, star in zip(lines, stars, strict=True)
+    ]
     seeds = [f"{line['seed']}: {time}" for line, time in zip(lines, times, strict=True)]
     return [f"{lines[0]['rounds']:,} of {lines[0]['paper_rounds']:,}", ", ".join(seeds)]
 

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from fedssl.process import wait_briefly
+from fedssl import cli, config, session, train
+from fedssl.errors import UserError
+from fedssl.process import ALLOCATING, WAITING
 
 TENSORS = """
 import resource, sys
@@ -28,20 +30,49 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "torch" in sy
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_memory_that_was_used_is_not_cleared_again() -> None:
     """Pages that the kernel has to give: of three buffers of 24 MiB, four times."""
-    faults = {}
-    for how in ("keep", "as it is"):
+    faults: dict[tuple[str, str], int] = {}
+    for how, name in (("keep", ""), ("as it is", ""), ("keep", "MALLOC_TRIM_THRESHOLD_")):
         words = [sys.executable, "-c", TENSORS, how]
-        found = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
-        faults[how], imported = int(found[0]), found[1]
+        environment = {k: v for k, v in os.environ.items() if k not in ALLOCATING}
+        environment |= {name: "131072"} if name else {}
+        found = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
+        count, imported = found.stdout.split()
+        faults[how, name] = int(count)
         assert imported == "False"  # importing is cheap
-    assert faults["keep"] < 100 < 10_000 < faults["as it is"]
+    kept, plain, users = faults.values()
+    assert kept < 100 < 10_000 < min(plain, users)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("PASSIVE", "1000")),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ("ACTIVE", None)),
+        ({"GOMP_SPINCOUNT": "5"}, (None, "5")),
+    ],
+)
+@pytest.mark.parametrize("way", ["command line", "API"])
 def test_threads_wait_briefly_unless_the_user_says_otherwise(
+    given: dict[str, str],
+    expected: tuple[str | None, str | None],
+    way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    wait_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    for name in WAITING:
+        monkeypatch.setenv(name, "")  # put back what was there, at the end
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if way == "command line":
+        assert cli.main(["recipes", "default"]) == 0
+    else:
+        with pytest.raises(UserError):
+            train(resume=True)
+    assert tuple(os.environ.get(name) for name in WAITING) == expected
+
+
+def test_a_session_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(session, "keep_memory", lambda: calls.append(True))
+    session.prepare(config.resolve(config.read_recipe(None), ["rounds=1"]))
+    assert calls

@@ -188,6 +188,7 @@ def test_a_check_makes_the_same_network_without_weights(name: str, checked: list
 OWN = """
 from dataclasses import dataclass
 from torch import nn
+from fedssl.algorithms import fedavg
 from fedssl.objectives import simclr
 
 class Mine(simclr.SimCLR):
@@ -199,13 +200,29 @@ class Mine(simclr.SimCLR):
         made = nn.Linear(features, 8)
         assert float(made.weight.detach().norm()) > 0
         return made
+
+class Own(fedavg.FedAvg):
+    @dataclass(frozen=True)
+    class Params(fedavg.FedAvg.Params):
+        pass
+
+    def exact_on_union(self, work):
+        return float(work.initial.norm()) < 0
 """
 
 
-def test_code_that_is_not_ours_may_look_at_weights(tmp_path: Path, checked: list[Session]) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    words = ["algorithm.name=fedavg", f"objective.name={tmp_path / 'own.py'}:Mine"]
-    sweep.check({"a": config.build(tree(*words))})
+@pytest.mark.parametrize("key", ["objective", "algorithm", "encoder"])
+def test_code_that_is_not_ours_may_look_at_weights(
+    key: str, tmp_path: Path, checked: list[Session]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    words = {
+        "objective": ["algorithm.name=fedavg", f"objective.name={own}:Mine"],
+        "algorithm": [f"algorithm.name={own}:Own"],
+        "encoder": ["encoder.name=timm/resnet10t", "encoder.norm=batch", "data.size=32"],
+    }
+    sweep.check({"a": config.build(tree(*words[key]))})
     assert not checked[0].work.flat.vector.is_meta
 
 

@@ -6,29 +6,28 @@ import ctypes
 import os
 import sys
 
-# Of glibc's malloc.h, and the most that it takes for the second.
-_TRIM, _MAP, _LARGEST = -1, -3, 32 << 20
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+ALLOCATING = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_TRIM, _MAP = -1, -3  # of glibc's malloc.h
 
 
 def wait_briefly() -> None:
-    """Threads look for work for some microseconds, then sleep; what the user has set stays.
+    """Threads look for work for some microseconds, then sleep; a user who set either has the say.
 
-    To be called before torch is imported. Going to sleep at once costs small networks a third of
-    their speed on a quiet machine, and waiting for long makes them forty times as slow on a busy
-    one (benchmarks/NOTES.md).
+    To be called before torch is imported. To sleep at once makes small networks up to 1.7 times as
+    slow on a quiet machine, to wait for long tens of times on a busy one (benchmarks/NOTES.md).
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # libgomp's own number for more threads than processors; it goes before the policy.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)  # libgomp goes by the number, others by the policy
 
 
 def keep_memory() -> None:
-    """What tensors of up to 32 MiB leave free stays with the process, up to 1 GiB.
+    """Memory that tensors leave free stays with the process, unless the user has set otherwise.
 
-    Otherwise the kernel takes it back and clears it for the next tensor, again and again: on a CPU
-    a sixth to a third of a training step (benchmarks/NOTES.md).
+    Else the kernel takes it back and clears it for the next tensors, again and again: on a CPU up
+    to a third of a training step (benchmarks/NOTES.md). Buffers above 32 MiB still go back.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:  # glibc
-        mallopt(_MAP, _LARGEST)
+    if mallopt is not None and not os.environ.keys() & set(ALLOCATING):
+        mallopt(_MAP, 32 << 20)  # older versions refuse more
         mallopt(_TRIM, 1 << 30)

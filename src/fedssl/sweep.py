@@ -87,7 +87,7 @@ def check(waiting: Mapping[str, Config]) -> None:
 
 
 def _needs_weights(settings: Config) -> bool:
-    """Whether a network is checked in full: others' code may look at numbers, given ones are read.
+    """Whether a network is checked in full: others' code may look at numbers, and files are read.
 
     All others are checked without weights, which take a second each in a large network.
     """

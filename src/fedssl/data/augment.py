@@ -185,8 +185,9 @@ class Augmentation:
 
         Few numbers are handled in one pass: there the calls cost more than what they do.
         """
-        few = images[0].device.type == "cpu" and images[0].numel() <= FEW
-        if len(images) == 1 or not few:
+        first = images[0]
+        few = first.device.type == "cpu" and first.numel() <= FEW
+        if len(images) == 1 or not few or any(x.shape != first.shape for x in images):
             return tuple(self.views(x, state, view, dtype) for view, x in enumerate(images))
         view = torch.arange(len(images)).repeat_interleave(len(state))
         both = self.views(torch.cat(list(images)), state.repeat(len(images)), view, dtype)
