@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
+from fedssl.metrics import read
 from fedssl.session import build_network, pooled
 from fedssl.workspace import Workspace
 
@@ -25,6 +27,12 @@ def made_split(count: int = 40, channels: int = 1, size: int = 8, classes: int =
         0, 256, (count, channels, size, size), dtype=torch.uint8, generator=generator
     )
     return Split((images,), labels=torch.arange(count) % classes)
+
+
+def timeless(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, without how long things took."""
+    times = ("seconds", "overhead")
+    return [{name: v for name, v in line.items() if name not in times} for line in read(out)]
 
 
 def groups_of(*sizes: int) -> Groups:

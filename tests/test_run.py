@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import without_code
+from helpers import timeless, without_code
 from safetensors.torch import load_file
 
 from fedssl import checkpoint, config, run
@@ -42,16 +42,12 @@ def lines(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def without_time(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
-
-
 def same_run(a: Path, b: Path) -> bool:
     states = [load_file(folder / checkpoint.FILE) for folder in (a, b)]
     equal = states[0].keys() == states[1].keys() and all(
         torch.equal(states[0][k], states[1][k]) for k in states[0]
     )
-    return equal and without_time(lines(a)) == without_time(lines(b))
+    return equal and timeless(a) == timeless(b)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
@@ -88,6 +84,24 @@ def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     assert set(stored["baselines"]) == {"fedavg"} and "knn_top1" in stored["untrained"]
     again = config.build(config.read_yaml(out / "config.yaml"))
     assert again == small("evaluate.baselines=fedavg", "evaluate.every=2")
+
+
+def test_what_a_run_spends_outside_rounds_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thing in the line after it; the last checkpoint and evaluation in the summary alone."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # a second a look
+    summary = run.run(small("rounds=3", "evaluate.every=2", "checkpoint.seconds=0"), tmp_path)
+    assert [row["overhead"] for row in lines(tmp_path)] == [
+        {"prepare": 1, "checkpoint": 1},
+        {"checkpoint": 1, "evaluate": 1},
+        {"checkpoint": 1},
+    ]
+    assert summary["overhead"] == {"checkpoint": 4, "evaluate": 2, "prepare": 1}
+    run.run(small("rounds=3", "evaluate.every=2"), tmp_path, resume=True)  # nothing is left to do
+    again = json.loads((tmp_path / "summary.json").read_text())["overhead"]
+    assert again == {"checkpoint": 3, "evaluate": 2, "prepare": 2}
 
 
 def test_the_exported_encoder_is_the_one_that_was_judged(tmp_path: Path) -> None:
@@ -188,7 +202,8 @@ def test_resume_before_the_first_checkpoint_starts_anew(tmp_path: Path) -> None:
 
 def test_resume_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
     first = run.run(small(), tmp_path / "run")
-    assert run.run(small(), tmp_path / "run", resume=True) == first
+    again = run.run(small(), tmp_path / "run", resume=True)
+    assert {**again, "overhead": {}} == {**first, "overhead": {}}
 
 
 def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -57,13 +58,18 @@ class Metrics:
             logger.write([(round, numbers)])
 
     @staticmethod
-    def totals(out: Path) -> dict[str, float]:
-        """Sums over a run's rounds."""
+    def totals(out: Path, overhead: dict[str, float]) -> dict[str, Any]:
+        """Sums over a run's rounds, and with what came after the last one."""
         lines = list(read(out))
+        others: dict[str, float] = defaultdict(float)
+        for each in (overhead, *(line.get("overhead", {}) for line in lines)):
+            for what, taken in each.items():
+                others[what] += taken
         seconds = sum(line["seconds"] for line in lines)
         images = sum(line["images"] for line in lines)
         return {
             "seconds": round(seconds, 3),
+            "overhead": {what: round(taken, 3) for what, taken in sorted(others.items())},
             "images": images,
             "images_per_second": round(images / seconds, 1) if seconds else 0.0,
             "bytes_up": sum(line["bytes_up"] for line in lines),

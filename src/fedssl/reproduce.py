@@ -35,7 +35,8 @@ COMPARABLE = (
 )  # fmt: skip
 
 BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
-SAID = ("device", "precision", "seconds", "images_per_second", "torch", "fedssl")  # by a run
+# What a run says of itself.
+SAID = ("device", "precision", "seconds", "overhead", "images_per_second", "torch", "fedssl")
 TABLE = "table.jsonl"  # in a table's folder: a line for each of its runs
 ABOUT = "about.txt"  # in a data set's folder: what the data is, in one line
 
@@ -253,7 +254,7 @@ def _so_far(job: Job) -> dict[str, Any]:
     """What a run that failed can say of itself, as a summary says it."""
     device = pick_device(job.settings.device)
     return {
-        **(metrics.Metrics.totals(job.folder) if any(metrics.read(job.folder)) else {}),
+        **(metrics.Metrics.totals(job.folder, {}) if any(metrics.read(job.folder)) else {}),
         "device": run._device_name(device),
         "precision": precision_on(device, job.settings.precision),
         "torch": torch.__version__,

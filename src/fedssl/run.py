@@ -111,8 +111,10 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         from fedssl.engines import flower
 
         flower.require()
+    started = time.perf_counter()
     with plugins.blamed():
         session = prepare(settings)
+    session.overhead["prepare"] = time.perf_counter() - started
     if resume:
         check_clients(session, out)
     return session
@@ -228,22 +230,26 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
             torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
         if not (out / checkpoint.FILE).exists():
             session.algorithm.prepare(server, session.public)
-            checkpoint.write(out, session)  # one to go back to, from the first round on
+            with session.timed("checkpoint"):
+                checkpoint.write(out, session)  # one to go back to, from the first round on
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
             every, monitor = settings.evaluate.every, settings.evaluate.monitor
             # At the end all protocols run anyway.
             more = monitor is not None or server.round < settings.rounds
             if every and server.round % every == 0 and more and session.judged:
-                line |= session.judge_result(monitor)
-            metrics.write(line)
+                with session.timed("evaluate"):
+                    line |= session.judge_result(monitor)
+            others = session.take_overhead()
+            metrics.write(line | ({"overhead": others} if others else {}))
             # Large states take their time: at most a fiftieth of the run goes into writing them.
             wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 50 * cost)
             if settings.privacy.noise is not None:
                 wait = 0  # what was released must not be forgotten
             if time.monotonic() - saved >= wait or stop or server.round == settings.rounds:
                 started = time.monotonic()
-                checkpoint.write(out, session)
+                with session.timed("checkpoint"):
+                    checkpoint.write(out, session)
                 saved = time.monotonic()
                 cost = saved - started
             if stop and server.round < settings.rounds:
@@ -348,15 +354,16 @@ def _images(session: Session, cohort: Cohort) -> int:
 def finish(session: Session, out: Path) -> dict[str, Any]:
     """Judge the result and an untrained network, and write encoder and summary."""
     rows = {}
-    if session.judged:
-        rows["untrained"] = session.judge(session.untrained())
-    if session.judged and session.config.encoder.init is not None:
-        rows["initial"] = session.judge(session.work.initial)
-    result = session.judge_result() if session.judged else {}
+    with session.timed("evaluate"):
+        if session.judged:
+            rows["untrained"] = session.judge(session.untrained())
+        if session.judged and session.config.encoder.init is not None:
+            rows["initial"] = session.judge(session.work.initial)
+        result = session.judge_result() if session.judged else {}
     export(session, out)
     if session.work.watched:
         drift.picture(drift.looks(session), out / "local-features.png")
-    totals = Metrics.totals(out)
+    totals = Metrics.totals(out, session.take_overhead())
     settings = session.config.evaluate
     watched = settings.monitor or (session.protocols if session.judged else ())
     measure = "linear_top1" if "linear" in watched else "knn_top1"

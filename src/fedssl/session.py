@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import secrets
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -64,6 +67,21 @@ class Session:
     site_names: list[str] | None = None  # of a deployment
     # The federations of few labels that ``collaborative`` fine-tunes in, by protocol.
     tuned: dict[str, Session] = field(default_factory=dict)
+    # Seconds that went elsewhere than into rounds, by what for, since the last line of metrics.
+    overhead: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Count the time as overhead."""
+        started = time.perf_counter()
+        yield
+        self.overhead[what] += time.perf_counter() - started
+
+    def take_overhead(self) -> dict[str, float]:
+        """What has come together so far; counting starts anew."""
+        taken = {what: round(seconds, 6) for what, seconds in self.overhead.items()}
+        self.overhead.clear()
+        return taken
 
     @property
     def judged(self) -> bool:

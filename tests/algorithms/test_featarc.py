@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import engine_of, groups_of, made_split, relative, settings, siamese, step
+from helpers import engine_of, groups_of, made_split, relative, settings, siamese, step, timeless
 from plain import Plain, cosine
 from rounds import assert_compiled_is_plain
 from safetensors.torch import load_file
@@ -390,10 +390,7 @@ def test_a_run_logs_clusters_resumes_to_the_same_and_can_be_judged_again(
     whole, cut = (load_file(tmp_path / name / checkpoint.FILE) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys() >= {"server/clusters/1/weights", "rule/momentum"}
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    lines = [
-        [json.loads(line) | {"seconds": 0} for line in (tmp_path / name / "metrics.jsonl").open()]
-        for name in ("whole", "cut")
-    ]
+    lines = [timeless(tmp_path / name) for name in ("whole", "cut")]
     assert lines[0] == lines[1]
     assert all(len(line["cluster"]) == 4 for line in lines[0])
     assert all(set(line["cluster"].values()) <= {0, 1} for line in lines[0])

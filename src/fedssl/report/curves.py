@@ -22,7 +22,7 @@ MOST_CLIENTS = 12  # that have a curve of their own; the others are in the mean
 # Not curves: what a round's line says otherwise, or what other curves are made of.
 _OTHER = {
     *("round", "seconds", "images", "clients", "skipped", "delta", "exchanges", "faults"),
-    *("bytes_up_per_client", "bytes_down_per_client"),
+    *("overhead", "bytes_up_per_client", "bytes_down_per_client"),
 }
 _DULL = {"missing", "bytes_up", "bytes_down"}  # if there are none
 TITLES = {

@@ -425,7 +425,7 @@ def again(page: Page) -> str:
                 f"{name} {run.summary[name]}" for name in ("fedssl", "torch") if name in run.summary
             ),
             "Parameters": _parameters(run.summary.get("parameters")),
-            "Seconds": f"{run.summary.get('seconds', '')}",
+            "Seconds": _seconds(run.summary),
         }
         rows = "".join(
             f"<div><dt>{name}</dt><dd>{_code(name, text)}</dd></div>"
@@ -443,6 +443,14 @@ def again(page: Page) -> str:
         else:
             blocks.append(_heading(page, subject) + block)
     return "".join(blocks)
+
+
+def _seconds(summary: Mapping[str, Any]) -> str:
+    """Of the rounds, and of what else took time."""
+    others = summary.get("overhead")
+    known = others if isinstance(others, dict) else {}
+    more = [f"{name} {value:g}" for name, value in known.items() if is_number(value)]
+    return "; ".join(filter(None, (f"{summary.get('seconds', '')}", ", ".join(more))))
 
 
 def _parameters(count: Any) -> str:
