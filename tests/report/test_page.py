@@ -313,6 +313,17 @@ def test_a_run_that_goes_on_says_so(trained: Path, tmp_path: Path) -> None:
     assert f"not finished: 3 of 50 {last:.1f} %" in seen.replace("\xa0", " ")
 
 
+def test_the_page_says_where_the_time_went(trained: Path, tmp_path: Path) -> None:
+    new = again(trained, tmp_path / "new")
+    own = json.loads((new / "summary.json").read_text())
+    own |= {"seconds": 12.5, "overhead": {"checkpoint": 0.25, "evaluate": 3, "prepare": "?"}}
+    (new / "summary.json").write_text(json.dumps(own))
+    seen = plain(report.write([new], None).read_text())
+    assert "rounds 12.5, checkpoint 0.25, evaluate 3" in seen and "prepare" not in seen
+    (new / "summary.json").write_text(json.dumps(own | {"overhead": 7}))
+    assert "rounds 12.5" in plain(report.write([new], None).read_text())
+
+
 def test_a_run_without_a_single_round_gives_a_page(trained: Path, tmp_path: Path) -> None:
     new = again(trained, tmp_path / "new")
     for name in ("summary.json", "encoder.safetensors", "metrics.jsonl", "clients.json"):

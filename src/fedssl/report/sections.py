@@ -447,10 +447,9 @@ def again(page: Page) -> str:
 
 def _seconds(summary: Mapping[str, Any]) -> str:
     """Of the rounds, and of what else took time."""
-    others = summary.get("overhead")
-    known = others if isinstance(others, dict) else {}
-    more = [f"{name} {value:g}" for name, value in known.items() if is_number(value)]
-    return "; ".join(filter(None, (f"{summary.get('seconds', '')}", ", ".join(more))))
+    others = section(summary, "overhead")
+    known = {"rounds": summary.get("seconds"), **others}
+    return ", ".join(f"{name} {taken:g}" for name, taken in known.items() if is_number(taken))
 
 
 def _parameters(count: Any) -> str:
