@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.models import fused
+from fedssl.models.encoders import Basic, Block
 from fedssl.models.network import Network, Tower, mlp
 from fedssl.models.norms import BatchNorm, GroupNorm, Norm
 
@@ -108,9 +111,8 @@ TILES: list[int | None] = [None, 256, 64]
 def limit(patch: pytest.MonkeyPatch, tile: int | None) -> None:
     """Fewer numbers in a tile than there are."""
     if tile is not None:
-        patch.setattr(fused, "WHOLE", {way: [(tile, 32)] for way in fused.WHOLE})
-        patch.setattr(fused, "WALK", (tile, 32))
-        patch.setattr(fused, "WALKED", dict.fromkeys(fused.WALKED, 16))
+        small = fused.Forms([(tile, 32)], (tile, 32), 16)
+        patch.setattr(fused, "FORMS", dict.fromkeys(fused.FORMS, small))
 
 
 def compare(
@@ -138,23 +140,61 @@ def compare(
         torch.testing.assert_close(a.float(), b.float(), rtol=close, atol=close)
 
 
+def compare_residual(
+    shape: tuple[int, ...], groups: int, pair: bool, dtype: torch.dtype, device: str
+) -> None:
+    """The end of a residual block beside torch's own in float64."""
+    generator = torch.Generator().manual_seed(groups)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device)
+
+    x, z = (2 * drawn(*shape) + 1).to(dtype), (drawn(*shape) - 1).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x  # and z is not
+    weight, bias, weight_z, bias_z = (drawn(shape[1]) for _ in range(4))
+    inputs = [
+        t.requires_grad_() for t in (x, weight, bias, z, weight_z, bias_z)[: 6 if pair else 4]
+    ]
+    found = fused.residual(*inputs, *(() if pair else (None, None)), groups, 1e-5)
+    assert found.dtype == dtype and found.shape == x.shape
+    full = [t.detach().double().requires_grad_() for t in inputs]
+    norms = [
+        F.group_norm(full[i], groups, *full[i + 1 : i + 3]) for i in range(0, len(full) - 1, 3)
+    ]
+    both = norms[0] + (norms[1] if pair else full[3])
+    # Where ReLU's input is 0 but for rounding, its gradient is either.
+    gradient = (drawn(*shape) * (both.abs() > 1e-4)).to(dtype)
+    exact = torch.autograd.grad(both.relu(), full, gradient.double())
+    ours = torch.autograd.grad(found, inputs, gradient)
+    for a, b in zip((found, *ours), (both.relu(), *exact), strict=True):
+        close = 2e-2 if a.dtype == torch.bfloat16 else 1e-5 if a.dim() > 1 else 1e-4
+        torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
+
+
 @pytest.mark.parametrize(
-    ("shape", "way", "expected"),
+    ("shape", "way", "expected", "kind"),
     [
         # The smaller tile, the larger one, and none at all: 64 (or 32) channels of some pixels.
-        ((2, 64, 4, 4), "forward", (64, 16, 1)),
-        ((2, 512, 16, 16), "forward", (32, 256, 8)),
-        ((2, 64, 32, 32), "forward", (32, 1024, 16)),
-        ((2, 64, 64, 64), "forward", (64, 128, 8)),
-        ((2, 512, 16, 16), "backward", (32, 256, 4)),
-        ((2, 64, 32, 32), "backward", (32, 256, 8)),
-        ((2, 96, 64, 64), "forward", (32, 256, 8)),
+        ((2, 64, 4, 4), "forward", (64, 16, 1), "norm"),
+        ((2, 512, 16, 16), "forward", (32, 256, 8), "norm"),
+        ((2, 64, 32, 32), "forward", (32, 1024, 16), "norm"),
+        ((2, 64, 64, 64), "forward", (64, 128, 8), "norm"),
+        ((2, 512, 16, 16), "backward", (32, 256, 4), "norm"),
+        ((2, 64, 32, 32), "backward", (32, 256, 8), "norm"),
+        ((2, 96, 64, 64), "forward", (32, 256, 8), "norm"),
+        ((2, 2048, 4, 4), "forward", (128, 16, 2), "residual"),
+        ((2, 512, 16, 16), "forward", (32, 256, 8), "residual"),
+        ((2, 256, 32, 32), "forward", (16, 1024, 16), "residual"),
+        ((2, 256, 64, 64), "forward", (64, 64, 4), "residual"),
+        ((2, 1024, 8, 8), "backward", (32, 64, 2), "residual"),
+        ((2, 512, 16, 16), "backward", (16, 256, 4), "residual"),
+        ((2, 256, 32, 32), "backward", (16, 1024, 16), "residual"),
     ],
 )
 def test_a_tile_is_whole_where_it_can_be(
-    shape: tuple[int, ...], way: fused.Way, expected: tuple[int, ...]
+    shape: tuple[int, ...], way: fused.Way, expected: tuple[int, ...], kind: fused.Kind
 ) -> None:
-    grid, sizes = fused._sizes(torch.empty(shape), 32, way)
+    grid, sizes = fused._sizes(torch.empty(shape), 32, kind, way)
     assert tuple(sizes[name] for name in ("BLOCK", "ROWS", "num_warps")) == expected
     assert grid == (2 * shape[1] // expected[0],)
 
@@ -167,6 +207,30 @@ def far_from_zero(device: str) -> None:
     torch.testing.assert_close(found.cpu(), F.group_norm(x.double(), 32).float(), rtol=0, atol=1e-3)
 
 
+def nan_stays(device: str) -> None:
+    """A diverged network shows, as with torch's ReLU."""
+    x, z = torch.ones(1, 8, 2, 2, device=device), torch.ones(1, 8, 2, 2, device=device)
+    z[0, 3, 1, 1] = torch.nan
+    ones = torch.ones(8, device=device)
+    found = fused.residual(x, ones, ones, z, None, None, 4, 1e-5)
+    assert torch.equal(found.isnan(), z.isnan())
+    alone = fused.group_norm(z, ones, ones, 4, 1e-5, True)
+    assert torch.equal(alone.isnan(), F.group_norm(z, 4).isnan())
+
+
+def registered(shape: tuple[int, ...], pair: bool) -> None:
+    """What is said of the operators for tracing (shapes, strides, gradients) is what they do."""
+    x, z = (torch.randn(shape).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    weights = [torch.randn(shape[1]) for _ in range(4)]
+    inputs = [t.requires_grad_() for t in (x, *weights[:2], z, *(weights[2:] if pair else ()))]
+    nothing = () if pair else (None, None)
+    torch.library.opcheck(fused._residual, (*inputs, *nothing, 4, 1e-5))
+    plain = [t.detach() for t in inputs]
+    _, mean, scale = fused._residual(*plain, *nothing, 4, 1e-5)
+    given = (torch.ones_like(plain[0]), *plain, *nothing, mean, scale, 4)
+    torch.library.opcheck(fused._residual_backward, given)
+
+
 def test_the_kernels_in_tritons_interpreter() -> None:
     """It must be asked for before Triton is imported: in a process of its own."""
     # Triton 3.4's interpreter stumbles over newer versions of numpy.
@@ -174,10 +238,15 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     code = (
         "import itertools, torch, test_fused as t\n"
         "t.far_from_zero('cpu')\n"
+        "t.nan_stays('cpu')\n"
+        "t.registered((2, 16, 3, 3), True)\n"
+        "t.registered((2, 16, 3, 3), False)\n"
         "kinds = t.TILES, t.SHAPES, (True, False), (torch.float32, torch.bfloat16)\n"
-        "for tile, (shape, groups), relu, dtype in itertools.product(*kinds):\n"
+        "for tile, (shape, groups), form, dtype in itertools.product(*kinds):\n"
         "    t.limit(t.pytest.MonkeyPatch(), tile)\n"
-        "    t.compare(shape, groups, relu, dtype, 'cpu')\n"
+        "    t.compare(shape, groups, form, dtype, 'cpu')\n"
+        "    if tile is None or dtype == torch.float32:\n"
+        "        t.compare_residual(shape, groups, form, dtype, 'cpu')\n"
     )
     path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
@@ -208,25 +277,168 @@ def test_the_kernels_on_a_gpu(
 
 
 @CUDA
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("shape", "groups"), [*SHAPES, ((64, 256, 32, 32), 32)])
+@pytest.mark.parametrize("pair", [True, False])
+def test_the_end_of_a_block_on_a_gpu(
+    shape: tuple[int, ...],
+    groups: int,
+    pair: bool,
+    tile: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit(monkeypatch, tile)
+    compare_residual(shape, groups, pair, torch.bfloat16, "cuda")
+
+
+@CUDA
 def test_the_kernels_far_from_zero() -> None:
     far_from_zero("cuda")
 
 
 @CUDA
-def test_a_network_of_fused_layers() -> None:
-    """ResNet-14 in bfloat16, with the kernels and without: as far apart as bfloat16 is."""
+def test_nan_stays_on_a_gpu() -> None:
+    nan_stays("cuda")
+
+
+@CUDA
+@pytest.mark.parametrize("name", ["resnet14", "resnet18"])
+def test_a_network_of_fused_layers(name: str) -> None:
+    """In bfloat16, with the kernels and without: as far apart as bfloat16 is."""
     from fedssl.config import Encoder
     from fedssl.models.encoders import encoder
 
-    net, x = encoder(Encoder("resnet14"), 3, 32).cuda(), torch.rand(8, 3, 32, 32, device="cuda")
-    exact = net(x)
+    net = encoder(Encoder(name), 3, 32).cuda()
+    x = torch.rand(8, 3, 32, 32, device="cuda")
+
+    def features_and_gradients() -> tuple[Tensor, Tensor]:
+        features = net(x).float()
+        gradients = torch.autograd.grad(features.square().mean(), list(net.parameters()))
+        return features.detach(), torch.cat([g.flatten() for g in gradients])
+
+    exact = features_and_gradients()
     found = []
     for applies in (fused.applies, lambda *_: False):
         with pytest.MonkeyPatch.context() as patch, torch.autocast("cuda", torch.bfloat16):
             patch.setattr(fused, "applies", applies)
-            found.append(net(x).float())
-    errors = [float((f - exact).norm() / exact.norm()) for f in found]
-    assert errors[0] < 2 * errors[1] < 0.1
+            found.append(features_and_gradients())
+    ours, torchs = (
+        [float((f - e).norm() / e.norm()) for f, e in zip(each, exact, strict=True)]
+        for each in found
+    )
+    assert ours[0] < 2 * torchs[0] < 0.1
+    assert ours[1] < 1.5 * torchs[1] < 0.6  # many ReLUs open or close by rounding
+
+
+def block(identity: bool, kind: Literal["batch", "group"] = "group") -> Block:
+    made = Basic(8, 8 if identity else 16, 1 if identity else 2, Norm(kind, 4)).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return made
+
+
+def values(made: Block, out: Tensor, x: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
+    return [out, *torch.autograd.grad((out * weights).sum(), [x, *made.parameters()])]
+
+
+def images() -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn((2, 8, 4, 4), generator=generator, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("identity", [True, False])
+@pytest.mark.parametrize("kind", ["batch", "group"])
+def test_a_block_is_its_formula(identity: bool, kind: Literal["batch", "group"]) -> None:
+    made, x = block(identity, kind), images()
+    expected = values(made, F.relu(made.body(x) + made.shortcut(x)), x)
+    found = values(made, made(x), x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def plain_kernels(patch: pytest.MonkeyPatch, applies: Callable[[Tensor, int], bool]) -> list[str]:
+    """torch's own in the place of the kernels; which are asked for."""
+    asked: list[str] = []
+
+    def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float, relu: bool) -> Tensor:
+        asked.append("group_norm")
+        y = F.group_norm(x, groups, w, b, eps)
+        return y.relu() if relu else y
+
+    def residual(x: Tensor, w: Tensor, b: Tensor, z: Tensor, *rest: Any) -> Tensor:
+        asked.append("residual")
+        *of_z, groups, eps = rest
+        other = z if of_z[0] is None else F.group_norm(z, groups, *of_z, eps)
+        return F.relu(F.group_norm(x, groups, w, b, eps) + other)
+
+    patch.setattr(fused, "applies", applies)
+    patch.setattr(fused, "group_norm", group_norm)
+    patch.setattr(fused, "residual", residual)
+    return asked
+
+
+@pytest.mark.parametrize("identity", [True, False])
+def test_the_end_of_a_block_is_one_kernel(identity: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = block(identity), images()
+    made.body[-1].eps = 1e-3  # it reaches the kernel
+    if not identity:
+        made.shortcut[-1].eps = 1e-3
+    expected = values(made, made(x), x)
+    asked = plain_kernels(monkeypatch, lambda t, groups: groups == 4)
+    found = values(made, made(x), x)
+    assert asked == ["group_norm", "residual"]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def other_groups(made: Block) -> None:
+    made.shortcut[-1].num_groups = 2
+
+
+def other_eps(made: Block) -> None:
+    made.shortcut[-1].eps = 1e-3
+
+
+def other_shape(made: Block) -> None:
+    made.shortcut = nn.AdaptiveAvgPool2d(1)
+
+
+def relu_within(made: Block) -> None:
+    made.body[-1].relu = True
+
+
+def nothing(made: Block) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("identity", "change", "applies"),
+    [
+        (False, other_groups, lambda t, groups: True),
+        (False, other_eps, lambda t, groups: True),
+        (True, other_shape, lambda t, groups: True),
+        (True, relu_within, lambda t, groups: True),
+        (True, nothing, lambda t, groups: False),
+        (False, nothing, lambda t, groups: False),
+        # One of the two: the identity gives the block's input, known by its first number.
+        (True, nothing, lambda t, groups: bool(t[0, 0, 0, 0] != images()[0, 0, 0, 0])),
+        (True, nothing, lambda t, groups: bool(t[0, 0, 0, 0] == images()[0, 0, 0, 0])),
+    ],
+)
+def test_what_one_kernel_cannot_take_is_left_to_several(
+    identity: bool,
+    change: Callable[[Block], None],
+    applies: Callable[[Tensor, int], bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, x = block(identity), images()
+    change(made)
+    expected = values(made, F.relu(made.body(x) + made.shortcut(x)), x)
+    asked = plain_kernels(monkeypatch, applies)
+    found = values(made, made(x), x)
+    assert "residual" not in asked
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(

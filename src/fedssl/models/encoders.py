@@ -8,13 +8,12 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config import TIMM, Encoder
 from fedssl.errors import UserError
 from fedssl.models import fused
-from fedssl.models.norms import BatchNorm, Norm, adopt
+from fedssl.models.norms import BatchNorm, Norm, adopt, residual
 from fedssl.models.vit import ViT, check_patch
 
 
@@ -47,8 +46,8 @@ class Block(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Body plus shortcut."""
-        return F.relu(self.body(x) + self.shortcut(x))
+        """Body plus shortcut, cut off below 0."""
+        return residual(self.body, self.shortcut, x)
 
 
 class Basic(Block):

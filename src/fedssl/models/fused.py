@@ -1,5 +1,7 @@
 """Group norm and ReLU in one pass over memory, forward and backward: Triton kernels for a GPU.
 
+So is the end of a residual block: a norm, the sum with the shortcut (and its norm), and ReLU.
+
 They want bfloat16 in channels-last order, as convolutions on a GPU do. A program has one image and
 some whole groups of channels. Where these are few numbers it reads them once, into registers;
 otherwise it walks over the pixels twice, first for the sums, and finds most of them in the cache.
@@ -7,21 +9,34 @@ otherwise it walks over the pixels twice, first for the sums, and finds most of 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 CHANNELS = 16  # of one program, at least: 32 bytes in a row, what memory gives at a time
-# Numbers in a program's registers at most, and for one thread: the first form that an image fits
-# in, or the walking one. What was fastest on an H200 (benchmarks/NOTES.md).
+Kind = Literal["norm", "residual"]
 Way = Literal["forward", "backward"]
-WHOLE: dict[Way, list[tuple[int, int]]] = {
-    "forward": [(8192, 32), (32768, 64)],
-    "backward": [(8192, 64)],
+
+
+class Forms(NamedTuple):
+    """Numbers in a program's tile at most, and for one thread.
+
+    It is the first form that a whole image fits in, or the walking one, of so many channels.
+    """
+
+    whole: list[tuple[int, int]]
+    walk: tuple[int, int]
+    channels: int
+
+
+# What was fastest on an H200 (benchmarks/NOTES.md); a residual's for two norms.
+FORMS: dict[tuple[Kind, Way], Forms] = {
+    ("norm", "forward"): Forms([(8192, 32), (32768, 64)], (8192, 32), 64),
+    ("norm", "backward"): Forms([(8192, 64)], (8192, 32), 32),
+    ("residual", "forward"): Forms([(2048, 32), (8192, 32), (16384, 32)], (4096, 32), 64),
+    ("residual", "backward"): Forms([(2048, 32), (4096, 32), (16384, 32)], (4096, 32), 32),
 }
-WALK = (8192, 32)
-WALKED: dict[Way, int] = {"forward": 64, "backward": 32}  # channels of a walking program, at most
 
 
 def layout(images: Tensor) -> Tensor:
@@ -46,11 +61,12 @@ def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
 ) -> Tensor:
     """``F.group_norm``, and with ``relu`` its ReLU; statistics and parameters are float32."""
-    y: Tensor = _forward(_ordered(x), weight, bias, groups, eps, relu)[0]
+    y: Tensor = _forward(ordered(x), weight, bias, groups, eps, relu)[0]
     return y
 
 
-def _ordered(x: Tensor) -> Tensor:
+def ordered(x: Tensor) -> Tensor:
+    """Channels last in memory."""
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
@@ -63,7 +79,7 @@ def _forward(
     scale = torch.empty_like(mean)
     from fedssl.models import kernels  # Triton comes with torch's builds for a GPU only
 
-    grid, meta = _sizes(x, groups, "forward")
+    grid, meta = _sizes(x, groups, "norm", "forward")
     kernels.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
     return y, mean, scale
 
@@ -84,7 +100,7 @@ def _backward(
     dbias = torch.empty_like(dweight)
     from fedssl.models import kernels
 
-    grid, meta = _sizes(x, groups, "backward")
+    grid, meta = _sizes(x, groups, "norm", "backward")
     tensors = (gradient, x, weight, bias, mean, scale, dx, dweight, dbias)
     kernels.backward[grid](*tensors, RELU=relu, **meta)
     return dx, dweight, dbias
@@ -120,21 +136,141 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = _backward(_ordered(gradient), *ctx.saved_tensors, *ctx.settings)
+    dx, dweight, dbias = _backward(ordered(gradient), *ctx.saved_tensors, *ctx.settings)
     return dx, dweight.sum(0), dbias.sum(0), None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def _sizes(x: Tensor, groups: int, way: Way) -> tuple[tuple[int], dict[str, int]]:
+def residual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    weight_z: Tensor | None,
+    bias_z: Tensor | None,
+    groups: int,
+    eps: float,
+) -> Tensor:
+    """``relu(norm(x) + norm(z))`` with group norms, or without a weight ``relu(norm(x) + z)``."""
+    y: Tensor = _residual(ordered(x), weight, bias, ordered(z), weight_z, bias_z, groups, eps)[0]
+    return y
+
+
+@torch.library.custom_op("fedssl::residual", mutates_args=())
+def _residual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    weight_z: Tensor | None,
+    bias_z: Tensor | None,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    pair = weight_z is not None
+    y = torch.empty_like(x)
+    mean = x.new_empty(1 + pair, len(x), groups, dtype=torch.float32)  # x's, then z's
+    scale = torch.empty_like(mean)
+    from fedssl.models import kernels
+
+    grid, meta = _sizes(x, groups, "residual", "forward")
+    statistics = (mean[0], scale[0], mean[-1], scale[-1])
+    kernels.residual_forward[grid](
+        x, weight, bias, z, weight_z, bias_z, y, *statistics, eps, PAIR=pair, **meta
+    )
+    return y, mean, scale
+
+
+@torch.library.custom_op("fedssl::residual_backward", mutates_args=())
+def _residual_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    weight_z: Tensor | None,
+    bias_z: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Without a ``weight_z`` the output is in z's place: it says where ReLU was open."""
+    pair = weight_z is not None
+    dx, dz = torch.empty_like(x), torch.empty_like(z)
+    dweight = x.new_empty(len(mean), len(x), x.shape[1], dtype=torch.float32)
+    dbias = torch.empty_like(dweight[0])
+    from fedssl.models import kernels
+
+    grid, meta = _sizes(x, groups, "residual", "backward")
+    inputs = (gradient, x, weight, bias, z, weight_z, bias_z)
+    statistics = (mean[0], scale[0], mean[-1], scale[-1])
+    outputs = (dx, dz, dweight[0], dweight[-1], dbias)
+    kernels.residual_backward[grid](*inputs, *statistics, *outputs, PAIR=pair, **meta)
+    return dx, dz, dweight, dbias
+
+
+@_residual.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    weight_z: Tensor | None,
+    bias_z: Tensor | None,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    norms = 1 if weight_z is None else 2
+    mean = x.new_empty(norms, x.shape[0], groups, dtype=torch.float32)
+    return torch.empty_like(x), mean, torch.empty_like(mean)
+
+
+@_residual_backward.register_fake
+def _(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    z: Tensor,
+    weight_z: Tensor | None,
+    bias_z: Tensor | None,
+    mean: Tensor,
+    scale: Tensor,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    each = x.new_empty(mean.shape[0], x.shape[0], x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(z), each, torch.empty_like(each[0])
+
+
+def _keep_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, z, weight_z, bias_z, ctx.groups, _ = inputs
+    y, mean, scale = output
+    other = y if weight_z is None else z
+    ctx.save_for_backward(x, weight, bias, other, weight_z, bias_z, mean, scale)
+
+
+def _residual_gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dz, dweight, dbias = _residual_backward(ordered(gradient), *ctx.saved_tensors, ctx.groups)
+    weight, *weight_z = dweight.sum(1)
+    bias = dbias.sum(0)  # of both norms
+    of_z = (*weight_z, bias) if weight_z else (None, None)
+    return dx, weight, bias, dz, *of_z, None, None
+
+
+_residual.register_autograd(_residual_gradients, setup_context=_keep_residual)
+
+
+def _sizes(x: Tensor, groups: int, kind: Kind, way: Way) -> tuple[tuple[int], dict[str, int]]:
     """The grid, and what a kernel is compiled for."""
     channels = x.shape[1]
     pixels, width = x.numel() // (len(x) * channels), channels // groups
     rows, block = 1 << (pixels - 1).bit_length(), max(width, min(channels, CHANNELS))
-    whole = next((form for form in WHOLE[way] if rows * block <= form[0]), None)
-    tile, each = whole or WALK
-    most = tile // rows if whole else WALKED[way]
+    forms = FORMS[kind, way]
+    whole = next((form for form in forms.whole if rows * block <= form[0]), None)
+    tile, each = whole or forms.walk
+    most = tile // rows if whole else forms.channels
     while 2 * block <= most and channels % (2 * block) == 0:
         block *= 2
     rows = min(rows, max(1, tile // block))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.errors import UserError
-from fedssl.models import fused
+from fedssl.models import batch, fused
 
 STATISTICS_MOMENTUM = 0.1  # share of a batch in batch norm's running statistics
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # what algorithm.norm_policy is about
@@ -42,32 +42,64 @@ class StandardizedLinear(nn.Linear):
 class BatchNorm(_BatchNorm):
     """Batch norm of a batch in which several views follow one another: each by its own statistics.
 
-    With ``views`` the numbers are those of one pass a view (running statistics too), in one pass.
+    With ``views`` the numbers are those of one pass a view (running statistics too), in one pass;
+    with ``relu`` the ReLU after it is within.
     """
 
     views = 1
+
+    def __init__(self, channels: int, relu: bool = False) -> None:
+        super().__init__(channels, momentum=STATISTICS_MOMENTUM)
+        self.num_batches_tracked = None  # nothing reads it, and a resumed run would count anew
+        self.relu = relu
 
     def _check_input_dim(self, input: Tensor) -> None:
         return  # feature maps and vectors alike
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize; ``views`` matters in training only."""
-        if self.views == 1 or not self.training:
-            return super().forward(input)
-        assert self.running_mean is not None and self.running_var is not None
-        assert self.momentum is not None
+        """Normalize, and cut off below 0; ``views`` matters in training only."""
+        if self._has_kernels(input):
+            given = (input, self.weight, self.bias, self.eps, self.views)
+            y, mean, variance = batch.batch_norm(*given, relu=self.relu)
+            self._follow(mean, variance, input)
+            return y
+        y = self._apart(input) if self.training and self.views > 1 else super().forward(input)
+        return F.relu(y, inplace=True) if self.relu else y
+
+    def plus(self, input: Tensor, other: Tensor) -> Tensor:
+        """The end of a residual block: the norm, the sum with the shortcut, and ReLU."""
+        alike = input.shape == other.shape and input.dtype == other.dtype
+        if not (alike and self._has_kernels(input)):
+            return F.relu(self(input) + other)
+        given = (input, other, self.weight, self.bias, self.eps, self.views)
+        y, mean, variance = batch.batch_norm_add(*given)
+        self._follow(mean, variance, input)
+        return y
+
+    def _has_kernels(self, input: Tensor) -> bool:
+        """Only in a compiled step: elsewhere starting them costs more than they save."""
+        return self.training and torch.compiler.is_compiling() and batch.applies(input)
+
+    def _apart(self, input: Tensor) -> Tensor:
+        """Each view by its own statistics."""
         x = input.unflatten(0, (self.views, -1)).to(torch.promote_types(input.dtype, torch.float32))
         over = [1, *range(3, x.dim())]
         variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
         shape = (1, 1, -1, *[1] * (x.dim() - 3))
         y = (x - mean) * torch.rsqrt(variance + self.eps)
         y = y * self.weight.view(shape) + self.bias.view(shape)
-        samples = x.numel() // (self.views * x.shape[2])
-        with torch.no_grad():
-            for m, v in zip(mean.flatten(1), variance.flatten(1), strict=True):
-                self.running_mean.lerp_(m, self.momentum)
-                self.running_var.lerp_(v * (samples / (samples - 1)), self.momentum)
+        self._follow(mean.flatten(1), variance.flatten(1), input)
         return y.flatten(0, 1).to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, means: Tensor, variances: Tensor, input: Tensor) -> None:
+        """Running statistics after one view and the next."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.momentum is not None
+        samples = input.numel() // (self.views * input.shape[1])
+        for mean, variance in zip(means, variances, strict=True):
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (samples / (samples - 1)), self.momentum)
 
 
 class BatchNormAct(BatchNorm):
@@ -100,6 +132,39 @@ class GroupNorm(nn.GroupNorm):
         return F.relu(y, inplace=True) if self.relu else y
 
 
+def residual(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
+    """``relu(body(x) + shortcut(x))``: from its norms on in one kernel where there is one."""
+    y, norm = _before_norm(body, x)
+    if isinstance(norm, BatchNorm):
+        return norm.plus(y, shortcut(x))
+    z, other = _before_norm(shortcut, x)
+    if norm is not None and _alike(y, norm, z, other):
+        w, b = (None, None) if other is None else (other.weight, other.bias)
+        return fused.residual(y, norm.weight, norm.bias, z, w, b, norm.num_groups, norm.eps)
+    y = y if norm is None else norm(y)
+    z = z if other is None else other(z)
+    return F.relu(y + z)
+
+
+def _before_norm(layers: nn.Module, x: Tensor) -> tuple[Tensor, BatchNorm | GroupNorm | None]:
+    """What a norm at the end gets, and that norm; or the output, if the end is another."""
+    if isinstance(layers, nn.Sequential):
+        *most, last = layers
+        if isinstance(last, (BatchNorm, GroupNorm)) and not last.relu:
+            for layer in most:
+                x = layer(x)
+            return x, last
+    return layers(x), None
+
+
+def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm | None) -> bool:
+    """Whether one kernel can take both."""
+    settings = (norm.num_groups, norm.eps)
+    same = isinstance(other, GroupNorm) and (other.num_groups, other.eps) == settings
+    fits = all(fused.applies(t, norm.num_groups) for t in (y, z))
+    return (same or other is None) and fits and y.shape == z.shape
+
+
 @dataclass(frozen=True)
 class Norm:
     """Makes the layers of a network in its batch-norm or group-norm form.
@@ -107,7 +172,7 @@ class Norm:
     >>> Norm("group", groups=32).after_conv(64)
     GroupNorm(32, 64, eps=1e-05, affine=True)
 
-    With ``relu`` a ReLU follows, which is ``activation()``: group norm has it within.
+    With ``relu`` a norm has the ReLU after it within.
     """
 
     kind: Literal["batch", "group"]
@@ -124,17 +189,17 @@ class Norm:
         return layer(inputs, outputs, bias=False)
 
     def activation(self) -> nn.Module:
-        """What comes after a norm with ``relu``: a layer in any case, so that names stay."""
-        return nn.ReLU(inplace=True) if self.kind == "batch" else nn.Identity()
+        """After a norm with ``relu``: nothing, but a layer, so that names stay."""
+        return nn.Identity()
 
     def after_conv(self, channels: int, relu: bool = False) -> nn.Module:
         """The norm of a feature map."""
-        return _batch(channels) if self.kind == "batch" else self._group(channels, relu)
+        return BatchNorm(channels, relu) if self.kind == "batch" else self._group(channels, relu)
 
     def after_linear(self, channels: int, relu: bool = False) -> nn.Module:
         """The norm of a vector."""
         if self.kind == "batch":
-            return _batch(channels)
+            return BatchNorm(channels, relu)
         if channels < 2 * self.groups:
             raise UserError(
                 f"encoder.groups={self.groups}: groups of a vector of {channels} would hold one "
@@ -150,13 +215,6 @@ class Norm:
                 f"into {self.groups} groups; take fewer groups or wider layers"
             )
         return GroupNorm(self.groups, channels, relu)
-
-
-def _batch(channels: int) -> BatchNorm:
-    """Without the counter of batches: nothing reads it, and a resumed run would count anew."""
-    norm = BatchNorm(channels, momentum=STATISTICS_MOMENTUM)
-    norm.num_batches_tracked = None
-    return norm
 
 
 def adopt(module: nn.Module) -> None:
@@ -182,6 +240,6 @@ def _like(theirs: _BatchNorm) -> BatchNorm:
     norm = BatchNorm(theirs.num_features)
     if isinstance(theirs, BatchNormAct2d):
         norm = BatchNormAct(theirs.num_features, theirs.drop, theirs.act)
-    norm.eps, norm.momentum, norm.num_batches_tracked = theirs.eps, theirs.momentum, None
+    norm.eps, norm.momentum = theirs.eps, theirs.momentum
     norm.weight, norm.bias = theirs.weight, theirs.bias
     return norm

@@ -1,0 +1,207 @@
+"""Batch norm of a training step, with the ReLU or the residual sum after it: Triton for a GPU.
+
+Two kernels each way: the first leaves sums of chunks of rows, the second merges them and goes over
+the rows again. Nothing is added up in an order that may change. Inputs are bfloat16, channels-last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedssl.models.fused import ordered
+
+CHANNELS = 64  # of one program, at most: 128 bytes in a row, what the cache keeps together
+LEAST = 32  # rows of one program, at least
+CHUNKS = 128  # of a view, at most: every program of the second kernel reads what they left
+
+
+class Walk(NamedTuple):
+    """How programs divide the rows among them, and walk over theirs."""
+
+    tile: int  # numbers that a program reads at a time
+    each: int  # of them, a thread's
+    programs: int  # that a GPU is given, about: two for each multiprocessor of an H200
+    stages: int  # tiles on their way at once
+
+
+Kernel = Literal["statistics", "normalize", "sums", "gradients"]
+# What was fastest on an H200 (benchmarks/NOTES.md).
+WALKS: dict[Kernel, Walk] = {
+    "statistics": Walk(8192, 32, 264, 3),
+    "normalize": Walk(8192, 32, 264, 3),
+    "sums": Walk(4096, 16, 264, 3),
+    "gradients": Walk(8192, 32, 264, 3),
+}
+
+
+def applies(x: Tensor) -> bool:
+    """Whether the kernels can take this input; everything else goes to torch."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.dim() in (2, 4) and _block(x.shape[1]) >= 8
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each view by its own statistics, which come too: float32 ``[views, channels]``, biased."""
+    y, mean, variance = _forward(ordered(x), None, weight, bias, eps, views, relu)
+    return y, mean, variance
+
+
+def batch_norm_add(
+    x: Tensor, z: Tensor, weight: Tensor, bias: Tensor, eps: float, views: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The end of a residual block: ``relu(norm(x) + z)``."""
+    y, mean, variance = _forward(ordered(x), ordered(z), weight, bias, eps, views, True)
+    return y, mean, variance
+
+
+@torch.library.custom_op("fedssl::batch_norm", mutates_args=())
+def _forward(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    views: int,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fedssl.models import batch_kernels  # Triton comes with torch's builds for a GPU only
+
+    y = torch.empty_like(x)
+    mean = x.new_empty(views, x.shape[1], dtype=torch.float32)
+    variance = torch.empty_like(mean)
+    grid, walk, chunks = _sizes(x, views, "statistics")
+    means = x.new_empty(views, chunks["CHUNKS"], x.shape[1], dtype=torch.float32)
+    squares = torch.empty_like(means)
+    batch_kernels.statistics[grid](x, means, squares, CHUNKS=chunks["CHUNKS"], **walk)
+    grid, walk, _ = _sizes(x, views, "normalize")
+    batch_kernels.normalize[grid](
+        *(x, z, weight, bias, means, squares, y, mean, variance, eps),
+        RELU=relu,
+        ADD=z is not None,
+        **chunks,
+        **walk,
+    )
+    return y, mean, variance
+
+
+@torch.library.custom_op("fedssl::batch_norm_backward", mutates_args=())
+def _backward(
+    gradient: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    views: int,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``y`` where there was a sum; otherwise dz is empty."""
+    from fedssl.models import batch_kernels
+
+    dx, dweight, dbias = (torch.empty_like(t) for t in (x, weight, bias))
+    dz = x.new_empty(0) if y is None else torch.empty_like(x)
+    grid, walk, chunks = _sizes(x, views, "sums")
+    sums = x.new_empty(2, views, chunks["CHUNKS"], x.shape[1], dtype=torch.float32)
+    scales = weight, bias, mean, variance
+    batch_kernels.sums[grid](
+        *(gradient, x, y, *scales, dz, *sums, eps),
+        RELU=relu,
+        ADD=y is not None,
+        CHUNKS=chunks["CHUNKS"],
+        **walk,
+    )
+    grid, walk, _ = _sizes(x, views, "gradients")
+    # What ReLU let through of a sum is dz.
+    d, relu = (gradient, relu) if y is None else (dz, False)
+    batch_kernels.gradients[grid](
+        *(d, x, *scales, *sums, dx, dweight, dbias, eps),
+        RELU=relu,
+        VIEWS=views,
+        CHUNKS=chunks["CHUNKS"],
+        PADDED=chunks["PADDED"],
+        **walk,
+    )
+    return dx, dz, dweight, dbias
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    views: int,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.new_empty(views, x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), mean, torch.empty_like(mean)
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    views: int,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dz = x.new_empty(0) if y is None else torch.empty_like(x)
+    return torch.empty_like(x), dz, torch.empty_like(weight), torch.empty_like(bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, z, weight, bias, *ctx.settings = inputs
+    y, mean, variance = output
+    ctx.save_for_backward(x, None if z is None else y, weight, bias, mean, variance)
+    ctx.mark_non_differentiable(mean, variance)
+
+
+def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dz, dweight, dbias = _backward(ordered(gradient), *ctx.saved_tensors, *ctx.settings)
+    added = ctx.saved_tensors[1] is not None
+    return dx, dz if added else None, dweight, dbias, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+def _block(channels: int) -> int:
+    return min(CHANNELS, channels & -channels)  # the largest power of 2 that divides them
+
+
+def _sizes(
+    x: Tensor, views: int, kernel: Kernel
+) -> tuple[tuple[int, int], dict[str, int], dict[str, int]]:
+    """The grid, how programs walk over their spans, and what the spans are as chunks to merge."""
+    channels, walk = x.shape[1], WALKS[kernel]
+    length, block = x.numel() // (views * channels), _block(channels)
+    parts = channels // block
+    spans = max(1, walk.programs // (views * parts))
+    if kernel in ("statistics", "sums"):
+        spans = min(spans, CHUNKS)
+    rows = min(walk.tile // block, max(LEAST, _power(-(-length // spans))))
+    span = -(-length // (spans * rows)) * rows
+    spans = -(-length // span)
+    sizes = {"LENGTH": length, "CHANNELS": channels, "SPAN": span, "ROWS": rows, "BLOCK": block}
+    warps = max(1, min(16, rows * block // (32 * walk.each)))
+    return (
+        (parts * spans, views),
+        {**sizes, "STAGES": walk.stages, "num_warps": warps},
+        {"CHUNK": span, "CHUNKS": spans, "PADDED": _power(spans)},
+    )
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()

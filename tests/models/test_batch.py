@@ -1,0 +1,298 @@
+"""Batch norm of a training step in Triton, beside the written-out one in float64."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedssl.models import batch
+from fedssl.models.norms import BatchNorm
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+# Rows of a view fill their tiles, or do not; there are several chunks of them, or one.
+SHAPES = [(6, 16, 4, 4), (6, 64, 3, 3), (12, 24)]
+VIEWS = [1, 2, 3]
+Kind = Literal["plain", "relu", "add"]
+KINDS: list[Kind] = ["plain", "relu", "add"]
+SMALL = [False, True]
+
+
+def limit(patch: pytest.MonkeyPatch, small: bool) -> None:
+    """Several tiles in a span, and spans that differ between the kernels."""
+    if small:
+        first, second = batch.Walk(256, 8, 4, 1), batch.Walk(128, 4, 9, 1)
+        walks = {"statistics": first, "normalize": second, "sums": first, "gradients": second}
+        patch.setattr(batch, "WALKS", walks)
+        patch.setattr(batch, "LEAST", 2)
+
+
+def drawn(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def layer(channels: int, views: int, device: str) -> BatchNorm:
+    made = BatchNorm(channels).to(device)
+    with torch.no_grad():
+        for p, value in zip(
+            made.parameters(), drawn((channels,), 2, torch.float32, device), strict=True
+        ):
+            p.copy_(value)
+    made.views = views
+    return made
+
+
+def found(
+    made: BatchNorm, x: Tensor, z: Tensor, kind: Kind, views: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if kind == "add":
+        return batch.batch_norm_add(x, z, made.weight, made.bias, made.eps, views)
+    return batch.batch_norm(x, made.weight, made.bias, made.eps, views, kind == "relu")
+
+
+def compare(
+    shape: tuple[int, ...], views: int, kind: Kind, dtype: torch.dtype, device: str
+) -> None:
+    """Values, statistics and all gradients, from the same rounded input."""
+    x, z, gradient = drawn(shape, 3, dtype, device)
+    means = torch.arange(shape[1], device=device) % 8  # of channels
+    x = (2 * x + means.view(-1, *[1] * (len(shape) - 2))).to(dtype)
+    x, z = x.requires_grad_(), z.requires_grad_()
+    made, exact = layer(shape[1], views, device), layer(shape[1], views, device).double()
+    y = exact(x.double())
+    y = y + z.double() if kind == "add" else y
+    y = y if kind == "plain" else y.relu()
+    apart = x.double().unflatten(0, (views, -1)).transpose(1, 2).flatten(2)
+    variance, mean = torch.var_mean(apart, 2, correction=0)
+    ours = found(made, x, z, kind, views)
+    assert ours[0].dtype == dtype and ours[0].shape == x.shape
+    assert ours[0].requires_grad and not ours[1].requires_grad and not ours[2].requires_grad
+    inputs = [x, z] if kind == "add" else [x]
+    expected = torch.autograd.grad(y, [*inputs, *exact.parameters()], gradient.double())
+    gradients = torch.autograd.grad(ours[0], [*inputs, *made.parameters()], gradient)
+    rounding = 2e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip((*ours, *gradients), (y, mean, variance, *expected), strict=True):
+        close = rounding if a.shape == x.shape else 2e-5
+        largest = max(1.0, float(b.detach().abs().max()))  # a sum of many numbers may be near 0
+        torch.testing.assert_close(a.double(), b.double(), rtol=close, atol=close * largest)
+
+
+def far_from_zero(device: str) -> None:
+    """Where the square of the mean is large, the variance is not lost beside it."""
+    (x,) = (1000 + 2 * t for t in drawn((8, 16, 4, 4), 1, torch.float32, device))
+    x[0, :, 0, 0] += 20  # the row that others are compared with is itself far away
+    ones, zeros = torch.ones(16, device=device), torch.zeros(16, device=device)
+    y, _, variance = batch.batch_norm(x, ones, zeros, 1e-5, 2, False)
+    made = BatchNorm(16).double().to(device)
+    made.views = 2
+    torch.testing.assert_close(y.double(), made(x.double()), rtol=0, atol=1e-4)
+    apart = x.double().unflatten(0, (2, -1)).var((1, 3, 4), correction=0)
+    torch.testing.assert_close(variance.double(), apart, rtol=1e-5, atol=0)
+
+
+def not_a_number(device: str) -> None:
+    """What is not a number comes out as such: ReLU does not make a 0 of it."""
+    x, z = drawn((8, 16), 2, torch.float32, device)
+    made = layer(16, 2, device)
+    x[0, 3] = z[7, 5] = torch.nan
+    z.requires_grad_()
+    for kind in KINDS:
+        y, *statistics = found(made, x, z, kind, 2)
+        expected = torch.zeros(8, 16, dtype=torch.bool, device=device)
+        expected[:4, 3] = True  # its view's channel
+        for values in statistics:
+            assert torch.equal(values.isnan(), expected[[0, 4]])
+        expected[7, 5] = kind == "add"
+        assert torch.equal(y.isnan(), expected)
+    (dz,) = torch.autograd.grad(y.sum(), z)
+    assert torch.equal(dz, torch.where(y <= 0, 0.0, 1.0))  # as of torch's ReLU
+
+
+def fakes(device: str) -> None:
+    """What the compiler is told of the outputs is what they are."""
+    for shape, kind in itertools.product([(4, 8, 3, 3), (4, 8)], KINDS[1:]):
+        x, z, gradient = (batch.ordered(t) for t in drawn(shape, 3, torch.float32, device))
+        made = layer(8, 2, device)
+        parameters = made.weight.detach().requires_grad_(), made.bias.detach().requires_grad_()
+        added = z.requires_grad_() if kind == "add" else None
+        settings = 1e-5, 2, True
+        torch.library.opcheck(batch._forward, (x.requires_grad_(), added, *parameters, *settings))
+        y, *statistics = batch._forward(x, added, *parameters, *settings)
+        tensors = gradient, x, y if kind == "add" else None, *parameters, *statistics
+        given = [t if t is None else t.detach() for t in tensors]
+        torch.library.opcheck(batch._backward, (*given, *settings))
+
+
+def interpreted() -> None:
+    far_from_zero("cpu")
+    not_a_number("cpu")
+    fakes("cpu")
+    for small, shape, views, kind in itertools.product(SMALL, SHAPES, VIEWS, KINDS):
+        with pytest.MonkeyPatch.context() as patch:
+            limit(patch, small)
+            compare(shape, views, kind, torch.float32, "cpu")
+            if not small:
+                compare(shape, views, kind, torch.bfloat16, "cpu")
+
+
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """It must be asked for before Triton is imported: in a process of its own."""
+    # Triton 3.4's interpreter stumbles over newer versions of numpy.
+    pytest.importorskip("triton", minversion="3.5")
+    path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_batch; test_batch.interpreted()"],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@CUDA
+@pytest.mark.parametrize("small", SMALL)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_on_a_gpu(
+    shape: tuple[int, ...], views: int, kind: Kind, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit(monkeypatch, small)
+    compare(shape, views, kind, torch.bfloat16, "cuda")
+
+
+@CUDA
+@pytest.mark.parametrize("shape", [(96, 64, 32, 32), (96, 512, 4, 4), (96, 4096)])
+@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_inputs_on_a_gpu(shape: tuple[int, ...], views: int, kind: Kind) -> None:
+    compare(shape, views, kind, torch.bfloat16, "cuda")
+
+
+@CUDA
+@pytest.mark.parametrize("check", [far_from_zero, not_a_number, fakes])
+def test_more_of_the_kernels_on_a_gpu(check: Callable[[str], None]) -> None:
+    check("cuda")
+
+
+@CUDA
+def test_the_kernels_say_the_same_twice() -> None:
+    x, z, gradient = drawn((64, 64, 32, 32), 3, torch.bfloat16, "cuda")
+    made = layer(64, 2, "cuda")
+    once, again = (
+        (y, *torch.autograd.grad(y, [*made.parameters()], gradient))
+        for y in (found(made, x, z, "add", 2)[0] for _ in range(2))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "views", "kernel", "spans", "expected"),
+    [
+        # The layers of ResNet-18 and a head: two programs for each multiprocessor, even spans.
+        ((256, 64, 32, 32), 2, "statistics", 128, (64, 128, 1024, 8)),
+        ((256, 128, 16, 16), 2, "statistics", 64, (64, 128, 512, 8)),
+        ((256, 256, 8, 8), 2, "normalize", 32, (64, 128, 256, 8)),
+        ((256, 512, 4, 4), 2, "gradients", 16, (64, 128, 128, 8)),
+        ((256, 512, 4, 4), 2, "sums", 16, (64, 64, 128, 8)),
+        ((256, 4096), 2, "statistics", 2, (64, 64, 64, 4)),
+        # Few rows are not divided further than LEAST; the last span may be short.
+        ((12, 24, 3, 3), 2, "statistics", 2, (8, 32, 32, 1)),
+        # Only what leaves sums is held to CHUNKS.
+        ((256, 64, 32, 32), 1, "sums", 128, (64, 64, 2048, 8)),
+        ((256, 64, 32, 32), 1, "gradients", 256, (64, 128, 1024, 8)),
+    ],
+)
+def test_programs_share_the_rows(
+    shape: tuple[int, ...],
+    views: int,
+    kernel: batch.Kernel,
+    spans: int,
+    expected: tuple[int, ...],
+) -> None:
+    grid, sizes, chunks = batch._sizes(torch.empty(shape, device="meta"), views, kernel)
+    assert tuple(sizes[name] for name in ("BLOCK", "ROWS", "SPAN", "num_warps")) == expected
+    assert grid == (spans * shape[1] // expected[0], views)
+    assert chunks == {"CHUNK": expected[2], "CHUNKS": spans, "PADDED": spans}
+
+
+def test_the_kernels_take_half_precision_on_a_gpu_alone() -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+    assert batch.applies(on_gpu(2, 24, 3, 3)) and batch.applies(on_gpu(2, 8))
+    assert not batch.applies(on_gpu(2, 12)) and not batch.applies(on_gpu(2, 8, 3))
+    assert not batch.applies(on_gpu(2, 8, dtype=torch.float32))
+    assert not batch.applies(torch.zeros(2, 8, dtype=torch.bfloat16))
+
+
+def as_torch(
+    x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernels compute, in torch."""
+    apart = x.unflatten(0, (views, -1))
+    over = [1, *range(3, apart.dim())]
+    variance, mean = torch.var_mean(apart, over, correction=0, keepdim=True)
+    y = ((apart - mean) / (variance + eps).sqrt()).flatten(0, 1).transpose(1, -1)
+    y = (y * weight + bias).transpose(1, -1) + (0 if z is None else z)
+    return y.relu() if relu else y, mean.flatten(1).detach(), variance.flatten(1).detach()
+
+
+@pytest.mark.parametrize("end", [False, True], ids=["norm", "end"])
+@pytest.mark.parametrize("views", [1, 2])
+def test_a_compiled_step_has_the_kernels_and_the_same_numbers(
+    views: int, end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, z = drawn((6, 16, 3, 3), 2, torch.float64, "cpu")
+
+    def results(made: BatchNorm) -> list[Tensor]:
+        inputs = x.clone().requires_grad_(), z.clone().requires_grad_()
+        y = made.plus(*inputs) if end else made(inputs[0]) + 0 * inputs[1]
+        gradients = torch.autograd.grad(y.square().sum(), (*inputs, *made.parameters()))
+        return [y.detach(), *gradients, *made.buffers()]
+
+    made = [layer(16, views, "cpu").double() for _ in range(2)]
+    for one in made:
+        one.relu = not end
+    plain = results(made[0])
+    seen: list[str] = []
+
+    def norm(x: Tensor, *given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append("norm")
+        return as_torch(x, None, *given, relu)
+
+    def plus(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append("end")
+        return as_torch(*given, True)
+
+    monkeypatch.setattr(batch, "batch_norm", norm)
+    monkeypatch.setattr(batch, "batch_norm_add", plus)
+    monkeypatch.setattr(batch, "applies", lambda x: True)
+    results(layer(16, views, "cpu").double())
+    assert not seen  # nothing is compiled there
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for a, b in zip(results(made[1]), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    assert seen == ["end" if end else "norm"]
+    made[1].eval()
+    results(made[1])
+    assert len(seen) == 1
+    made[1].train()
+    made[1].plus(x, z[:1])  # it does not fit
+    assert seen[1:] == ["norm"]
