@@ -440,6 +440,8 @@ def results(name: str) -> str:
     blocks += [_departures(table, rows)]
     if table.get("claims"):
         blocks += [_claims(table["claims"], table["measures"][0], {row.name: row for row in rows})]
+    if table.get("looked"):
+        blocks += [f"Looked into: {table['looked'].strip()}"]
     return "\n\n".join([*blocks, *([_runs(known, len(data) > 1)] if known else [])])
 
 

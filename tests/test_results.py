@@ -290,6 +290,14 @@ def test_claims_are_computed_from_means_over_seeds(
         assert cells(page, NEAR) == row | {WORD: near}
 
 
+def test_what_was_found_out_stands_below_the_claims(generate: ModuleType, rows: Path) -> None:
+    write(rows, line("noniid-4", 50.0))
+    assert "Looked into" not in generate.results("mine")
+    generate.TABLES.write_text(TABLE + "  looked: Both rates were tried.\n")
+    page = generate.results("mine")
+    assert page.index(FAILS) < page.index("Looked into: Both rates were tried.") < page.index("???")
+
+
 def test_a_claim_may_be_about_two_measures(generate: ModuleType, rows: Path) -> None:
     claim = "dcco-4 > dcco-16 at knn_top1, linear@5000_top1"
     generate.TABLES.write_text(TABLE.replace("[dcco-4 > dcco-16, ", f"['{claim}', "))
