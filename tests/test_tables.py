@@ -56,3 +56,5 @@ def test_a_prefix_lists_recipes_with_the_papers_numbers() -> None:
     assert len(tables.recipes("fedema/table3/*/cifar10-noniid").splitlines()) == 6
     (_, line) = tables.recipes("fedema/figure5/both").splitlines()
     assert line.endswith("the figure prints no number")
+    (_, line) = tables.recipes("decssl/figure2/standalone/labels-5").splitlines()
+    assert line.endswith("the paper has no such row") and "prints" not in line

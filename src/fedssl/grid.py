@@ -20,7 +20,7 @@
 Later layers win: the table's keys, the column's, the row's, the cell's. ``paper`` has an entry for
 each column: a number, ``{measure: number, note: text}``, ``-`` where the paper has no such cell, or
 ``~`` where it has one and prints no number; no ``paper`` means ``~`` everywhere. ``note`` (of
-the table, a column or a row) is a remark on the paper's numbers.
+the table, a column or a row) is a remark on the paper's numbers, or on why there are none.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class Table:
         measure = next((p["measure"] for p in (*parts, self.tree) if "measure" in p), None)
         where = f"{self.file}: rows.{row}.paper, column {column}"
         results, notes = _numbers(self._entry(row, column), measure, where)
+        if notes == [_UNPRINTED] and any("note" in p for p in parts):
+            notes = []  # they say why
         notes += [str(p["note"]) for p in (*parts, self.tree) if "note" in p]
         paper: Tree = {"row": ", ".join([self.title, *titles])}
         if results:
