@@ -357,6 +357,7 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
         "evaluate.protocols": ["knn", "heldout@20%"],
     }  # fmt: skip
     assert written[0]["untrained"]["knn_top1"] > 0 and written[0]["seconds"] > 0
+    assert written[0]["overhead"].keys() == {"prepare", "evaluate", "checkpoint"}
     assert written[0]["command"].startswith("fedssl reproduce mine.yaml/cco/noniid --scale 0.1 ")
     assert written[0]["command"].endswith(" device=cpu data.root=DIR")
     for row, lr in zip(written, (0.1, 1.0), strict=True):

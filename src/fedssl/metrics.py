@@ -62,8 +62,8 @@ class Metrics:
         """Sums over a run's rounds, and with what came after the last one."""
         lines = list(read(out))
         others: dict[str, float] = defaultdict(float)
-        for each in (overhead, *(line.get("overhead", {}) for line in lines)):
-            for what, taken in each.items():
+        for each in (overhead, *(line.get("overhead") for line in lines)):
+            for what, taken in each.items() if isinstance(each, dict) else ():
                 others[what] += taken
         seconds = sum(line["seconds"] for line in lines)
         images = sum(line["images"] for line in lines)

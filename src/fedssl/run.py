@@ -229,7 +229,8 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
             progress.say("compiling the training step, once: a minute or two")
             torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
         if not (out / checkpoint.FILE).exists():
-            session.algorithm.prepare(server, session.public)
+            with session.timed("prepare"):
+                session.algorithm.prepare(server, session.public)
             with session.timed("checkpoint"):
                 checkpoint.write(out, session)  # one to go back to, from the first round on
         while server.round < settings.rounds:
