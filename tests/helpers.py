@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,21 @@ def timeless(out: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without how long things took."""
     times = ("seconds", "overhead")
     return [{name: v for name, v in line.items() if name not in times} for line in read(out)]
+
+
+def in_tritons_interpreter(code: str, folder: Path) -> None:
+    """Run kernels on the CPU: it must be asked for before Triton is imported, so in a new process.
+
+    Triton 3.4's stumbles over newer versions of numpy.
+    """
+    pytest.importorskip("triton", minversion="3.5")
+    path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def groups_of(*sizes: int) -> Groups:

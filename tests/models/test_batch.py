@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from helpers import in_tritons_interpreter
 from torch import Tensor, nn
 
 from fedssl.models import batch
@@ -184,20 +182,7 @@ def interpreted() -> None:
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """It must be asked for before Triton is imported: in a process of its own."""
-    # Triton 3.4's interpreter stumbles over newer versions of numpy.
-    pytest.importorskip("triton", minversion="3.5")
-    path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_batch; test_batch.interpreted()"],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    in_tritons_interpreter("import test_batch; test_batch.interpreted()", Path(__file__).parent)
 
 
 @CUDA

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import in_tritons_interpreter
 from torch import Tensor, nn
 
 from fedssl.models import fused
@@ -232,9 +230,6 @@ def registered(shape: tuple[int, ...], pair: bool) -> None:
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """It must be asked for before Triton is imported: in a process of its own."""
-    # Triton 3.4's interpreter stumbles over newer versions of numpy.
-    pytest.importorskip("triton", minversion="3.5")
     code = (
         "import itertools, torch, test_fused as t\n"
         "t.far_from_zero('cpu')\n"
@@ -248,17 +243,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
         "    if tile is None or dtype == torch.float32:\n"
         "        t.compare_residual(shape, groups, form, dtype, 'cpu')\n"
     )
-    path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    in_tritons_interpreter(code, Path(__file__).parent)
 
 
 @CUDA
