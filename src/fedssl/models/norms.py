@@ -77,7 +77,7 @@ class BatchNorm(_BatchNorm):
         return y
 
     def _has_kernels(self, input: Tensor) -> bool:
-        """Only in a compiled step: elsewhere starting them costs more than they save."""
+        """Only in a compiled step, which is captured: starting them from Python costs time."""
         return self.training and torch.compiler.is_compiling() and batch.applies(input)
 
     def _apart(self, input: Tensor) -> Tensor:
