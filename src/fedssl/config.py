@@ -94,6 +94,7 @@ class SourceParams(PartitionParams):
     encoder: str | None = None
 
 
+Initializer = Literal["he", "torch"]
 OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
 TIMM = "timm/"  # before the name of a backbone of timm's
 
@@ -108,6 +109,9 @@ class Encoder:
     groups: int = 32
     towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
     init: str | None = None  # encoder.safetensors, or a run's folder
+    # How weights are drawn: he (convolutions by He et al. 2015, fan out: torchvision's networks),
+    # or torch (every layer uniform within 1/√inputs: torch's own layers).
+    initializer: Initializer = "he"
     patch: int = 2  # pixels a side of vit-tiny's patches
 
     def __post_init__(self) -> None:

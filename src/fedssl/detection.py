@@ -172,12 +172,14 @@ def load(run: Path, random: bool, seed: int) -> ResNet:
     known = json.loads(note.read_text(encoding="utf-8"))
     if known["channels"][0] != 3:
         raise UserError(f"{run}: its encoder sees {known['channels'][0]} channel(s), not colours")
-    body = encoder(Encoder(**known["encoder"]), 3, min(known["size"]))
+    settings = Encoder(**known["encoder"])
+    body = encoder(settings, 3, min(known["size"]))
     if not isinstance(body, ResNet):
-        name = known["encoder"]["name"]
-        raise UserError(f"{run}: encoder.name={name} has no stages to detect with; use a ResNet")
+        raise UserError(
+            f"{run}: encoder.name={settings.name} has no stages to detect with; use a ResNet"
+        )
     if random:
-        initialize(body, seed)
+        initialize(body, seed, settings.initializer)
     else:
         body.load_state_dict(load_file(run / "encoder.safetensors"), strict=False)
     return body

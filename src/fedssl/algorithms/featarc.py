@@ -291,7 +291,8 @@ def another_start(server: Server, cluster: int) -> Tensor:
     network = cast(Network, copy.deepcopy(server.flat.module).cpu().float())
     flat = Flat(network)
     flat.vector.copy_(server.weights)
-    initialize(network, key(config.seed, "cluster", cluster) % 2**63)
+    seed = key(config.seed, "cluster", cluster) % 2**63
+    initialize(network, seed, config.encoder.initializer)
     if config.encoder.init is not None:
         load_encoders(network, config.encoder.init)
     return flat.vector.to(server.weights)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.config import Encoder
+from fedssl.config import Encoder, Initializer
 from fedssl.data.random import key
 from fedssl.errors import UserError
 from fedssl.models.encoders import encoder as make_encoder
@@ -123,16 +123,17 @@ def build(
         body = make_encoder(settings, channels[i % len(channels)], size)
         towers.append(Tower(body, make_head(body.features, norm)))
     network = Network(towers, [p for p in made if p is not None], joint)
-    initialize(network, seed)
+    initialize(network, seed, settings.initializer)
     if settings.init is not None:
         load_encoders(network, settings.init)
     return network
 
 
-def initialize(module: nn.Module, seed: int) -> None:
+def initialize(module: nn.Module, seed: int, initializer: Initializer = "he") -> None:
     """Set every weight from a generator of its own: it depends on its name and the seed only.
 
-    Convolutions: He et al. 2015 (fan out); linear layers: uniform within 1/√inputs.
+    Convolutions: He et al. 2015 (fan out); linear layers: uniform within 1/√inputs, biases 0. With
+    ``torch``, as torch's own layers: convolutions and biases like that too.
     """
     for prefix, child in module.named_modules():
         if not isinstance(child, (nn.Conv2d, nn.Linear)):
@@ -140,14 +141,16 @@ def initialize(module: nn.Module, seed: int) -> None:
         name = zlib.crc32(prefix.encode())
         generator = torch.Generator().manual_seed(key(seed, "init", name) % 2**63)
         with torch.no_grad():
-            if isinstance(child, nn.Conv2d):
+            bound = 1 / math.sqrt(child.weight[0].numel())
+            if isinstance(child, nn.Conv2d) and initializer == "he":
                 fan = child.out_channels * child.kernel_size[0] * child.kernel_size[1]
                 child.weight.normal_(0, math.sqrt(2 / fan), generator=generator)
             else:
-                bound = 1 / math.sqrt(child.in_features)
                 child.weight.uniform_(-bound, bound, generator=generator)
-            if child.bias is not None:
+            if child.bias is not None and initializer == "he":
                 child.bias.zero_()
+            elif child.bias is not None:
+                child.bias.uniform_(-bound, bound, generator=generator)
 
 
 def load_encoders(network: Network, path: str) -> None:
