@@ -395,7 +395,7 @@ class Row(typing.NamedTuple):
 
     @property
     def shown(self) -> list[Line]:
-        """Of the most rounds those that are best on held-out images; a failure only if alone."""
+        """Of the most rounds those best on held-out images, or likest the recipe; failures last."""
         return max(self.groups, key=_rank, default=[])
 
     def value(self, measure: str, line: Line) -> float | None:
@@ -421,9 +421,10 @@ def _choice(line: Line) -> tuple[bool, float, bool]:
     return bool(line["ours"]), line["heldout"] or 0.0, own
 
 
-def _rank(lines: Sequence[Line]) -> tuple[bool, int, float]:
+def _rank(lines: Sequence[Line]) -> tuple[bool, int, float, int]:
     chosen = [line["heldout"] or 0.0 for line in lines if line["ours"]]
-    return bool(chosen), lines[0]["rounds"], statistics.fmean(chosen or [0.0])
+    likest = -len(lines[0]["changed"])  # to the recipe
+    return bool(chosen), lines[0]["rounds"], statistics.fmean(chosen or [0.0]), likest
 
 
 def results(name: str) -> str:
@@ -459,7 +460,7 @@ def _rows(table: dict[str, Any]) -> list[Row]:
 def _beside(measures: Sequence[str], rows: Sequence[Row], data: Sequence[str]) -> str:
     """Ours and, in brackets, the paper's, a row a recipe, after an untrained encoder."""
     head = ["row", *map(tables.title, measures), "rounds", "seed: minutes"]
-    known = [line for row in rows for line in row.lines]
+    known = sorted((e for row in rows for e in row.lines), key=lambda line: len(line["changed"]))
     lines = []
     for images in data or [""]:
         of = [line["untrained"] for line in known if line["data"] == images]
@@ -609,7 +610,8 @@ class Side(typing.NamedTuple):
 def _side(row: Row, measure: str, lines: Sequence[Line]) -> Side:
     numbers = [(row.value(measure, line), "failed" in line) for line in lines]
     values = [number for number, _ in numbers if number is not None]
-    plain = [line["untrained"] for line in row.lines if line["data"] == lines[0]["data"]]
+    alike = [line for line in row.lines if line["data"] == lines[0]["data"]]
+    plain = [line["untrained"] for line in (*lines, *alike)]
     untrained = next((each[measure] for each in plain if measure in each), None)
     failed = sum(fail and number is None for number, fail in numbers)
     return Side(values, failed, lines[0]["rounds"], untrained)

@@ -247,6 +247,21 @@ def test_how_runs_are_judged_does_not_part_their_seeds(generate: ModuleType, row
     assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "39.0 (49.6)"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_runs_that_of_the_recipe_is_shown(
+    generate: ModuleType, rows: Path, order: int
+) -> None:
+    """And an untrained network is the recipe's, too; that of a claim is the run's own."""
+    he = {"changed": {"encoder.initializer": "he"}, "untrained": {"linear@5000_top1": 45.0}}
+    write(rows, *[line("noniid-4", 44.0, **he), line("noniid-4", 40.0)][::order])
+    page = generate.results("mine")
+    assert cells(page, "`dcco-4`")[LINEAR] == "40.0 (49.6)"
+    assert cells(page, "untrained")[LINEAR] == "5.0"
+    both = [line("noniid-16-cco-fedavg", 44.0, **he), line("noniid-16-cco-fedavg", 40.0, rounds=5)]
+    write(rows, *both[::order])
+    assert cells(generate.results("mine"), "`fedavg` fails")["in our rows"] == "appears"
+
+
 def test_every_run_tells_its_settings(generate: ModuleType, rows: Path) -> None:
     own = {"choice": "server.lr=0.001", "changed": {"data.holdout": 0.1}}  # the recipe's own rate
     other = {"choice": "server.lr=0.1", "changed": {"data.holdout": 0.1, "server.lr": 0.1}}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torchvision
@@ -138,3 +140,32 @@ def test_initialize_touches_no_global_generator() -> None:
     before = torch.get_rng_state()
     initialize(net, 3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(nn.Conv2d, (64, 1024, 3)), (nn.Linear, (600, 1000))])
+def test_the_torch_initializer_draws_as_torch_does(
+    kind: type[nn.Conv2d] | type[nn.Linear], shape: tuple[int, ...]
+) -> None:
+    """Another generator, the same distribution: FedEMA's program leaves its layers as torch's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = kind(*shape)
+    theirs = [p.detach().clone() for p in layer.parameters()]
+    initialize(nn.Sequential(layer), 3, "torch")
+    for ours, other in zip(layer.parameters(), theirs, strict=True):
+        mine = ours.detach()
+        assert not torch.equal(mine, other)
+        assert float(mine.std() / other.std()) == pytest.approx(1, abs=0.05)
+        assert float(mine.abs().max() / other.abs().max()) == pytest.approx(1, abs=0.01)
+    initialize(nn.Sequential(layer), 3)
+    assert layer.bias is not None and not layer.bias.any()
+
+
+def test_a_network_is_drawn_by_its_initializer() -> None:
+    """ResNet-18's convolutions: √(2 · inputs) with He's rule, √(outputs / 3) with torch's."""
+    for name, norm in (("he", 16.0), ("torch", 6.53)):
+        settings = Encoder("resnet18", norm="batch", initializer=name)  # type: ignore[arg-type]
+        net = build(settings, (3,), 32, lambda f, n: nn.Linear(f, 4), seed=0)
+        conv = cast(Tower, net.towers[0]).encoder.get_submodule("stages.3.body.0")
+        assert isinstance(conv, nn.Conv2d) and conv.weight.shape[:2] == (128, 128)
+        assert float(conv.weight.detach().norm()) == pytest.approx(norm, rel=0.02)
