@@ -135,41 +135,43 @@ def fakes(device: str) -> None:
         torch.library.opcheck(batch._backward, (*given, *settings))
 
 
-def one_step(compiled: bool) -> list[Tensor]:
+def one_step(compiled: bool, device: str) -> list[Tensor]:
     """Loss, gradients and statistics: an identity and a projection as shortcuts, and a head."""
     norm, calls = Norm("batch"), []
     blocks = [Basic(16, 16, 1, norm), Basic(16, 24, 2, norm)]
     net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), mlp(24, (16, 8), norm))
     initialize(net, 0)
+    net.to(device)
     for module in net.modules():
         if isinstance(module, BatchNorm):
             module.views = 2
-    (x,) = drawn((6, 16, 4, 4), 1, torch.float32, "cpu")
+    (x,) = drawn((6, 16, 4, 4), 1, torch.float32, device)
     real = batch.batch_norm_add
 
     def counted(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(given)
         return real(*given)
 
-    with pytest.MonkeyPatch.context() as patch:
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    with pytest.MonkeyPatch.context() as patch, torch.backends.cudnn.flags(allow_tf32=False):
         patch.setattr(batch, "applies", lambda x: compiled)
         patch.setattr(batch, "batch_norm_add", counted)
-        run = torch.compile(net, backend="aot_eager", fullgraph=True) if compiled else net
+        run = torch.compile(net, backend=backend, fullgraph=True) if compiled else net
         loss = run(batch.ordered(x)).square().sum()
+        gradients = torch.autograd.grad(loss, list(net.parameters()))
     assert len(calls) == 2 * compiled
-    gradients = torch.autograd.grad(loss, list(net.parameters()))
     return [loss.detach(), *gradients, *net.buffers()]
 
 
-def compiled_as_plain() -> None:
+def compiled_as_plain(device: str) -> None:
     """The kernels in a step that is really compiled."""
-    for a, b in zip(one_step(True), one_step(False), strict=True):
+    for a, b in zip(one_step(True, device), one_step(False, device), strict=True):
         largest = max(1.0, float(b.abs().max()))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * largest)
 
 
 def interpreted() -> None:
-    compiled_as_plain()
+    compiled_as_plain("cpu")
     far_from_zero("cpu")
     not_a_number("cpu")
     fakes("cpu")
@@ -206,7 +208,7 @@ def test_large_inputs_on_a_gpu(shape: tuple[int, ...], views: int, kind: Kind) -
 
 
 @CUDA
-@pytest.mark.parametrize("check", [far_from_zero, not_a_number, fakes])
+@pytest.mark.parametrize("check", [far_from_zero, not_a_number, fakes, compiled_as_plain])
 def test_more_of_the_kernels_on_a_gpu(check: Callable[[str], None]) -> None:
     check("cuda")
 
