@@ -577,8 +577,8 @@ def test_a_captured_graph_on_the_gpu_gives_what_the_cpu_gives(name: str | Augmen
 
 
 def test_the_first_mocos_augmentation() -> None:
-    """He et al. 2020, as its program has it: torchvision's ColorJitter(0.4, 0.4, 0.4, 0.4)."""
+    """As the FedEMA paper's program has it: torchvision's ColorJitter(0.4, 0.4, 0.4, 0.1)."""
     p = PRESETS["moco-v1"]
-    assert (p.crop, p.flip, p.gray) == ((0.2, 1.0), 0.5, 0.2)
-    assert (p.jitter, p.jitter_p) == ((0.4, 0.4, 0.4, 0.4), 1.0)
+    assert (p.crop, p.flip, p.gray) == ((0.08, 1.0), 0.5, 0.2)
+    assert (p.jitter, p.jitter_p) == ((0.4, 0.4, 0.4, 0.1), 0.8)
     assert p.blur == p.solarize == (0.0, 0.0)
