@@ -130,6 +130,8 @@ def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients(
     assert learning_rates(with_server(config, momentum=0.9), half) == pytest.approx((0.5, 0.5))
     constant = dataclasses.replace(adam, schedule="constant")
     assert learning_rates(constant, half) == pytest.approx((0.1, 0.5))
+    steps = dataclasses.replace(adam, schedule="steps")
+    assert learning_rates(steps, half) == pytest.approx((0.03, 0.5))
     engine, server = engine_of(adam, made_split(), groups_of(4, 4))
     changes = []
     for round in (0, half):
@@ -154,6 +156,26 @@ def test_batch_norm_statistics_reach_the_server_as_a_mean() -> None:
     moved = server.weights[n:] - start[n:]
     assert moved.norm() > 0.01
     assert relative(moved, (4 * own[0] + 12 * own[1]) / 16) < 1e-12
+
+
+@pytest.mark.parametrize("objective", ["simclr", "cco"])
+@pytest.mark.parametrize(("weight", "shares"), [("samples", (0.25, 0.75)), ("uniform", (0.5, 0.5))])
+def test_clients_count_by_their_samples_or_all_the_same(
+    objective: str, weight: str, shares: tuple[float, float]
+) -> None:
+    """One step each, where a cohort may be merged; with ``uniform`` it must not be."""
+    words = (f"objective.name={objective}", f"algorithm.weight={weight}")
+    config = settings("algorithm.name=fedavg", *words)
+    engine, server = engine_of(config, made_split(), groups_of(4, 12))
+    assert engine.merges == (weight == "samples")
+    start, own = server.weights, []
+    for k in range(2):
+        client = engine.client(np.array([k]), 0, remember=False)
+        own.append(engine.algorithm.train(client, start)["change"])
+    train(engine, server, rounds=1)
+    expected = shares[0] * own[0] + shares[1] * own[1]
+    assert relative(server.weights - start, expected) < 1e-10
+    assert relative(own[0], own[1]) > 1e-3
 
 
 def test_the_centre_follows_the_encodings() -> None:

@@ -246,7 +246,8 @@ class Config:
     engine: Engine = Engine()
     server: Optimizer = Optimizer("adam", 1e-3)
     client: Optimizer = Optimizer("sgd", 1.0)
-    schedule: Literal["constant", "cosine"] = "cosine"  # of learning rates, over the rounds
+    # Of learning rates, over the rounds; steps (Dec-SSL): times 0.3 at 30, 60 and 90 % of them.
+    schedule: Literal["constant", "cosine", "steps"] = "cosine"
     cohort: Cohort = Cohort()
     privacy: Privacy = Privacy()
     rounds: int = 100

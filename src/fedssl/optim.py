@@ -88,6 +88,20 @@ def _trusted(
     return out
 
 
+def constant(step: int, total: int) -> float:
+    """The factor of a rate that stays."""
+    return 1.0
+
+
+def steps(step: int, total: int) -> float:
+    """The factor of a rate that falls to 0.3 of itself at 30, 60 and 90 % of the way.
+
+    >>> [round(steps(i, 10), 3) for i in (0, 2, 3, 6, 9)]
+    [1.0, 1.0, 0.3, 0.09, 0.027]
+    """
+    return 0.3 ** sum(10 * step >= tenths * total for tenths in (3, 6, 9))
+
+
 def cosine(step: int, total: int) -> float:
     """The factor of a cosine decay from 1 at step 0 towards 0 at ``total``.
 

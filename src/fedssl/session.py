@@ -263,7 +263,12 @@ class Session:
             return weights
         members = [k for k in sorted(states) if self.number_of(k) == number]
         leaves = ([states.get_leaf(k, (n,)) for n in ("samples", "norm")] for k in members)
-        known = [(float(n), own) for n, own in leaves if n is not None and own is not None]
+        alike = self.algorithm.weight == "uniform"
+        known = [
+            (1.0 if alike else float(n), own)
+            for n, own in leaves
+            if n is not None and own is not None
+        ]
         weights = weights.clone()
         if known:
             weights[work.kept] = cast(Tensor, mean(known)[0]).to(weights)

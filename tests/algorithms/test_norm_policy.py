@@ -104,17 +104,20 @@ def test_local_norms_of_two_clients_by_hand() -> None:
         assert all(torch.equal(own[k][n], ends[k][n]) for k in range(2) for n in norms)
 
 
-def test_the_global_model_of_local_norms_has_their_mean() -> None:
+@pytest.mark.parametrize(("weight", "counts"), [("samples", SIZES), ("uniform", (1, 1))])
+def test_the_global_model_of_local_norms_has_their_mean(
+    weight: str, counts: tuple[int, int]
+) -> None:
     from fedssl.session import Session
 
-    config = policy("local")
+    config = policy("local", f"algorithm.weight={weight}")
     engine, server = made(config)
     session = Session(config, None, engine, server, 2)  # type: ignore[arg-type]
     assert torch.equal(session.global_weights(), engine.work.initial)
     step(engine, server, 0)
     first, second = (next_start(engine, server, k) for k in range(2))
     for name, tensor in engine.work.flat.named(session.global_weights()).items():
-        mean = (6 * first[name] + 9 * second[name]) / 15
+        mean = (counts[0] * first[name] + counts[1] * second[name]) / sum(counts)
         torch.testing.assert_close(tensor, mean, rtol=1e-12, atol=1e-14)
         own = session.personal_weights(1)
         assert own is not None

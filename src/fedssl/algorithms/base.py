@@ -26,6 +26,7 @@ from fedssl.workspace import Workspace
 
 T = TypeVar("T")
 Weight = Literal["samples", "uniform"]
+SCHEDULES = {"constant": optim.constant, "cosine": optim.cosine, "steps": optim.steps}
 
 
 class TooFewReplies(Exception):
@@ -50,7 +51,7 @@ def learning_rates(config: Config, round: int) -> tuple[float, float]:
     The schedule acts on the server's, unless the server only adds the clients' mean change (SGD
     with learning rate 1): then it acts on the clients'.
     """
-    factor = optim.cosine(round, config.rounds) if config.schedule == "cosine" else 1.0
+    factor = SCHEDULES[config.schedule](round, config.rounds)
     rule = config.server
     adds_only = rule.optimizer == "sgd" and rule.lr == 1 and not rule.momentum
     if adds_only and not rule.weight_decay:
@@ -285,6 +286,7 @@ class Algorithm(ABC):
     # Whether a client's steps can be compiled, and whether they are without being asked.
     compiles: ClassVar[Literal["auto", "on", "off"]] = "auto"
     has_global: ClassVar[bool] = True  # whether there is a global model at all
+    weight: Weight = "samples"  # how clients count in the mean of models
     model: str = "global"  # which model the exported encoder is
     # The tasks that a client answers: those that the server learns only the mean of, those that it
     # sees each reply of, and those of single numbers for the log.

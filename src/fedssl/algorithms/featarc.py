@@ -48,6 +48,7 @@ class FeatARC(Algorithm):
     compiles = "on"  # as CCL's: not by itself before it was seen at full size on a GPU
     judges = "personal"
     personal = ("cluster",)
+    weight = "uniform"
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("cluster",)}
 
     @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class FeatARC(Algorithm):
         """All models down, changes up, and a mean for each cluster (Algorithm 1)."""
         models, shared = self.models(server), server.shared
         sent = {str(j): m if shared is None else m[shared] for j, m in enumerate(models)}
-        update = cohort.mean("train", sent, weight="uniform")
+        update = cohort.mean("train", sent, weight=self.weight)
         server.log["loss"] = update["loss"]
         answered = len(cohort.ids)
         for j, share in enumerate(update["members"].tolist()):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
+from fedssl.algorithms.base import Algorithm, Cohort, Server, Weight, one_plain_step
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams
 from fedssl.errors import UserError
@@ -27,14 +27,19 @@ class FedAvg(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """``replace``: what of a client's networks the global one replaces (Tables 2 and 9)."""
+        """``replace``: what of a client's networks the global one replaces (Tables 2 and 9).
+
+        ``weight``: whether clients count by their samples, or all the same (Dec-SSL, section 2).
+        """
 
         replace: Literal["online", "both"] = "online"
+        weight: Weight = "samples"
 
     params: Params
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
+        self.weight = self.params.weight
         if self.replaces_target and objective.momentum is None:
             raise UserError(
                 f"algorithm.replace=both: objective.name={objective.params.name} has no target "
@@ -48,7 +53,7 @@ class FedAvg(Algorithm):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """One exchange: the model down, the changes up and averaged."""
-        server.apply(cohort.mean("train", server.sent))
+        server.apply(cohort.mean("train", server.sent, weight=self.weight))
 
     def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The change that local training makes."""
@@ -58,4 +63,4 @@ class FedAvg(Algorithm):
 
     def exact_on_union(self, work: Workspace) -> bool:
         """The passes are shared; the loss is taken client by client (``Encoded.within``)."""
-        return one_plain_step(work)
+        return self.weight == "samples" and one_plain_step(work)

@@ -26,11 +26,6 @@ WORTH_CAPTURING = 2000
 _SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
 
 
-def constant(step: int, total: int) -> float:
-    """The factor of a rate that stays."""
-    return 1.0
-
-
 def stairs(step: int, total: int, factor: float = 0.1) -> float:
     """The factor of a rate that falls at three and at four fifths of the way."""
     return factor ** ((5 * step >= 3 * total) + (5 * step >= 4 * total))
@@ -73,7 +68,7 @@ FEW = 2500
 LARS_NORM = 3.0
 DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512)
 DCCO_FEW = Training(Optimizer("lars", 2.5, momentum=0.9), steps=400, batch=128)
-FEDEMA = Training(Optimizer("adam", 3e-3), epochs=200, batch=512, schedule=constant)
+FEDEMA = Training(Optimizer("adam", 3e-3), epochs=200, batch=512, schedule=optim.constant)
 # CCL, section 6: 100 epochs of SGD as in MoCo (He et al. 2020, section 4.1), whose rate of 30 falls
 # at epochs 60 and 80.
 CCL_NORM = 1.0

@@ -9,16 +9,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedssl import optim
 from fedssl.config import Optimizer
 from fedssl.evaluate.features import Labelled
 from fedssl.evaluate.finetune import Classifier, descent, features_like, score
-from fedssl.evaluate.linear import Training, constant, stairs, zero_head
+from fedssl.evaluate.linear import Training, stairs, zero_head
 from fedssl.models.network import initialize
 
 # FedEMA, appendix B.3. Its "new two-layer MLP" is read as the one of B.2 (4096, batch norm, ReLU),
 # ending in the classes.
 HIDDEN = 4096
-MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=constant)
+MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=optim.constant)
 
 # CCL, section 6: 20 epochs of SGD as in SwAV (Caron et al. 2020), whose program has batches of 256,
 # no weight decay, and these rates of the encoder and, 20 times as large, of the classifier: a fifth
