@@ -131,7 +131,7 @@ def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients(
     constant = dataclasses.replace(adam, schedule="constant")
     assert learning_rates(constant, half) == pytest.approx((0.1, 0.5))
     steps = dataclasses.replace(adam, schedule="steps")
-    assert learning_rates(steps, half) == pytest.approx((0.03, 0.5))
+    assert learning_rates(steps, half) == pytest.approx((0.009, 0.5))
     engine, server = engine_of(adam, made_split(), groups_of(4, 4))
     changes = []
     for round in (0, half):

@@ -85,6 +85,11 @@ def test_the_weights_come_from_the_run_and_building_a_detector_changes_none(tmp_
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
     fresh = load(made, random=True, seed=0).state_dict()
     assert not torch.equal(fresh["stem.0.weight"], stored["stem.0.weight"])
+    note = json.loads((made / "encoder.json").read_text())
+    note["encoder"]["initializer"] = "torch"  # as the run's network was drawn
+    (made / "encoder.json").write_text(json.dumps(note))
+    drawn = load(made, random=True, seed=0).state_dict()["stages.0.body.0.weight"]
+    assert float(drawn.abs().max()) <= 1 / 24 < float(fresh["stages.0.body.0.weight"].abs().max())
 
 
 def test_targets_are_what_the_file_says(data: Path) -> None:

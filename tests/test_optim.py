@@ -87,16 +87,20 @@ def test_lars_moves_a_classifier_that_starts_at_zero() -> None:
     torch.testing.assert_close(change, torch.full((6,), -0.5))
 
 
-def test_steps_are_three_tenths_at_three_points_of_the_way() -> None:
+@pytest.mark.parametrize("total", [4, 10, 25, 100])
+def test_steps_are_three_tenths_at_three_points_of_the_way(total: int) -> None:
     """As Dec-SSL's program: ``MultiStepLR`` at 30, 60 and 90 % of the rounds, with 0.3."""
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    theirs = torch.optim.SGD([parameter], lr=1.0)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(theirs, [30, 60, 90], gamma=0.3)
-    for step in range(100):
-        assert optim.steps(step, 100) == pytest.approx(theirs.param_groups[0]["lr"])
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    at = [int(share * total) for share in (0.3, 0.6, 0.9)]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(theirs, at, gamma=0.3)
+    for step in range(total):
+        assert optim.steps(step, total) == pytest.approx(theirs.param_groups[0]["lr"])
         theirs.step()
         schedule.step()
-    assert [optim.steps(0, total) for total in (1, 2, 3)] == [1, 1, 1]  # a short trial learns
+
+
+def test_a_short_trial_starts_at_the_full_rate() -> None:
+    assert [optim.steps(0, total) for total in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_cosine_starts_at_one_and_ends_at_zero() -> None:

@@ -94,12 +94,12 @@ def constant(step: int, total: int) -> float:
 
 
 def steps(step: int, total: int) -> float:
-    """The factor of a rate that falls to 0.3 of itself at 30, 60 and 90 % of the way.
+    """The factor of a rate that falls to 0.3 of itself at 30, 60 and 90 % of the way, rounded down.
 
     >>> [round(steps(i, 10), 3) for i in (0, 2, 3, 6, 9)]
     [1.0, 1.0, 0.3, 0.09, 0.027]
     """
-    return 0.3 ** sum(10 * step >= tenths * total for tenths in (3, 6, 9))
+    return 0.3 ** sum(step >= tenths * total // 10 > 0 for tenths in (3, 6, 9))
 
 
 def cosine(step: int, total: int) -> float:

@@ -138,6 +138,9 @@ def test_clusters_start_apart_and_clients_by_their_numbers() -> None:
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert relative(starts[a][:n], starts[b][:n]) > 0.5
     assert all(torch.equal(s[n:], starts[0][n:]) for s in starts)  # statistics
+    drawn = models(*made("algorithm.clusters=3", "encoder.initializer=torch"))  # smaller, all three
+    for torchs, he in zip(drawn, starts, strict=True):
+        assert torchs[:n].norm() < 0.9 * he[:n].norm()
     assert all(map(torch.equal, models(*made("algorithm.clusters=3")), starts))
     assert not torch.equal(models(*made("algorithm.clusters=3", "seed=1"))[1], starts[1])
     step(engine, server, 0)

@@ -124,6 +124,20 @@ def test_the_global_model_of_local_norms_has_their_mean(
         assert torch.equal(engine.work.flat.named(own)[name], second[name])
 
 
+def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
+    from fedssl.session import Session
+
+    config = policy("local", "algorithm.name=gossip")
+    engine, server = made(config)
+    step(engine, server, 0)
+    session = Session(config, None, engine, server, 2)  # type: ignore[arg-type]
+    first, second = (next_start(engine, server, k) for k in range(2))
+    found = engine.work.flat.named(session.global_weights())
+    for name in norm_names(engine):
+        assert relative(found[name], (first[name] + second[name]) / 2) < 1e-12
+    assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))
+
+
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("sizes", [(8,), (8, 12)], ids=["one client", "two"])
 def test_reset_statistics_are_those_of_the_rounds_batches(

@@ -568,6 +568,10 @@ def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> N
             "privacy.noise=1 algorithm.name=fedavg algorithm.norm_policy=local",
             "algorithm.norm_policy=local with privacy.noise=1.0: the exported encoder",
         ),
+        (
+            "privacy.noise=1 algorithm.name=fedavg algorithm.weight=uniform privacy.most_samples=2",
+            "privacy.most_samples=2 with algorithm.name=fedavg: here all clients count alike",
+        ),
     ],
 )
 def test_refused_in_one_line(words: str, sentence: str) -> None:

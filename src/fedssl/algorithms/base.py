@@ -286,7 +286,7 @@ class Algorithm(ABC):
     # Whether a client's steps can be compiled, and whether they are without being asked.
     compiles: ClassVar[Literal["auto", "on", "off"]] = "auto"
     has_global: ClassVar[bool] = True  # whether there is a global model at all
-    weight: Weight = "samples"  # how clients count in the mean of models
+    weight: Weight = "samples"  # how clients count in the mean of models, and of kept layers
     model: str = "global"  # which model the exported encoder is
     # The tasks that a client answers: those that the server learns only the mean of, those that it
     # sees each reply of, and those of single numbers for the log.

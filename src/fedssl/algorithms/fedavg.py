@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server, Weight, one_plain_step
+from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams
 from fedssl.errors import UserError
@@ -21,19 +21,20 @@ class FedAvg(Algorithm):
 
     Local training: with the objective's own loss, target network and memory. Upload: the online
     network (encoder, head and predictor, where there is one); never the target network or the
-    memory. Aggregation: the mean by samples. Update: the client replaces its online network, or
-    with ``replace=both`` its target network too.
+    memory. Aggregation: the mean by samples, or with ``weight=uniform`` of all alike. Update: the
+    client replaces its online network, or with ``replace=both`` its target network too.
     """
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
         """``replace``: what of a client's networks the global one replaces (Tables 2 and 9).
 
-        ``weight``: whether clients count by their samples, or all the same (Dec-SSL, section 2).
+        ``weight``: whether clients count by their samples, or all the same (Dec-SSL, section 2);
+        another algorithm.name starts from samples again.
         """
 
         replace: Literal["online", "both"] = "online"
-        weight: Weight = "samples"
+        weight: Literal["samples", "uniform"] = "samples"
 
     params: Params
 

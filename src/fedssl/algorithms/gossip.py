@@ -37,6 +37,7 @@ class Gossip(Algorithm):
     gathers = ("train",)
     model = "global: the mean of all peers"
     means = ()
+    weight = "uniform"
     note = "gossip: models go through the server, which does the mixing; peers do not connect"
 
     @dataclass(frozen=True)

@@ -126,6 +126,12 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
             f"algorithm.name={name} with privacy.noise={noise}: the moments of encodings without "
             "a bound have none either; set objective.bound, as in objective.bound=1"
         )
+    if algorithm.weight == "uniform" and config.privacy.most_samples > 1:
+        raise UserError(
+            f"privacy.most_samples={config.privacy.most_samples} with algorithm.name={name}: here "
+            "all clients count alike (algorithm.weight), and the larger noise would protect "
+            "nothing; use privacy.most_samples=1"
+        )
     moments = config.privacy.moments_noise
     if moments is not None and all(algorithm.bound(task) is None for task in algorithm.means):
         raise UserError(
