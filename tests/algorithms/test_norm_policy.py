@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedssl.algorithms.base import Server
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
+from fedssl.session import Session
 
 SIZES = (6, 9)
 
@@ -24,6 +25,11 @@ def policy(name: str, *words: str) -> Config:
 
 def made(config: Config) -> tuple[LocalEngine, Server]:
     return engine_of(config, made_split(), groups_of(*SIZES))
+
+
+def session_of(config: Config, engine: LocalEngine, server: Server) -> Session:
+    """Enough of one for its weights: without a data set."""
+    return Session(config, None, engine, server, 2)  # type: ignore[arg-type]
 
 
 def norm_names(engine: LocalEngine) -> set[str]:
@@ -108,11 +114,9 @@ def test_local_norms_of_two_clients_by_hand() -> None:
 def test_the_global_model_of_local_norms_has_their_mean(
     weight: str, counts: tuple[int, int]
 ) -> None:
-    from fedssl.session import Session
-
     config = policy("local", f"algorithm.weight={weight}")
     engine, server = made(config)
-    session = Session(config, None, engine, server, 2)  # type: ignore[arg-type]
+    session = session_of(config, engine, server)
     assert torch.equal(session.global_weights(), engine.work.initial)
     step(engine, server, 0)
     first, second = (next_start(engine, server, k) for k in range(2))
@@ -125,12 +129,10 @@ def test_the_global_model_of_local_norms_has_their_mean(
 
 
 def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
-    from fedssl.session import Session
-
     config = policy("local", "algorithm.name=gossip")
     engine, server = made(config)
     step(engine, server, 0)
-    session = Session(config, None, engine, server, 2)  # type: ignore[arg-type]
+    session = session_of(config, engine, server)
     first, second = (next_start(engine, server, k) for k in range(2))
     found = engine.work.flat.named(session.global_weights())
     for name in norm_names(engine):

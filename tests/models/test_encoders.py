@@ -8,7 +8,7 @@ import torchvision
 from timm.layers import StdConv2d
 from torch import nn
 
-from fedssl.config import Encoder
+from fedssl.config import Encoder, Initializer
 from fedssl.errors import UserError
 from fedssl.models.encoders import encoder
 from fedssl.models.network import Network, Tower, build, initialize, mlp
@@ -161,11 +161,11 @@ def test_the_torch_initializer_draws_as_torch_does(
     assert layer.bias is not None and not layer.bias.any()
 
 
-def test_a_network_is_drawn_by_its_initializer() -> None:
+@pytest.mark.parametrize(("name", "norm"), [("he", 16.0), ("torch", 6.53)])
+def test_a_network_is_drawn_by_its_initializer(name: Initializer, norm: float) -> None:
     """ResNet-18's convolutions: √(2 · inputs) with He's rule, √(outputs / 3) with torch's."""
-    for name, norm in (("he", 16.0), ("torch", 6.53)):
-        settings = Encoder("resnet18", norm="batch", initializer=name)  # type: ignore[arg-type]
-        net = build(settings, (3,), 32, lambda f, n: nn.Linear(f, 4), seed=0)
-        conv = cast(Tower, net.towers[0]).encoder.get_submodule("stages.3.body.0")
-        assert isinstance(conv, nn.Conv2d) and conv.weight.shape[:2] == (128, 128)
-        assert float(conv.weight.detach().norm()) == pytest.approx(norm, rel=0.02)
+    settings = Encoder("resnet18", norm="batch", initializer=name)
+    net = build(settings, (3,), 32, lambda f, n: nn.Linear(f, 4), seed=0)
+    conv = cast(Tower, net.towers[0]).encoder.get_submodule("stages.3.body.0")
+    assert isinstance(conv, nn.Conv2d) and conv.weight.shape[:2] == (128, 128)
+    assert float(conv.weight.detach().norm()) == pytest.approx(norm, rel=0.02)

@@ -129,8 +129,8 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
     if algorithm.weight == "uniform" and config.privacy.most_samples > 1:
         raise UserError(
             f"privacy.most_samples={config.privacy.most_samples} with algorithm.name={name}: here "
-            "all clients count alike (algorithm.weight), and the larger noise would protect "
-            "nothing; use privacy.most_samples=1"
+            "all clients count alike, and the larger noise would protect nothing; use "
+            "privacy.most_samples=1"
         )
     moments = config.privacy.moments_noise
     if moments is not None and all(algorithm.bound(task) is None for task in algorithm.means):
