@@ -1,8 +1,8 @@
 """Run the rows that a file names, one after another in one process, for as long as there is time.
 
-    python results/measure.py results/plan.txt --out DIR [--until SECONDS] [key=value ...]
+    python results/measure.py results/plan-cifar10.txt --out DIR [--until SECONDS] [key=value ...]
 
-A line of the file is what ``fedssl reproduce`` takes: a recipe and its keys; the keys of the command
+A line of the file is what ``fedssl reproduce`` takes, a recipe and its keys; those of the command
 hold for all lines. A row that is finished in DIR is passed over, so the same command goes on; none
 is started after SECONDS. Then ``results/add.py DIR/…/table.jsonl``.
 """
@@ -19,12 +19,16 @@ from fedssl import reproduce
 from fedssl.errors import UserError
 
 
-def measure(lines: list[str], words: list[str], out: Path, until: float) -> int:
-    """How many rows are finished then; all lines are checked before the first row."""
+def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job]:
+    """The rows of all lines, checked."""
     read = [shlex.split(line, comments=True) for line in lines]
     given = [(pattern, [*words, *own]) for pattern, *own in filter(None, read)]
-    jobs = [job for pattern, own in given for job in reproduce.plan(pattern, own, "1", out)]
-    started = time.monotonic()
+    return [job for pattern, own in given for job in reproduce.plan(pattern, own, "1", out)]
+
+
+def measure(lines: list[str], words: list[str], out: Path, until: float) -> int:
+    """How many rows are finished then."""
+    jobs, started = planned(lines, words, out), time.monotonic()
     for job in jobs:
         seconds = time.monotonic() - started
         if seconds > until:

@@ -430,3 +430,39 @@ def test_every_table_names_recipes_and_claims_rows_that_there_are(generate: Modu
         shown |= {(recipe, table["data"]) for recipe in table["rows"].values()}
     for each in generate.read_lines(generate.ROWS):  # nothing that was measured is left out
         assert any(each["recipe"] == r and each["data"].startswith(d) for r, d in shown), each
+
+
+SMALL = (
+    *("data.name=digits", "data.size=8", "encoder.name=tiny", "encoder.groups=4", "rounds=1"),
+    *("evaluate.protocols=[heldout@10%]", "data.holdout=0.1", "cohort.size=2"),
+)
+
+
+def test_rows_of_a_file_run_one_after_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = load("results/measure.py").measure
+    rates = "dcco/cifar100-noniid-16-cco-fedavg 'server.lr=[0.1,0.01]' # two rows"
+    lines = ["# not a row", "", rates, "dcco/cifar100-noniid-4 objective.projector=[16]"]
+    given = (lines, [*SMALL, "objective.projector=[8]"], tmp_path)
+    assert measure(*given, until=-1.0) == 0
+    assert not list(tmp_path.iterdir())
+    assert measure(*given, until=1000.0) == 3
+    found = [json.loads(row) for row in (tmp_path / "dcco/table.jsonl").read_text().splitlines()]
+    assert [row["choice"] for row in found] == ["server.lr=0.1", "server.lr=0.01", ""]
+    assert found[2]["changed"]["objective.projector"] == [16]  # a line's own key wins
+    capsys.readouterr()
+    assert measure(*given, until=1000.0) == 3
+    assert capsys.readouterr().err.count("finished before") == 3
+
+
+@pytest.mark.parametrize("name", ["tiny100", "cifar10"])
+def test_what_is_planned_can_run_and_is_not_measured_yet(name: str, tmp_path: Path) -> None:
+    measure = load("results/measure.py")
+    lines = (ROOT / f"results/plan-{name}.txt").read_text(encoding="utf-8").splitlines()
+    planned = measure.planned(lines, ["data.name=folder", "data.root=DIR"], tmp_path)
+    rows = load("results/add.py").read(ROOT / "results/rows.jsonl")
+    images = {"tiny100": "stand-in", "cifar10": "CIFAR-10 ("}[name]
+    done = {(r["recipe"], r["choice"], r["seed"]) for r in rows if r["data"].startswith(images)}
+    keys = [(job.name, job.choice, job.settings.seed) for job in planned]
+    assert keys and not done & set(keys)

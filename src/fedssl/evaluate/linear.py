@@ -21,8 +21,8 @@ from fedssl.plan import on_device
 
 C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
 Step = Callable[[Tensor, float | Tensor], None]  # on which samples, at which rate
-# Steps from which it pays to capture one on a GPU, which takes some tenths of a second.
-WORTH_CAPTURING = 2000
+# Steps from which it pays to capture one on a GPU, which takes as long as some hundred plain ones.
+WORTH_CAPTURING = 200
 _SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
 
 
