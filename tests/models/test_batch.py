@@ -179,7 +179,7 @@ def interpreted() -> None:
         with pytest.MonkeyPatch.context() as patch:
             limit(patch, small)
             compare(shape, views, kind, torch.float32, "cpu")
-            if not small:
+            if not small and views == 2:
                 compare(shape, views, kind, torch.bfloat16, "cpu")
 
 

@@ -239,8 +239,8 @@ def test_the_kernels_in_tritons_interpreter() -> None:
         "kinds = t.TILES, t.SHAPES, (True, False), (torch.float32, torch.bfloat16)\n"
         "for tile, (shape, groups), form, dtype in itertools.product(*kinds):\n"
         "    t.limit(t.pytest.MonkeyPatch(), tile)\n"
-        "    t.compare(shape, groups, form, dtype, 'cpu')\n"
         "    if tile is None or dtype == torch.float32:\n"
+        "        t.compare(shape, groups, form, dtype, 'cpu')\n"
         "        t.compare_residual(shape, groups, form, dtype, 'cpu')\n"
     )
     in_tritons_interpreter(code, Path(__file__).parent)
