@@ -15,39 +15,62 @@ import sys
 import time
 from pathlib import Path
 
-from fedssl import reproduce
+from fedssl import reproduce, sweep
 from fedssl.errors import UserError
 
 
 def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job]:
-    """The rows of all lines, checked."""
-    read = [shlex.split(line, comments=True) for line in lines]
-    given = [(pattern, [*words, *own]) for pattern, *own in filter(None, read)]
-    return [job for pattern, own in given for job in reproduce.plan(pattern, own, "1", out)]
+    """The rows of all lines; no two may have one folder."""
+    jobs: dict[Path, reproduce.Job] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            pattern, *own = shlex.split(line, comments=True) or [""]
+            found = reproduce.plan(pattern, [*words, *own], "1", out) if pattern else []
+        except (ValueError, UserError) as error:
+            raise UserError(f"line {number}: {error}") from None
+        for job in found:
+            if jobs.setdefault(job.folder, job) is not job:
+                raise UserError(
+                    f"line {number}: {job.label} is in a line before, and would share its folder; "
+                    "put it into a file of its own, and run that with another --out"
+                )
+    return list(jobs.values())
 
 
-def measure(lines: list[str], words: list[str], out: Path, until: float) -> int:
-    """How many rows are finished then."""
+def measure(lines: list[str], words: list[str], out: Path, until: float) -> list[reproduce.Job]:
+    """The rows that are not finished then; all are checked before the first is run."""
     jobs, started = planned(lines, words, out), time.monotonic()
+    sweep.check({job.label: job.settings for job in jobs if job.summary() is None})
     for job in jobs:
         seconds = time.monotonic() - started
         if seconds > until:
             break
         print(f"{seconds:7.1f} s {job.label}", file=sys.stderr, flush=True)
         reproduce.work([job])
-    return sum(job.summary() is not None for job in jobs)
+    return [job for job in jobs if job.summary() is None]
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0 if all rows are finished."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--until", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("words", nargs="*", metavar="key=value")
-    o = parser.parse_intermixed_args()
-    lines = o.file.read_text(encoding="utf-8").splitlines()
+    o = parser.parse_intermixed_args(arguments)
     try:
-        print(f"{measure(lines, o.words, o.out, o.until)} rows are finished")
-    except UserError as error:
+        lines = o.file.read_text(encoding="utf-8").splitlines()
+        left = measure(lines, o.words, o.out, o.until)
+    except (UserError, OSError) as error:
         print(f"measure.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    except (reproduce.Interrupted, KeyboardInterrupt):
+        print("measure.py: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    for job in left:
+        print(f"not finished: {job.label}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -441,19 +441,44 @@ SMALL = (
 def test_rows_of_a_file_run_one_after_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measure = load("results/measure.py").measure
+    main = load("results/measure.py").main
     rates = "dcco/cifar100-noniid-16-cco-fedavg 'server.lr=[0.1,0.01]' # two rows"
     lines = ["# not a row", "", rates, "dcco/cifar100-noniid-4 objective.projector=[16]"]
-    given = (lines, [*SMALL, "objective.projector=[8]"], tmp_path)
-    assert measure(*given, until=-1.0) == 0
-    assert not list(tmp_path.iterdir())
-    assert measure(*given, until=1000.0) == 3
-    found = [json.loads(row) for row in (tmp_path / "dcco/table.jsonl").read_text().splitlines()]
+    (tmp_path / "plan.txt").write_text("\n".join(lines))
+    out = tmp_path / "out"
+    command = [str(tmp_path / "plan.txt"), "--out", str(out), *SMALL, "objective.projector=[8]"]
+    assert main([*command, "--until", "-1"]) == 1
+    assert capsys.readouterr().out.count("not finished: dcco/") == 3 and not out.exists()
+    assert main(command) == 0
+    found = [json.loads(row) for row in (out / "dcco/table.jsonl").read_text().splitlines()]
     assert [row["choice"] for row in found] == ["server.lr=0.1", "server.lr=0.01", ""]
     assert found[2]["changed"]["objective.projector"] == [16]  # a line's own key wins
-    capsys.readouterr()
-    assert measure(*given, until=1000.0) == 3
+    assert capsys.readouterr().err.count(" s dcco/") == 3
+    assert main(command) == 0
     assert capsys.readouterr().err.count("finished before") == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["# two", "dcco/cifar100-noniid-4", "dcco/cifar100-noniid-4 seed=1"], "line 3: dcco/"),
+        (["dcco/cifar100-noniid-4 'seed=1"], "line 1: No closing quotation"),
+        (["dcco/nothing"], "line 1: dcco/nothing"),
+        (["dcco/cifar100-noniid-4 rounds=x"], "line 1: dcco/cifar100-noniid-4: rounds=x"),
+        (["dcco/cifar100-noniid-4", "dcco/cifar100-noniid-1 encoder.groups=5"], "encoder.groups=5"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_run_as_it_is_runs_no_row(
+    lines: list[str] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lines is not None:
+        (tmp_path / "plan.txt").write_text("\n".join(lines))
+    command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
+    assert load("results/measure.py").main(command) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("measure.py: ") and said in told and told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["tiny100", "cifar10"])

@@ -189,7 +189,8 @@ class Session:
     def judge(self, weights: Tensor, named: tuple[str, ...] | None = None) -> dict[str, float]:
         """The numbers of an encoder under the configured protocols, or under those named."""
         train, test = self.judged_splits
-        settings = replace(self.config.evaluate, protocols=named or self.protocols)
+        specs = named or self.protocols
+        settings = replace(self.config.evaluate, protocols=specs)
         body, modality, device = self.body(weights), self.modality, self.work.device
         results = judge(
             body.encoder,
@@ -203,16 +204,31 @@ class Session:
             modality=modality,
             holdout=self.config.data.holdout,
         )
-        if "head" in (named or self.protocols) and test is not None and test.labels is not None:
-            # The head is linear, so a case's mean logits are those of its mean encoding.
-            logits = extract(body, test.images[modality], device=device)
-            scores, labels = pool_cases(logits, test.labels, test.cases)
-            results["head_top1"] = top1(scores.argmax(1), labels)
-        for spec in named or self.protocols:
+        for spec in specs:
             name, share = parse(spec)
-            if name == "collaborative" and share is not None:
+            if name == "head" and test is not None:
+                results["head_top1"] = self._own_accuracy(body, test)
+            elif name == "heldout" and "head" in self.protocols and share is not None:
+                kept = self._kept(train, share)
+                results[f"{spec}_top1"] = self._own_accuracy(body, kept)
+            elif name == "collaborative" and share is not None:
                 results[f"{spec}_top1"] = self._fine_tune(body.encoder, spec, share)
         return results
+
+    def _own_accuracy(self, body: Tower, split: Split) -> float:
+        """Top-1 of the network's own classifier."""
+        assert split.labels is not None
+        # The head is linear, so a case's mean logits are those of its mean encoding.
+        logits = extract(body, split.images[self.modality], device=self.work.device)
+        scores, labels = pool_cases(logits, split.labels, split.cases)
+        return top1(scores.argmax(1), labels)
+
+    def _kept(self, train: Split, share: float) -> Split:
+        """Training images that are held out: as many of them as ``heldout`` is asked for."""
+        assert train.labels is not None
+        classes, seed = len(self.dataset.classes), self.config.seed
+        index = datasets.held_out(train.labels, share, classes, seed)
+        return Split(tuple(images[index] for images in train.images), train.labels[index])
 
     def _fine_tune(self, encoder: nn.Module, spec: str, share: float) -> float:
         """Top-1 after supervised FedAvg from this encoder; what it needs is built once."""

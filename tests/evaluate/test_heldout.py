@@ -11,6 +11,7 @@ from torch import nn
 
 from fedssl import config, evaluate
 from fedssl.config import Evaluate
+from fedssl.data import datasets
 from fedssl.data.dataset import Split
 from fedssl.errors import UserError
 from fedssl.evaluate import heldout, linear
@@ -42,6 +43,24 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
     images = dataset.train.images[0][kept]
     expected = evaluate.extract(encoder, images, device=session.work.device)
     torch.testing.assert_close(features, expected)
+
+
+def test_a_network_with_a_classifier_is_chosen_by_it() -> None:
+    """And not by a probe, which says nothing about the number that is shown."""
+    words = ["objective.name=supervised", "algorithm.name=centralized", "algorithm.batch=64"]
+    words += ["data.holdout=0.3", f"evaluate.protocols=[head,{SPEC}]", "partition.name=iid"]
+    words += ["partition.clients=3", "cohort.size=null", "seed=5"]
+    session = prepare(config.resolve(config.read_recipe("default"), words))
+    weights = session.work.initial
+    train = session.dataset.train
+    assert train.labels is not None
+    kept = datasets.held_out(train.labels, 0.2, 10, 5)
+    logits = evaluate.extract(session.body(weights), train.images[0][kept], device="cpu")
+    right = (logits.argmax(1) == train.labels[kept]).double()
+    judged = session.judge(weights)
+    assert judged[f"{SPEC}_top1"] == pytest.approx(100 * float(right.mean()))
+    alone = session.judge(weights, (SPEC,))  # while it trains, where head is not watched
+    assert alone == {f"{SPEC}_top1": judged[f"{SPEC}_top1"]}
 
 
 def test_one_half_judges_the_other() -> None:

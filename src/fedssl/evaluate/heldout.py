@@ -12,7 +12,8 @@ def accuracy(features: Tensor, labels: Tensor, classes: int, seed: int) -> float
     """Top-1 of a linear probe on one half of the held-out images, judged on the other; both ways.
 
     The probe is always DCCO's (appendix B), whatever ``evaluate.preset`` says: its number of steps
-    is fixed, and it is asked for often.
+    is fixed, and it is asked for often. A network that is judged by its own classifier (``head``)
+    needs no probe: there all of these images judge the classifier (``Session.judge``).
     """
     first = _every_other(labels)
     halves = [(first, ~first), (~first, first)]
