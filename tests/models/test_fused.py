@@ -236,7 +236,7 @@ def test_the_kernels_in_tritons_interpreter() -> None:
         "t.nan_stays('cpu')\n"
         "t.registered((2, 16, 3, 3), True)\n"
         "t.registered((2, 16, 3, 3), False)\n"
-        "kinds = t.TILES, t.SHAPES, (True, False), (torch.float32, torch.bfloat16)\n"
+        "kinds = (None, 64), t.SHAPES, (True, False), (torch.float32, torch.bfloat16)\n"
         "for tile, (shape, groups), form, dtype in itertools.product(*kinds):\n"
         "    t.limit(t.pytest.MonkeyPatch(), tile)\n"
         "    if tile is None or dtype == torch.float32:\n"
