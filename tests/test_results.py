@@ -481,13 +481,16 @@ def test_a_file_that_cannot_run_as_it_is_runs_no_row(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["tiny100", "cifar10"])
-def test_what_is_planned_can_run_and_is_not_measured_yet(name: str, tmp_path: Path) -> None:
-    measure = load("results/measure.py")
-    lines = (ROOT / f"results/plan-{name}.txt").read_text(encoding="utf-8").splitlines()
-    planned = measure.planned(lines, ["data.name=folder", "data.root=DIR"], tmp_path)
+@pytest.mark.parametrize("plan", sorted(ROOT.glob("results/plan-*.txt")), ids=lambda p: p.stem)
+def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: Path) -> None:
+    lines = plan.read_text(encoding="utf-8").splitlines()
+    words = ["data.name=folder", "data.root=DIR"]
+    planned = load("results/measure.py").planned(lines, words, tmp_path)
+    assert planned
     rows = load("results/add.py").read(ROOT / "results/rows.jsonl")
-    images = {"tiny100": "stand-in", "cifar10": "CIFAR-10 ("}[name]
-    done = {(r["recipe"], r["choice"], r["seed"]) for r in rows if r["data"].startswith(images)}
-    keys = [(job.name, job.choice, job.settings.seed) for job in planned]
-    assert keys and not done & set(keys)
+    images = {"tiny100": "stand-in", "cifar10": "CIFAR-10 ("}[plan.stem.split("-")[1]]
+    done = [(r["recipe"], r["changed"], r["seed"]) for r in rows if r["data"].startswith(images)]
+    for job in planned:
+        values = config.flat(config.to_tree(job.settings))
+        changed = {key: values[key] for key in job.changed}
+        assert (job.name, changed, job.settings.seed) not in done
