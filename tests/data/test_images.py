@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -258,6 +259,30 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(images, "decode", watch)
     return names
+
+
+@pytest.mark.parametrize(("noise", "threads"), [(False, 1), (True, 4)])
+def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
+    noise: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = gradient(80, 80)
+    if noise:  # 19 kB as PNG, the gradient has less than one
+        pixels = np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)
+        image = Image.fromarray(pixels)
+    for i in range(4):
+        save(tmp_path / f"root/{i}.png", image)
+    monkeypatch.setattr(images, "CHUNK", 1)
+    monkeypatch.setattr(images.os, "cpu_count", lambda: 4)
+    together, decode, met = threading.Barrier(threads), images.decode, []
+
+    def watch(path: Path, size: int) -> images.Pixels:
+        together.wait(timeout=30)  # breaks where fewer threads are at work
+        met.append(threading.get_ident())
+        return decode(path, size)
+
+    monkeypatch.setattr(images, "decode", watch)
+    assert not load(tmp_path / "root", tmp_path / "cache").unreadable
+    assert len(set(met)) == threads
 
 
 def test_second_load_decodes_nothing_and_maps_memory(folder: Path, decoded: list[str]) -> None:

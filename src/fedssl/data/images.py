@@ -13,9 +13,11 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import secrets
 import shutil
+import statistics
 import sys
 import warnings
 from collections import Counter, deque
@@ -37,6 +39,7 @@ from fedssl.errors import UserError
 LAYOUT = 1  # of a cache folder, and of how pixels are made; a new number leaves old folders unused
 CHUNK = 32  # images that a thread decodes in one go
 NAMED = 3  # files named in a message; the rest is a count
+SHARE = 3500  # bytes of an image for each thread: with fewer, they mostly wait for Python's lock
 
 Array = NDArray[Any]
 Pixels = NDArray[np.uint8]
@@ -280,7 +283,7 @@ def _in_order(
     pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterable[S]
 ) -> Iterator[T]:
     """``pool.map`` that runs only a little ahead of its reader, so that memory stays small."""
-    ahead = 4 * _threads()
+    ahead = 4 * workers()
     waiting: deque[Future[T]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -290,13 +293,14 @@ def _in_order(
         yield waiting.popleft().result()
 
 
-def _threads() -> int:
-    return os.cpu_count() or 1
+def workers(size: float = math.inf) -> int:
+    """Threads that decode image files of so many bytes in the mean."""
+    return int(max(1, min(os.cpu_count() or 1, size // SHARE)))
 
 
 @contextlib.contextmanager
-def _thread_pool() -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(_threads())
+def _thread_pool(size: float = math.inf) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(workers(size))
     try:
         yield pool
     finally:
@@ -358,9 +362,10 @@ def _build(
     """Decode everything into ``folder``."""
     unreadable: dict[str, str] = {}
     total = sum(map(len, splits.values()))
+    sizes = [file.size for rows in splits.values() for row in rows for file in row]
     with (
         warnings.catch_warnings(),
-        _thread_pool() as pool,
+        _thread_pool(statistics.fmean(sizes)) as pool,
         progress(total, f"decoding {total} images of {root}") as update,
     ):
         warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
