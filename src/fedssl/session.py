@@ -190,7 +190,10 @@ class Session:
         """The numbers of an encoder under the configured protocols, or under those named."""
         train, test = self.judged_splits
         specs = named or self.protocols
-        settings = replace(self.config.evaluate, protocols=specs)
+        # A network with a classifier is judged by it on held-out images, and not by a probe.
+        own = [s for s in specs if "head" in self.protocols and parse(s)[0] == "heldout"]
+        rest = tuple(spec for spec in specs if spec not in own)
+        settings = replace(self.config.evaluate, protocols=rest)
         body, modality, device = self.body(weights), self.modality, self.work.device
         results = judge(
             body.encoder,
@@ -208,7 +211,7 @@ class Session:
             name, share = parse(spec)
             if name == "head" and test is not None:
                 results["head_top1"] = self._own_accuracy(body, test)
-            elif name == "heldout" and "head" in self.protocols and share is not None:
+            elif spec in own and share is not None:
                 kept = self._kept(train, share)
                 results[f"{spec}_top1"] = self._own_accuracy(body, kept)
             elif name == "collaborative" and share is not None:
