@@ -74,12 +74,28 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
     plain = deploy.exchanges(deploy.settle("default", WORDS))
     for task in ("locate", "encode", "descend"):
         assert f"- `{task}`" in plain
-    assert "Means of products of the client's encodings" in plain
+    assert "Means of the client's encodings and of their products" in plain
     assert "could see each site's own" in plain
     secure = deploy.exchanges(deploy.settle("default", [*WORDS, "privacy.secure=true"]))
     assert "learns only the sum" in secure and "could see" not in secure
-    noisy = deploy.exchanges(deploy.settle("default", [*WORDS, "privacy.noise=1"]))
-    assert "clipped at the site to norm 1" in noisy
+    words = [*WORDS, "privacy.noise=1", "privacy.clip=3", "objective.bound=1"]
+    noisy = deploy.exchanges(deploy.settle("default", words)).splitlines()
+    encode, descend = (
+        next(line for line in noisy if f"`{t}`" in line) for t in ("encode", "descend")
+    )
+    assert "clipped at the site to norm 2.24" in encode  # √(2B² + 3B⁴)
+    assert "clipped at the site to norm 3," in descend
+
+
+def test_what_goes_beside_a_reply_is_listed_too() -> None:
+    plain = deploy.exchanges(deploy.settle("default", WORDS))
+    assert "its weight in the mean" in plain and "the loss" in plain and "random number" in plain
+    words = [*WORDS, "privacy.noise=1", "objective.bound=1"]
+    noisy = deploy.exchanges(deploy.settle("default", words))
+    assert "its weight in the mean" in noisy and "loss" not in noisy  # which stays at the site
+    assert "the classes' names" not in plain
+    words = [*WORDS, "algorithm.name=fedavg", "objective.name=supervised"]
+    assert "the classes' names" in deploy.exchanges(deploy.settle("default", words))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedssl import __version__, plugins
 from fedssl import config as configuration
-from fedssl.config import Config
+from fedssl.config import Config, Privacy
 from fedssl.errors import UserError
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
@@ -212,15 +212,18 @@ def exchanges(config: Config) -> str:
         shown = "the server computes the mean, and could see each site's own"
     if config.cohort.average != "mean":
         shown = f"the server sees each site's own, and takes the {config.cohort.average}"
-    if privacy.noise is not None:
-        shown += f"; clipped at the site to norm {privacy.clip:g}, and noise is added to the sum"
-    lines = ["- once, before training: the folder's name, how many images there are, their size"]
-    if config.objective.name == "supervised":
+    lines = [
+        "- before training, and again whenever site or server come back: the folder's name, how "
+        "many images there are, their size, and a random number to know this site by"
+    ]
+    if kind.objective.needs_labels:
         lines[0] += ", and the classes' names"
     for task in kind.means:
-        lines.append(f"- `{task}`, in a round: {about(kind, task)} ({shown})")
+        clipped = _clipped(privacy, kind.bound(task))
+        lines.append(f"- `{task}`, in a round: {about(kind, task)} ({shown}{clipped})")
     for task in kind.gathers:
         lines.append(f"- `{task}`: {about(kind, task)} (the server sees each site's own)")
+    lines.append(f"- with each reply, protected as it is: {_beside(privacy)}")
     if kind.logs and not privacy.secure and privacy.noise is None:
         for task in (task for task in kind.logs if task not in kind.simulated):
             lines.append(f"- `{task}`, for the log: {about(kind, task)} (single numbers)")
@@ -228,6 +231,20 @@ def exchanges(config: Config) -> str:
         lines.append(f"- (the other way: the site gets {public} public images in every round)")
     lines.append("- when something fails: one line that says what (it may name a folder or a file)")
     return "\n".join(lines)
+
+
+def _clipped(privacy: Privacy, bound: float | None) -> str:
+    if privacy.noise is None:
+        return ""
+    norm = privacy.clip if bound is None else bound
+    return f"; clipped at the site to norm {norm:.3g}, and noise is added to the sum"
+
+
+def _beside(privacy: Privacy) -> str:
+    """What goes with every reply."""
+    if privacy.noise is not None:
+        return f"its weight in the mean (the images it is made of, {privacy.most_samples} at most)"
+    return "its weight in the mean (the images it is made of, or 1), and with a change the loss"
 
 
 def about(kind: object, task: str) -> str:
@@ -479,7 +496,8 @@ checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
 flwr run {folder} {CONNECTION} --stream --run-config 'resume=true'
 ```
 
-It goes on from the last checkpoint; no round is lost or done twice. If the server's program was
+It goes on from the last checkpoint. Rounds after it do not count: they are done, and sent, again,
+and no round counts twice. If the server's program was
 killed, `flwr list` shows the old run as running for another minute; that does no harm. A run is
 not started into a folder that holds another (`--run-config 'out="/another/folder"'` names a new
 one), nor continued while it is still at work.

@@ -15,8 +15,8 @@ from far import BYOL, Tamper, far_session, go, one_round, small
 from flwr.app import Message
 
 from fedssl.engines.codec import pack
-from fedssl.engines.remote import STATES, survivors_needed
-from fedssl.engines.site import Request, Site
+from fedssl.engines.remote import STATES
+from fedssl.engines.site import Request, Site, survivors_needed
 from fedssl.engines.store import History
 from fedssl.errors import UserError
 from fedssl.session import prepare
@@ -41,11 +41,12 @@ def test_secure_rounds_equal_plain_ones(words: tuple[str, ...], tmp_path: Path) 
     plain, _ = far_session(small(*words), tmp_path / "plain")
     secure, _ = far_session(small(*words, SECURE), tmp_path / "secure")
     go(plain, 2)
-    go(secure, 2)
+    rounds = go(secure, 2)
     # 2⁻³³ a number and client, on changes of about 1e-3: far below any float32.
     torch.testing.assert_close(secure.server.weights, plain.server.weights, rtol=0, atol=1e-8)
     assert float(secure.server.log["loss"]) == pytest.approx(float(plain.server.log["loss"]))
     assert not secure.server.clients  # nothing about single clients, not even for the log
+    assert not any(cohort.traffic.faults for cohort in rounds)  # which nobody was asked for
 
 
 def test_the_server_sees_no_reply_and_counts_what_travels(tmp_path: Path) -> None:
@@ -142,6 +143,13 @@ def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: 
     assert line["skipped"] and all("privacy.threshold=0.9" in f for f in line["faults"].values())
 
 
+def test_a_site_takes_no_part_in_a_sum_of_two(tmp_path: Path) -> None:
+    site = Site(prepare(small("engine.name=flower", SECURE)), tmp_path)
+    site._check_threshold(3, 3)
+    with pytest.raises(UserError, match="not met by 2 of 2"):
+        site._check_threshold(2, 2)
+
+
 def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> None:
     far, _ = far_session(small(SECURE), tmp_path)
     go(far, 2)
@@ -169,7 +177,8 @@ def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("share", "clients", "need"), [(0.67, 3, 3), (0.51, 3, 3), (0.51, 4, 3), (1, 5, 5)]
+    ("share", "clients", "need"),
+    [(0.67, 3, 3), (0.51, 3, 3), (0.51, 4, 3), (1, 5, 5), (0.51, 2, 3)],
 )
 def test_survivors_needed(share: float, clients: int, need: int) -> None:
     assert survivors_needed(share, clients) == need

@@ -64,11 +64,11 @@ class DCCO(Algorithm):
         return {name: like.new_zeros(self.objective.params.projector[-1]) for name in ("f", "g")}
 
     def locate(self, client: Client, weights: Tensor) -> Tree:
-        """The client's mean encodings, asked for in the first round only."""
+        """The client's mean encodings, in the first round (not if bounded or summed in secret)."""
         return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
 
     def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
-        """Means of products of the client's encodings, over its samples.
+        """Means of the client's encodings and of their products, over its samples.
 
         ⟨⟩_k of Eq. 3.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +26,7 @@ from fedssl.algorithms.base import (
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.codec import Malformed, Packed, expect, pack, unpack, unpack_like
-from fedssl.engines.site import CHANGE, Reply, Request, SecureStep
+from fedssl.engines.site import CHANGE, Reply, Request, SecureStep, survivors_needed
 from fedssl.engines.store import History, Stored
 from fedssl.trees import Tree, count_bytes, flatten, unflatten
 from fedssl.workspace import Workspace
@@ -338,11 +337,6 @@ class RemoteCohort(Cohort):
         )
         super()._count_up(task, reply, clients)
         self.traffic.up[task] -= half * clients
-
-
-def survivors_needed(share: float, clients: int) -> int:
-    """How many of a secure sum's clients must come through: more than half in any case."""
-    return min(clients, max(3, clients // 2 + 1, math.ceil(share * clients)))
 
 
 def plain(text: str) -> str:

@@ -153,7 +153,7 @@ class Site:
     def _check_threshold(self, clients: int, threshold: int) -> None:
         """A server must not talk sites into smaller sums than they agreed to."""
         share = self.session.config.privacy.threshold
-        if threshold < math.ceil(share * clients):
+        if threshold < survivors_needed(share, clients):
             raise UserError(f"privacy.threshold={share}: not met by {threshold} of {clients}")
 
     def contribution(
@@ -192,6 +192,14 @@ class Site:
                     here[name] = before[there]
         device = self.session.work.device
         return {name: tensor.to(device) for name, tensor in here.items()}
+
+
+def survivors_needed(share: float, clients: int) -> int:
+    """How many of a secure sum's clients must come through: three, and more than half, at least.
+
+    Of a sum of two, each knows the other's part. The server goes by it, and every site insists.
+    """
+    return max(3, clients // 2 + 1, math.ceil(share * clients))
 
 
 def _clear_secrets(path: Path, client: int) -> None:

@@ -10,6 +10,12 @@ from fedssl.config import Config
 from fedssl.errors import UserError
 
 
+class Hidden(Average):
+    """The server sees sums alone: no client's number for the log is asked for."""
+
+    logs = False
+
+
 def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> Average:
     """How replies are averaged, with ``cohort`` of ``clients`` clients in a round."""
     check(config, algorithm)
@@ -26,7 +32,7 @@ def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> 
         from fedssl.privacy.robust import Robust
 
         return Robust(config.cohort, cohort)
-    return Average()
+    return Hidden() if config.privacy.secure else Average()
 
 
 def check(config: Config, algorithm: Algorithm) -> None:
@@ -85,6 +91,12 @@ def _check_secure(config: Config) -> None:
         raise UserError(
             "privacy.secure=true: the packages cryptography and pycryptodome are not installed; "
             "pip install 'fedssl[flower]'"
+        )
+    if getattr(config.algorithm, "clusters", 1) > 1:
+        raise UserError(
+            f"privacy.secure=true with algorithm.name={config.algorithm.name}: it sums by cluster, "
+            "and the sum of a cluster with one client is that client's change; use "
+            "algorithm.clusters=1, or another algorithm"
         )
     if config.engine.max_norm is not None:
         raise UserError(
