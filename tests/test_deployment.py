@@ -21,7 +21,7 @@ pytest.importorskip("flwr")
 from far import BYOL, Here
 
 from fedssl import config as configuration
-from fedssl import deploy, run
+from fedssl import deploy, deployment, run
 from fedssl.config import Config
 from fedssl.engines import flower
 from fedssl.engines.flower import client_app, serve
@@ -239,3 +239,56 @@ def test_a_stranger_cannot_end_a_run(
     grid.tamper = lies
     serve(grid, config, tmp_path / "far", False)
     assert "none of ours" in capsys.readouterr().err
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """A site's own record of what it sent."""
+    path = deployment.state_folder(str(folder)) / "sent.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("words", [(), ("privacy.secure=true",), ("algorithm.name=fedavg",)])
+def test_what_sites_record_is_what_the_server_counts(
+    words: tuple[str, ...], sites: Path, tmp_path: Path
+) -> None:
+    config = settled("rounds=2", *words)
+    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    lines = [line for name in ("ward", "clinic", "lab") for line in recorded(sites / name)]
+    for row in metrics(tmp_path / "far"):
+        for task, moved in row["exchanges"].items():
+            own = [
+                each for each in lines if (each.get("round"), each["task"]) == (row["round"], task)
+            ]
+            assert sum(each["bytes"] for each in own) == moved["up"] > 0
+    first, second, *_ = recorded(sites / "ward")
+    assert '"name": "ward", "samples": 7' in first["sent"]["hello/facts"]
+    if words == ("algorithm.name=fedavg",):
+        assert (second["round"], second["task"], second["bytes"]) == (1, "train", 78640 * 8 + 8)
+        sent = {"replies/2/change": "float64[78640]", "replies/2/loss": "float64[]", "shares/2": 7}
+        assert second["sent"] == sent
+
+
+def test_a_fault_is_recorded_too(sites: Path, tmp_path: Path) -> None:
+    config = settled("engine.timeout=0.1")
+    grid = grid_of(config, sites, "ward", "clinic", "nowhere")
+    with pytest.raises(UserError, match="2 of 3 sites came"):
+        serve(grid, config, tmp_path / "far", False)
+    assert "no such folder" in recorded(sites / "nowhere")[0]["sent"]["hello/fault"]
+
+
+def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> None:
+    config = settled("rounds=2", "algorithm.name=fedavg", "cohort.minimum=2")
+    path = deployment.state_folder(str(sites / "clinic")) / "sent.jsonl"
+
+    def spoil(message: Any, reply: Any) -> Any:
+        if message.metadata.message_type == "query.hello" and path.is_file():
+            path.unlink()
+            path.mkdir()
+        return reply
+
+    grid = grid_of(config, sites)
+    grid.tamper = spoil
+    serve(grid, config, tmp_path / "far", False)
+    said = "refused: sent.jsonl: cannot be written (Is a directory)"
+    for row in metrics(tmp_path / "far"):
+        assert row["missing"] == 1 and said in row["faults"]["0"]

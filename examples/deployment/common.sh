@@ -149,3 +149,9 @@ same_as_local() { # NAME: the same run by the local engine, client by client; th
     python3 "$HERE/compare.py" "$WORK/$1/run" "$WORK/$1-local" --most "${MOST:-1e-5}" ||
         fail "the weights are not those of the local engine"
 }
+
+same_bytes() { # NAME: what the sites recorded must be what the server counted
+    say "what the sites recorded that they sent, and what the server counted"
+    python3 "$HERE/records.py" "$WORK/$1/run" "$FEDSSL_STATE" ||
+        fail "the sites' records (sent.jsonl) are not what the server counted"
+}

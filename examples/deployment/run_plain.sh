@@ -12,6 +12,7 @@ say "the app"
 make_app app "$@"
 find "$WORK/app" -type f | sort
 run_app app
+same_bytes app
 case " $* " in
 *" privacy.noise="*) echo "noise is different in every run: there is nothing to compare" ;;
 *) same_as_local app ;;

@@ -71,6 +71,7 @@ sys.exit(len(online) != int(sys.argv[1]))' ${#SITES[@]} || fail "not exactly the
 say "the app"
 make_app app "$@"
 run_app app
+same_bytes app
 case " $* " in
 *" privacy.noise="*) echo "noise is different in every run: there is nothing to compare" ;;
 *) same_as_local app ;;

@@ -333,7 +333,7 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
 - One folder with images, {square}; any format that Pillow reads, at any depth. It is only read.
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither ever leaves the site.
-  Of a run that is over, what is kept there may be deleted.
+  Of a run that is over, what is kept there may be deleted, but for `sent.jsonl` (below).
 - From the server's operator, by a way that you trust: the server's address and `ca.crt`.
 
 ## Install, once
@@ -379,6 +379,12 @@ Nothing else does, and no image. Nothing is fetched from elsewhere either: the v
 off Flower's telemetry, update check and installs.
 
 {protection(config)}
+
+**Your own record.** `sent.jsonl`, in the folder of this site in `~/.local/state/fedssl`, has a line
+for every message: when, for which run, round and exchange, the names, types and shapes of all that
+is in it, and the bytes. It is written before the message is sent; what cannot be recorded is not sent.
+The bytes of a round, over all replies that counted, are those in the server's `metrics.jsonl`. Flower's
+own messages (is there work, the site is alive) and what encryption adds are not in it.
 
 **Whom you trust.** The server sends the program that runs here (the files of this app, which use
 the fedssl that you installed) together with each run. Whoever can start runs at the server can run

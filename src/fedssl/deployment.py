@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from fedssl.files import write_text
 from fedssl.session import Session, assemble
 
 SITES = "sites.json"
+SENT = "sent.jsonl"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,15 @@ def identity(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_text(path, uuid.uuid4().hex)
     return path.read_text(encoding="utf-8").strip()
+
+
+def record(data: str, line: Mapping[str, Any]) -> None:
+    """Add a line on a message to the site's own record, before the message is sent."""
+    folder = state_folder(data)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with (folder / SENT).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": when, **line}) + "\n")
 
 
 def server_session(config: Config, sites: Sequence[Introduction]) -> Session:

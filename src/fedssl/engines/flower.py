@@ -23,9 +23,11 @@ from fedssl import config as configuration
 from fedssl.checkpoint import LOCK, locked
 from fedssl.config import Config
 from fedssl.deployment import (
+    SENT,
     Introduction,
     introduce,
     read_sites,
+    record,
     server_session,
     site_session,
     state_folder,
@@ -315,16 +317,26 @@ def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
     def work(message: Message, context: Context) -> Message:
         if states is not None:
             os.chdir(here)  # a worker may start elsewhere, and paths are relative to the user's
+        asked: dict[str, Any] = {}
+
+        def fault(error: Exception) -> RecordDict:
+            clients = message.content.config_records["request"]["clients"]
+            said = Reply(fault=describe(error))
+            return write_replies({int(k): said for k in clients})  # type: ignore[union-attr]
+
         try:
             request = read_request(message.content)
-            replies = _site(text, states, context, request).answer(request)
+            asked = _about(request)
+            content = write_replies(_site(text, states, context, request).answer(request))
         except Exception as error:
-            clients = message.content.config_records["request"]["clients"]
-            replies = {int(k): Reply(fault=describe(error)) for k in clients}  # type: ignore[union-attr]
-        return Message(write_replies(replies), reply_to=message)
+            content = fault(error)
+        if states is None:
+            content = _recorded(content, context, asked, fault)
+        return Message(content, reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
-        return Message(_introduce(text, context), reply_to=message)
+        content = _recorded(_introduce(text, context), context, {"task": HELLO}, _cannot)
+        return Message(content, reply_to=message)
 
     for task in (*algorithm.means, *algorithm.gathers, *algorithm.logs):
         app.train(task)(work)
@@ -354,8 +366,54 @@ def _introduce(text: str, context: Context) -> RecordDict:
         data = _data(context)
         facts = json.dumps(asdict(introduce(_session(text, data), data)))
     except Exception as error:
-        return RecordDict({HELLO: ConfigRecord({"fault": describe(error)})})
+        return _cannot(error)
     return RecordDict({HELLO: ConfigRecord({"facts": facts})})
+
+
+def _cannot(error: Exception) -> RecordDict:
+    from flwr.app import ConfigRecord, RecordDict
+
+    return RecordDict({HELLO: ConfigRecord({"fault": describe(error)})})
+
+
+def _about(request: Request) -> dict[str, Any]:
+    """What was asked for, as the site's record has it; rounds as in the server's metrics."""
+    step = {} if request.secure is None else {"step": request.secure.step}
+    run = request.history.names[0]
+    return {"run": run, "round": request.round + 1, "task": request.task, **step}
+
+
+def _recorded(
+    content: RecordDict,
+    context: Context,
+    asked: Mapping[str, Any],
+    fault: Callable[[Exception], RecordDict],
+) -> RecordDict:
+    """A message's content, now that the site's own record has it; what has no line is not sent."""
+    if not _data(context):
+        return content  # there is no site yet, and nothing of it in the message
+    try:
+        record(_data(context), {**asked, **_listed(content)})
+    except OSError as error:
+        return fault(UserError(f"{SENT}: cannot be written ({error.strerror})"))
+    return content
+
+
+def _listed(content: RecordDict) -> dict[str, Any]:
+    """All that a message holds: numbers and words as they are, of arrays and keys their size."""
+    held: dict[str, Any] = {}
+    total = 0
+    for group, arrays in content.array_records.items():
+        for name, array in arrays.items():
+            total += len(array.data)
+            held[f"{group}/{name}"] = f"{array.dtype}{list(array.shape)}"
+    for group, values in content.config_records.items():
+        for name, value in values.items():
+            parts = value if isinstance(value, list) else [value]
+            secret = [len(part) for part in parts if isinstance(part, bytes)]
+            total += sum(secret)
+            held[f"{group}/{name}"] = f"{sum(secret)} bytes" if secret else value
+    return {"bytes": total, "sent": held}
 
 
 @functools.lru_cache(maxsize=1)
