@@ -130,6 +130,7 @@ def test_a_runs_folder_is_named_after_its_recipe(
         (["run", "device=quantum"], "device=quantum"),
         (["run", "augment.name=vivid"], "augment.name=vivid"),
         (["run", "encoder.init=/nonexistent"], "encoder.init=/nonexistent"),
+        (["run", "encoder.init=half"], "encoder.init=half: a run that has not ended; let it, with"),
         (
             ["run", "algorithm.name=fedavg", "partition.samples=1", "evaluate.baselines=[]"],
             "client 0 holds 1 sample",

@@ -55,6 +55,11 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("objective.temperature=0.1", "objective.temperature: unknown key"),
         ("evaluate.baselines=fedfoo", "evaluate.baselines=fedfoo: unknown"),
         ("data.levels=class,kind", "data.levels=kind: unknown"),
+        ("rounds=1e400", "rounds=1e400: expected a whole number"),
+        (f"rounds={2**63}", f"rounds={2**63}: expected a whole number"),
+        (f"server.lr={10**400}", f"server.lr={10**400}: expected a number"),
+        (f"seed={'9' * 5000}", "999: expected a whole number"),  # more than Python reads
+        ("engine.threads=100000", "engine.threads=100000: must be at most 1024"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence: str) -> None:
@@ -98,7 +103,31 @@ def test_values_as_people_write_them() -> None:
     assert settings.evaluate.protocols == ("knn", "linear@100")
     assert settings.partition.alpha == float("inf")  # type: ignore[attr-defined]
     assert resolve("objective.projector=[64, 32]").objective.projector == (64, 32)  # type: ignore[attr-defined]
-    assert resolve("data.root=2024").data.root == "2024"
+    assert resolve("partition.alpha=.inf").partition.alpha == float("inf")  # type: ignore[attr-defined]
+    assert resolve("rounds=1_000").rounds == resolve("rounds=1e3").rounds == 1000
+    large = 2**53 + 1  # not a float
+    assert resolve(f"seed={large}").seed == resolve(f"seed='{large}'").seed == large
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("2024", "2024_01", "2024-01-31", "2024-13-45", "010", "1.50", "12:30", "0x10"),
+        *("photos #2", "site: A", "- x", "&a b", "!x", "[old] photos", "~/photos", "9" * 5000),
+    ],
+)
+def test_a_name_stays_as_it_is_written(name: str) -> None:
+    assert resolve(f"data.root={name}").data.root == name
+    assert resolve(f'data.root="{name}"').data.root == name
+
+
+def test_a_file_with_a_date_that_there_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("data: {name: folder, root: 2024-13-45}")
+    with pytest.raises(UserError, match=r"mine.yaml: not valid YAML"):
+        config.read_yaml(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        config.read_yaml(tmp_path)
 
 
 def test_a_new_name_keeps_no_key_of_the_old_one_but_every_key_of_the_user() -> None:

@@ -1,12 +1,16 @@
-"""What the Siamese methods, FedEMA, FedU, Ditto and the norm policies refuse, in one line each."""
+"""What the Siamese methods, FedEMA, FedU, Ditto and the norm policies refuse, in one line each.
+
+And what cannot be a folder for results.
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from fedssl import config
+from fedssl import cli, config
 from fedssl.errors import UserError
 from fedssl.session import prepare
 
@@ -126,3 +130,43 @@ def test_bad_input_is_one_line_that_names_key_and_value(words: str, sentence: st
 )
 def test_the_limits_are_allowed(words: str) -> None:
     open_run(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", *SMALL, "--out", ""],
+        ["run", *SMALL, "--out="],
+        ["run", *SMALL, "seed=[0,1]", "--out", ""],
+        ["run", "--resume", "--out", ""],
+        ["reproduce", "default", "rounds=1", "--out", ""],
+        ["export", "anything", "--format", "safetensors", "--out", ""],
+    ],
+)
+def test_an_empty_name_is_not_the_current_folder(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith('fedssl: --out "": an empty name; give one') and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_current_folder_is_a_runs_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", *SMALL, "objective.predictor=24,16", "--out", "."]) == 0
+    assert (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--resume"]])
+def test_a_name_that_is_too_long(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *SMALL, *words, "--out", "x" * 300]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fedssl: --out xxx") and said.count("\n") == 1
+    assert said.endswith(": cannot be read (File name too long); choose another folder\n")

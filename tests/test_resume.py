@@ -277,6 +277,7 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
         (photos / "north", photos / "west", "north had 4 images in .* and is not there now; put"),
         (photos / "south/3.png", sites / "3.png", "south had 4 images in .* and has 3 now; put"),
         (photos / "south/3.png", photos / "east/4.png", "east had 4 images in .* and has 5 now"),
+        (photos / "south/3.png", photos / "south/x.png", "the training images are not those of"),
     )
     for place, other, sentence in moves:
         place.rename(other)
@@ -286,6 +287,16 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
         finally:
             other.rename(place)
     again(sites)
+
+
+def test_a_deployments_server_notes_no_images_of_clients(sites: Path, tmp_path: Path) -> None:
+    words = (f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}")
+    session = prepare(of_sites(*words))
+    for names, noted in ((None, True), (["a", "b", "c"], False)):
+        session.site_names = names
+        checkpoint.write(tmp_path, session)
+        with safe_open(tmp_path / checkpoint.FILE, framework="pt") as file:
+            assert ("files" in file.metadata()) == noted
 
 
 def test_an_older_run_without_a_list_of_clients_goes_on(sites: Path) -> None:

@@ -128,6 +128,10 @@ def test_what_could_not_learn_is_refused(words: tuple[str, ...], sentence: str) 
         prepare(config.resolve(config.read_recipe(None), [*given, *words]))
 
 
+def test_a_cpu_may_have_a_number() -> None:
+    assert prepare(small("device=cpu:0")).work.device == torch.device("cpu", 0)
+
+
 def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     session = prepare(small())
 

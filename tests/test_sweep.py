@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
-from fedssl import cli, config, run, sweep
+from fedssl import cli, config, loggers, run, sweep
 from fedssl.errors import TrainingError, UserError
 from fedssl.session import Session, assemble, prepare
 
@@ -67,6 +69,15 @@ def test_a_swept_name_keeps_only_keys_that_mean_the_same() -> None:
         (["seed=[1,x]"], "seed=x: seed=x: expected a whole number"),
         (["seed=[]"], "seed=[]: expected a whole number"),
         (["algorithm.name=[dcco,fedavgg]"], "unknown (did you mean fedavg?)"),
+        (["client.lr=[1,1.0]"], "client.lr=1.0: the same run as client.lr=1; leave one out"),
+        (
+            [f"about=[a,{'é' * 125}]"],
+            f"about={'é' * 54}…: a run's folder is named after it, with 256",
+        ),
+        ([f"about=[{'a' * 244}]", "seed=[10,2]"], f"about={'a' * 54}…: a run's folder is named"),
+        (['encoder.init=[a,"b\\0"]'], "encoder.init='b\\x00': a run's folder is named after it"),
+        (['encoder.init=[a,"b\\uDCFF"]'], "encoder.init='b\\udcff': a run's folder is named"),
+        (['encoder.init=[a,"b\\nc"]'], "encoder.init='b\\nc': a run's folder is named after it"),
     ],
 )
 def test_bad_values_are_found_before_the_first_run(
@@ -157,6 +168,189 @@ def test_a_later_run_that_cannot_be_is_refused_first(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished sweep, and one with a run."""
+    root = tmp_path_factory.mktemp("trained")
+    assert cli.main(["run", *SMALL, "seed=[0,1]", "--out", str(root / "sweep")]) == 0
+    assert cli.main(["run", *SMALL, "--out", str(root / "run")]) == 0
+    return root
+
+
+@pytest.fixture
+def folders(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the same, as the current folder."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+NEW = (*SMALL, "seed=[0,1]")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("seed=0", "--resume: seed was [0, 1] in sweep and is now 0; leave it as it was, or add"),
+        ("seed=[0]", "--resume: seed was [0, 1] in sweep and is now [0]; leave"),
+        ("seed=[0,2]", "--resume: seed was [0, 1] in sweep and is now [0, 2]; leave"),
+        ("client.lr=[1,0.1]", "--resume: client.lr=[1, 0.1] is a list, and the sweep in sweep has"),
+        ("rounds=2", "--resume: rounds was 1 in sweep/seed=0 and is now 2; leave"),
+        (
+            "evaluate.protocols=linear",
+            "--resume: evaluate.protocols was ['knn'] in sweep and is now ['linear'], and seed=0",
+        ),
+        ("default", "--resume: seed was [0, 1] in sweep and is now not given; leave"),
+        (["default", *SMALL], "--resume: seed was [0, 1] in sweep and is now not given; leave"),
+        (["default", *SMALL, "seed=0"], "--resume: seed was [0, 1] in sweep and is now 0; leave"),
+        (["default", *NEW, "rounds=3"], "--resume: rounds was 1 in sweep/seed=0 and is now 3"),
+    ],
+)
+def test_a_resume_that_would_lose_runs_is_refused(
+    words: str | list[str], message: str, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folders)
+    words = [words] if isinstance(words, str) else words
+    assert cli.main(["run", "--resume", "--out", "sweep", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: {message}") and said.count("\n") == 1
+    assert contents(folders) == before
+
+
+@pytest.mark.parametrize(
+    "words", [["seed=[0,1,2]"], ["seed=[2,1,0]", "device=cpu"], ["default", *SMALL, "seed=[0,1,2]"]]
+)
+def test_values_may_be_added_to_a_list(
+    words: list[str], folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "--resume", "--out", "sweep", *words]) == 0
+    out, said = capsys.readouterr()
+    assert "3 of 3 runs" in out and said.count(": finished before") == 2
+    assert sorted(config.swept(config.read_yaml(Path("sweep/sweep.yaml")))["seed"]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        # In a recipe's order, keys that it has not are in that of the words.
+        (["seed=[0]", "precision=[fp32]"], ["default", *SMALL, "precision=[fp32]", "seed=[0]"]),
+        # One of two keys of which one replaces the other is put anew, behind the rest.
+        (["cohort.size=[2]", "cohort.minimum=[1]"], ["cohort.size=[2]"]),
+    ],
+)
+def test_a_resume_finds_its_runs_whatever_order_keys_have(
+    first: list[str], then: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *SMALL, *first, "--out", str(tmp_path)]) == 0
+    before = sorted(tmp_path.iterdir())
+    capsys.readouterr()
+    assert cli.main(["run", "--resume", "--out", str(tmp_path), *then]) == 0
+    assert "finished before" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*NEW, "--out", "run"], "--out run: holds a run, and seed=[0, 1] is a sweep; choose"),
+        (
+            ["--resume", "--out", "run", "seed=[0,1]"],
+            "--resume: run holds one run, and seed=[0, 1]",
+        ),
+        (
+            ["--resume", "--out", "run", "default", *NEW],
+            "--resume: run holds one run, and seed=[0, 1] is several; leave it out, or start a",
+        ),
+        (
+            [*SMALL, "--out", "sweep"],
+            "--out sweep: holds a sweep; choose another folder, or go on with the sweep: ",
+        ),
+        (
+            ["--resume", "--out", "nowhere", "seed=[0,1]"],
+            "--resume: nowhere holds no run or sweep; start it without --resume",
+        ),
+        (
+            ["--resume", "--out", "nowhere", "default", *NEW],
+            "--resume: nowhere holds no run or sweep; start it without --resume",
+        ),
+    ],
+)
+def test_a_folder_holds_a_run_or_a_sweep(
+    words: list[str], message: str, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folders)
+    assert cli.main(["run", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: {message}") and said.count("\n") == 1
+    assert contents(folders) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("sweep.yaml", "", "sweep/sweep.yaml: no key has a list of values; write back what it had"),
+        ("seed=1/summary.json", "{", "sweep/seed=1/summary.json: not readable as JSON"),
+    ],
+)
+def test_a_damaged_file_of_a_sweep_is_named(
+    file: str, text: str, message: str, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folders / "sweep" / file).write_text(text)
+    before = contents(folders)
+    assert cli.main(["run", "--resume", "--out", "sweep"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: {message}") and said.count("\n") == 1
+    assert contents(folders) == before
+
+
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("/proc/fedssl", "cannot be written (No such file or directory)"),
+        ("file", "cannot be written (File exists)"),
+        ("x" * 300, "cannot be read (File name too long)"),
+    ],
+)
+def test_an_out_that_cannot_be_written(
+    out: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert cli.main(["run", *NEW, "--out", out]) == 2
+    assert capsys.readouterr().err == f"fedssl: --out {out}: {why}; choose another folder\n"
+
+
+def test_a_sweep_goes_on_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of relative paths, to images and to a file with code."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    Path("photos").mkdir()
+    for number in range(12):
+        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(f"photos/{number}.png")
+    words = [
+        *("data.name=folder", "data.root=photos", "data.labels=null", "partition.name=iid"),
+        *("algorithm.name=own.py:Own", "objective.name=simclr", "evaluate.protocols=unlabeled"),
+        f"data.cache={tmp_path / 'cache'}",
+    ]
+    assert cli.main(["run", *SMALL, *words, "seed=[0]", "--out", "out"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    capsys.readouterr()
+    assert cli.main(["run", "--resume", "--out", "../out", "seed=[0,1]"]) == 0
+    out, said = capsys.readouterr()
+    assert "[1/2] seed=0: finished before" in said and "2 of 2 runs" in out
+
+
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     """The sessions that a check has made."""
@@ -224,6 +418,28 @@ def test_code_that_is_not_ours_may_look_at_weights(
     }
     sweep.check({"a": config.build(tree(*words[key]))})
     assert not checked[0].work.flat.vector.is_meta
+
+
+def test_an_error_in_code_that_is_not_ours_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN.replace("return float(work.initial.norm()) < 0", "raise ValueError('no')"))
+    words = [*SMALL, f"algorithm.name={own}:Own", "seed=[0,1]"]
+    assert cli.main(["run", *words, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: seed=0: algorithm.name={own}:Own: line ")
+    assert said.endswith("ValueError: no\n") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_logger_that_is_missing_is_found_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "installed", lambda name: False)
+    with pytest.raises(UserError, match=r"^log=wandb: log=wandb: not installed"):
+        sweep.sweep(tree("log=[[],[wandb]]"), tmp_path / "out", resume=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Session]) -> None:

@@ -48,6 +48,8 @@ def write(out: Path, session: Session) -> None:
     states.changed.clear()
     versions = {str(client): version for client, version in states.versions.items()}
     notes = {"round": str(server.round), "clients": json.dumps(versions), **session.engine.notes()}
+    if session.dataset.files is not None and session.site_names is None:
+        notes["files"] = session.dataset.files
     save(out / FILE, tensors, notes)
     session.engine.committed(server.round)
     _remove_old(out, states.versions)
@@ -125,6 +127,15 @@ def read(out: Path, session: Session) -> bool:
         own, _ = _load(_client_file(out, int(client), version))
         session.engine.states.restore(int(client), own, version)
     return True
+
+
+def of_other_images(out: Path, session: Session) -> bool:
+    """Whether the run was trained on other files; not known of data sets that come as arrays, of
+    a deployment, whose images are elsewhere, and of a run of an older version.
+    """
+    path = out / FILE
+    before = _load(path)[1].get("files") if path.exists() else None
+    return before is not None and before != session.dataset.files
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

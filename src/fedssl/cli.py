@@ -58,9 +58,9 @@ Then read app/SERVER.md, and send app/SITES.md to the sites.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 (training failed), 2 (a mistake to mend)."""
-    options = _parse(arguments)
-    wait_briefly()
     try:
+        options = _parse(arguments)
+        wait_briefly()
         return int(options.command(options))
     except UserError as error:
         print(f"fedssl: {error}", file=sys.stderr)
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="train, judge, and leave a run's folder")
     _add_words(run)
-    run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: runs/…)")
+    run.add_argument("--out", type=_out, metavar="DIR", help="the run's folder (default: runs/…)")
     run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     run.set_defaults(command=_run)
 
@@ -183,7 +183,7 @@ def _add_use(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--format", required=True, choices=("safetensors", "torchscript", "onnx", "hf")
     )
     export.add_argument(
-        "--out", type=Path, metavar="PATH", help="a file or folder (default: RUN/export/…)"
+        "--out", type=_out, metavar="PATH", help="a file or folder (default: RUN/export/…)"
     )
     export.set_defaults(command=_export)
 
@@ -231,7 +231,7 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     _completed(words, "keys")
     parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
+        "--out", type=_out, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
     )
     parser.set_defaults(command=_reproduce)
 
@@ -282,6 +282,13 @@ def _add_theory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     shown.add_argument("--seed", type=int, default=0)
     shown.add_argument("--out", type=Path, metavar="FILE.png", help="draw it")
     shown.set_defaults(command=_representability)
+
+
+def _out(text: str) -> Path:
+    """Where things go; a shell's variable that is not set is nowhere, which Path takes for here."""
+    if not text:
+        raise UserError('--out "": an empty name; give one, or . for the folder that you are in')
+    return Path(text)
 
 
 def _add_words(parser: argparse.ArgumentParser) -> None:
@@ -364,14 +371,24 @@ def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree] | None
     """A recipe's name and tree if it is a sweep: keys hold lists, or --out is a sweep's folder."""
     named = bool(options.words) and "=" not in options.words[0]
     words = options.words[1:] if named else options.words
-    known = options.out / "sweep.yaml" if options.resume else None
-    if known is not None and known.exists() and not named:
-        return "sweep", configuration.merged(configuration.read_yaml(known), words)
-    if known is not None and not named:
-        return None  # a run goes on
+    held = _held(options.out) if options.resume else None
     name = options.words[0] if named else "default"
-    tree = configuration.merged(configuration.read_recipe(name), words)
-    return (name, tree) if configuration.swept(tree) else None
+    if named or held is None:
+        recipe = configuration.read_recipe(name)
+    else:
+        recipe = configuration.read_yaml(held)
+    tree = configuration.merged(recipe, words)
+    # Without lists, words for a sweep's folder are no run either: a sweep says what is wrong.
+    goes_on = held is not None and held.name == "sweep.yaml"
+    return (name, tree) if goes_on or configuration.swept(tree) else None
+
+
+def _held(out: Path) -> Path | None:
+    """The file that says what a folder holds: a sweep, or a run; none: neither."""
+    from fedssl import run
+
+    files = ("sweep.yaml", "config.yaml")
+    return next((out / file for file in files if run.holds(out, file)), None)
 
 
 def _sweep(name: str, tree: configuration.Tree, options: argparse.Namespace) -> int:
@@ -477,15 +494,14 @@ def _partition(options: argparse.Namespace) -> int:
         raise UserError(f"--out {options.out}: a picture is a PNG file; use a name such as out.png")
 
     from fedssl.data import datasets, picture, sources
-    from fedssl.data.partition import Folder, table, uneven
+    from fedssl.data.partition import client_names, table, uneven
     from fedssl.session import client_data, pick_device
 
     dataset = datasets.load(settings.data, settings.seed)
     found = sources.assign(settings, dataset, pick_device(settings.device))
     groups = client_data(settings, dataset, found)
     labels = None if found.of is None else found.of.numpy()
-    by_folder = isinstance(settings.partition, Folder.Params)
-    names = dataset.clients if by_folder and len(dataset.clients) >= len(groups) else ()
+    names = client_names(settings.partition, groups, dataset)
     print(table(groups, labels, found.names, len(dataset.train), names, found.word))
     for note in uneven(settings.partition, groups.sizes):
         print(f"fedssl: {note}", file=sys.stderr)

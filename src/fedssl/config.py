@@ -97,6 +97,7 @@ class SourceParams(PartitionParams):
 Initializer = Literal["he", "torch"]
 OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
 TIMM = "timm/"  # before the name of a backbone of timm's
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -436,8 +437,10 @@ def read_yaml(path: Path) -> Tree:
     """A YAML file that holds keys and values."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected keys and values, as in `rounds: 100`")
     return tree
@@ -611,6 +614,8 @@ def _check(config: Config) -> None:
     _positive("cohort.minimum", cohort.minimum)
     _positive("engine.chunk", config.engine.chunk)
     _positive("engine.threads", config.engine.threads)
+    if config.engine.threads > MOST_THREADS:  # far more crash the process
+        raise UserError(f"engine.threads={config.engine.threads}: must be at most {MOST_THREADS}")
     _positive("engine.workers", config.engine.workers)
     _positive("engine.timeout", config.engine.timeout)
     _positive("engine.max_norm", config.engine.max_norm)
@@ -711,10 +716,23 @@ def _split(word: str) -> tuple[str, Any]:
         raise UserError(f"{word}: a folder, where key=value is expected; {_meant(word)}")
     if not equals or not name:
         raise UserError(f"{word}: expected key=value, as in rounds=100")
+    return name, _read(text)
+
+
+def _read(text: str) -> Any:
+    """A word's value: what YAML reads, unless that says something else than the text.
+
+    A folder called ``2024_01``, ``2024-01-31`` or ``photos #2`` keeps its name.
+    """
     try:
-        return name, yaml.safe_load(text)
-    except yaml.YAMLError:
-        return name, text
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # the latter: of dates and numbers that there are not
+        return text
+    if value is None or isinstance(value, bool) or text.lstrip()[:1] in ("[", "{", '"', "'"):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):  # .inf, which only YAML reads
+        return value
+    return value if str(value) == text.strip() else text.strip()
 
 
 def _meant(folder: str) -> str:
@@ -849,13 +867,19 @@ def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
     if kind is str:
         return str(value)
     try:
-        number = float(value)  # YAML 1.1 reads 1e-3 as text
-    except ValueError:
+        return _number(kind, value)
+    except (ValueError, TypeError, OverflowError):
         raise wrong from None
-    if number != number:
-        raise wrong
-    if kind is int:
-        if not number.is_integer():
-            raise wrong
-        return int(number)
+
+
+def _number(kind: type[int] | type[float], value: Any) -> int | float:
+    """A number that may be text: YAML 1.1 reads 1e-3 so, and ``_read`` keeps 1_000."""
+    if isinstance(value, str):
+        try:
+            value = int(value)  # by way of a float, large ones would change
+        except ValueError:
+            value = float(value)
+    number = kind(value)
+    if number != number or (kind is int and (number != value or abs(number) >= 2**63)):
+        raise ValueError
     return number

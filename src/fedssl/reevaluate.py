@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedssl import checkpoint, config
 from fedssl.errors import UserError
-from fedssl.evaluate import collaborations
+from fedssl.evaluate import parse
+from fedssl.run import check_clients
+from fedssl.runs import section
 from fedssl.session import prepare
 from fedssl.tables import models
 
 FILE = "evaluations.jsonl"
+SAME_IMAGES = {"data.size", "data.cache", "data.corrupt"}  # keys that leave them the run's own
+OF_OWN_DATA = {
+    "per-client": "judges the run's own clients",
+    "collaborative": "fine-tunes at the run's own clients",
+    "heldout": "judges on what the run kept out of its own training",
+}
 
 
 def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -29,30 +37,14 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
         if word.startswith("data.holdout"):
             raise UserError(f"{word}: what was held out of training is decided when it starts")
-    settings = config.resolve(config.read_yaml(known), words)
-    if any(word.startswith("data.") for word in words):
-        # Other data need not be divisible in the run's way; judging an encoder needs no clients.
-        if "per-client" in (settings.evaluate.protocols or ()):
-            raise UserError(
-                "evaluate.protocols=per-client: judges the run's own clients, so on its own data; "
-                "leave the data.* keys out"
-            )
-        for words_of in collaborations(settings.evaluate):
-            raise UserError(
-                f"{words_of}: fine-tunes at the run's own clients, so on its own data; leave the "
-                "data.* keys out"
-            )
-        if getattr(settings.algorithm, "public", 0):
-            settings = replace(settings, algorithm=config.without_public(settings.algorithm))
-        whole = config.build({"partition": {"name": "iid", "clients": 1}})
-        settings = replace(
-            settings,
-            partition=whole.partition,
-            cohort=whole.cohort,
-            engine=replace(settings.engine, name="local", max_norm=None, updates="full"),
-            privacy=whole.privacy,
-        )
+    tree = config.read_yaml(known)
+    settings = config.resolve(tree, words)
+    given = {word.partition("=")[0] for word in words if word.startswith("data.")}
+    if given:
+        settings = _on_other_data(settings, given, section(tree, "data").get("name"))
     session = prepare(settings, trains=False)
+    if not given and checkpoint.of_other_images(run, session):
+        check_clients(session, run, "evaluate", "judge on other images with data.root=…")
     session.engine.open(run)
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
@@ -70,3 +62,36 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
     shown = models("result", rows["result"], session.algorithm.judges)
     return {"untrained": rows["untrained"], **shown}
+
+
+def _on_other_data(settings: config.Config, given: Set[str], own: object) -> config.Config:
+    """What the run says of its own images, the data set ``own``, need not hold for others.
+
+    They may not be divisible in the run's way; judging an encoder needs no clients. They may have
+    no labels to draw from; nothing of them was trained on.
+    """
+    for spec in settings.evaluate.protocols or ():
+        why = OF_OWN_DATA.get(parse(spec)[0])
+        if why is not None:
+            raise UserError(
+                f"evaluate.protocols={spec}: {why}, so on its own data; leave the data.* keys out, "
+                "or name other protocols"
+            )
+    data = settings.data
+    if given - SAME_IMAGES:
+        data = replace(data, holdout=0.0, labels=data.labels if "data.labels" in given else None)
+    if data.name != own and "data.levels" not in given:
+        data = replace(data, levels=None)
+    if getattr(settings.algorithm, "public", 0):
+        settings = replace(settings, algorithm=config.without_public(settings.algorithm))
+    whole = config.build({"partition": {"name": "iid", "clients": 1}})
+    return replace(
+        settings,
+        data=data,
+        partition=whole.partition,
+        cohort=whole.cohort,
+        engine=replace(settings.engine, name="local", max_norm=None, updates="full"),
+        privacy=whole.privacy,
+        # What watched the rounds says nothing here, and need not suit the data.
+        evaluate=replace(settings.evaluate, monitor=None, targets=()),
+    )

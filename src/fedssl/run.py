@@ -127,6 +127,11 @@ def check_folder(settings: Config, out: Path, resume: bool) -> None:
         if not resume:
             raise _taken(out)
         check_same(settings, config.build(config.read_yaml(out / "config.yaml")), out)
+    elif holds(out, "sweep.yaml"):
+        raise UserError(
+            f"--out {out}: holds a sweep; choose another folder, or go on with the sweep: "
+            f"fedssl run --resume --out {out}"
+        )
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
 
@@ -139,8 +144,18 @@ def _check_name(out: Path) -> None:
         raise UserError(f"--out {shown}: the name is not UTF-8; choose another folder") from None
 
 
+def holds(out: Path, file: str) -> bool:
+    """Whether a folder has this file; what nobody can look into is refused."""
+    try:
+        return (out / file).exists()
+    except OSError as error:  # somebody else's folder, or a name that is too long
+        raise UserError(
+            f"--out {out}: cannot be read ({error.strerror}); choose another folder"
+        ) from None
+
+
 def _started(out: Path) -> bool:
-    return (out / "config.yaml").exists()
+    return holds(out, "config.yaml")
 
 
 def _taken(out: Path) -> UserError:
@@ -184,22 +199,33 @@ def clients(session: Session) -> list[dict[str, Any]]:
     return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
 
 
-def check_clients(session: Session, out: Path) -> None:
-    """A resumed run has the clients that it had: their states are kept by number."""
+def check_clients(
+    session: Session,
+    out: Path,
+    what: str = "--resume",
+    otherwise: str = "start a new run in another folder",
+) -> None:
+    """A run that goes on, or is judged again, has the clients and the images that it had.
+
+    Clients' states are kept by number, and which images are held out goes by their order.
+    """
     both = Run(out).clients, clients(session)
     before, after = ({row["name"]: row["samples"] for row in rows} for rows in both)
-    if not before:  # a run of an older version
-        return
-    for name in {**before, **after}:
+    fix = f"put the images back as they were, or {otherwise}"
+    # Who came or went is named first: the held-out images of all others change with that.
+    names = sorted({**before, **after}, key=lambda name: name in before and name in after)
+    for name in names if before else ():  # none: a run of an older version
         old, new = before.get(name), after.get(name)
         if old == new:
             continue
         had = f"had {old} images in {out}" if name in before else f"was not in {out}"
         has = f"has {new}" if name in after else "is not there"
         who = f"client {name}" if name.isdecimal() else name
+        raise UserError(f"{what}: {who} {had} and {has} now; {fix}")
+    if checkpoint.of_other_images(out, session):
         raise UserError(
-            f"--resume: {who} {had} and {has} now; put the images back as they were, or start a "
-            "new run in another folder"
+            f"{what}: the training images are not those of {out} (some were added, removed, "
+            f"renamed or replaced); {fix}"
         )
 
 

@@ -25,7 +25,7 @@ from fedssl.config import Config, SourceParams
 from fedssl.data import datasets, sources
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups, Split
-from fedssl.data.partition import Folder, partition, uneven
+from fedssl.data.partition import Folder, client_names, partition, uneven
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.base import Engine
 from fedssl.engines.local import LocalEngine
@@ -135,10 +135,7 @@ class Session:
         """The clients' names: those of their folders, else their numbers."""
         if self.site_names is not None:
             return self.site_names
-        data, clients = self.dataset.clients, len(self.clients)
-        params = self.config.partition
-        by_folder = isinstance(params, Folder.Params) and params.level == "client"
-        return list(data) if by_folder and len(data) == clients else list(map(str, range(clients)))
+        return client_names(self.config.partition, self.clients, self.dataset)
 
     def notes(self) -> Iterator[str]:
         """What a user should know before the first round."""
@@ -460,7 +457,7 @@ def assemble(
     """
     check_deployment(config)
     device = pick_device(config.device)
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams and kernels that name no device mean this one
     torch.set_num_threads(config.engine.threads)
     keep_memory()

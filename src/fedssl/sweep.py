@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fedssl import config, run, tables
+from fedssl import config, loggers, plugins, run, tables
 from fedssl.config import Config
 from fedssl.data import datasets, sources
 from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
 from fedssl.files import write_text
+from fedssl.runs import Run
 from fedssl.session import assemble, client_data
 
 FILE = "sweep.yaml"
+LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
 
 
 def runs(tree: config.Tree) -> dict[str, Config]:
@@ -28,13 +30,17 @@ def runs(tree: config.Tree) -> dict[str, Config]:
     lists = config.swept(tree)
     for values in itertools.product(*lists.values()):
         own = dict(zip(lists, values, strict=True))
-        label = ",".join(f"{key}={_text(value)}" for key, value in own.items())
+        label = _label(own)
         if label in found:
             raise UserError(f"{label}: stands in a list twice; leave one out")
         try:
-            found[label] = config.build(config.with_values(tree, own))
+            settings = config.build(config.with_values(tree, own))
         except UserError as error:
             raise UserError(f"{label}: {error}") from None
+        for other, before in found.items():
+            if before == settings:
+                raise UserError(f"{label}: the same run as {other}; leave one out")
+        found[label] = settings
     return found
 
 
@@ -43,26 +49,126 @@ def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any
 
     A run that diverges is said and passed over.
     """
+    _check_folder(tree, out, resume)
+    before = _read(out) if resume else None
+    if before is not None:
+        _check_lists(tree, before, out)
+        tree = _in_order(tree, before)
     settings = runs(tree)
-    started = (out / FILE).exists()
-    if started and not resume:
-        raise UserError(f"--out {out}: holds a sweep; choose another folder, or use --resume")
     waiting = {label: own for label, own in settings.items() if _summary(out / label) is None}
     for label, own in settings.items():
-        run.check_folder(own, out / label, (out / label / "config.yaml").exists())
+        run.check_folder(own, out / label, _started(out / label))
+    if before is not None:
+        _check_judged(settings, runs(before), settings.keys() - waiting, out)
     check(waiting)
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / FILE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    _write(_placed(tree, next(iter(settings.values()))), out)
     for number, (label, own) in enumerate(settings.items(), 1):
-        before = "" if label in waiting else ": finished before"
-        print(f"[{number}/{len(settings)}] {label}{before}", file=sys.stderr)
+        done = "" if label in waiting else ": finished before"
+        print(f"[{number}/{len(settings)}] {label}{done}", file=sys.stderr)
         if label in waiting:
             try:
-                run.run(own, out / label, (out / label / "config.yaml").exists())
+                run.run(own, out / label, _started(out / label))
             except TrainingError as error:
                 print(f"[{number}/{len(settings)}] {label}: {error}", file=sys.stderr)
     found = {label: _summary(out / label) for label in settings}
     return {label: summary for label, summary in found.items() if summary is not None}
+
+
+def _check_folder(tree: config.Tree, out: Path, resume: bool) -> None:
+    """Refuse a folder that holds something else, or no sweep to resume."""
+    started = run.holds(out, FILE)
+    if started and not resume:
+        raise UserError(f"--out {out}: holds a sweep; choose another folder, or use --resume")
+    if started:
+        return
+    if _started(out):
+        key, values = next(iter(config.swept(tree).items()))
+        if resume:
+            raise UserError(
+                f"--resume: {out} holds one run, and {key}={values} is several; leave it out, or "
+                "start a sweep in another folder"
+            )
+        raise UserError(
+            f"--out {out}: holds a run, and {key}={values} is a sweep; choose another folder"
+        )
+    if resume:
+        raise UserError(f"--resume: {out} holds no run or sweep; start it without --resume")
+
+
+def _read(out: Path) -> config.Tree:
+    """The sweep that a folder holds."""
+    tree = config.read_yaml(out / FILE)
+    if not config.swept(tree):
+        raise UserError(
+            f"{out / FILE}: no key has a list of values; write back what it had, as in seed: [0, 1]"
+        )
+    return tree
+
+
+def _check_lists(tree: config.Tree, before: config.Tree, out: Path) -> None:
+    """Refuse lists that lack what they had: runs are found by their values, and would be lost."""
+    lists, former = config.swept(tree), config.swept(before)
+    for key, values in former.items():
+        kept = {_text(value) for value in lists.get(key, [])}
+        if any(_text(value) not in kept for value in values):
+            raise UserError(
+                f"--resume: {key} was {values} in {out} and is now "
+                f"{config.flat(tree).get(key, 'not given')}; leave it as it was, or add values"
+            )
+    for key in (key for key in lists if key not in former):
+        raise UserError(
+            f"--resume: {key}={lists[key]} is a list, and the sweep in {out} has none of it; leave "
+            "it as it was, or start a new sweep in another folder"
+        )
+
+
+def _in_order(tree: config.Tree, like: config.Tree) -> config.Tree:
+    """The same with keys in another tree's order, in which its folders are named."""
+    known = {key: tree[key] for key in like if key in tree}
+    for key, value in known.items():
+        if isinstance(value, dict) and isinstance(like[key], dict):
+            known[key] = _in_order(value, like[key])
+    return known | {key: value for key, value in tree.items() if key not in known}
+
+
+def _check_judged(
+    settings: Mapping[str, Config],
+    before: Mapping[str, Config],
+    finished: Collection[str],
+    out: Path,
+) -> None:
+    """Runs of one table are judged alike, and those that are finished are not judged again."""
+    for label in (label for label in before if label in finished):
+        old, new = (config.to_tree(each[label].evaluate) for each in (before, settings))
+        for key in (key for key in new if new[key] != old[key]):
+            raise UserError(
+                f"--resume: evaluate.{key} was {old[key]} in {out} and is now {new[key]}, and "
+                f"{label} is finished; leave it as it was, and judge runs again by fedssl evaluate"
+            )
+
+
+def _placed(tree: config.Tree, one: Config) -> config.Tree:
+    """A sweep with paths that mean the same from any folder, as ``one`` of its runs has them.
+
+    In lists they stay as they are: folders are named after them.
+    """
+    values, lists = config.flat(config.to_tree(config.placed(one))), config.swept(tree)
+    texts = {
+        key: values[key]
+        for key, given in config.flat(tree).items()
+        if isinstance(given, (str, list)) and key in values and key not in lists
+    }
+    return config.with_values(tree, texts)
+
+
+def _write(tree: config.Tree, out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / FILE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: cannot be written ({error.strerror}); choose another folder"
+        ) from None
 
 
 def check(waiting: Mapping[str, Config]) -> None:
@@ -72,16 +178,18 @@ def check(waiting: Mapping[str, Config]) -> None:
         place = (own.data, own.seed)
         names = sorted(set(own.evaluate.baselines) - {own.algorithm.name})
         try:
+            loggers.require(own)
             if own.engine.name == "flower":
                 from fedssl.engines import flower
 
                 flower.require()
-            if place not in loaded:
-                loaded[place] = datasets.load(*place)
-            data = sources.altered(own, loaded[place])
-            groups = client_data(own, data)
-            for settings in (own, *(config.with_algorithm(own, name) for name in names)):
-                assemble(settings, data, groups, weights=_needs_weights(settings))
+            with plugins.blamed():
+                if place not in loaded:
+                    loaded[place] = datasets.load(*place)
+                data = sources.altered(own, loaded[place])
+                groups = client_data(own, data)
+                for settings in (own, *(config.with_algorithm(own, name) for name in names)):
+                    assemble(settings, data, groups, weights=_needs_weights(settings))
         except UserError as error:
             raise UserError(f"{label}: {error}") from None
 
@@ -109,9 +217,31 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return tables.rows(rows)
 
 
+def _started(folder: Path) -> bool:
+    return run.holds(folder, "config.yaml")
+
+
 def _summary(folder: Path) -> dict[str, Any] | None:
-    path = folder / "summary.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return (Run(folder).summary or None) if _started(folder) else None
+
+
+def _label(own: Mapping[str, Any]) -> str:
+    """What is a run's own, which is also its folder's name."""
+    parts = {key: f"{key}={_text(value)}" for key, value in own.items()}
+    for key, part in parts.items():
+        if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in part):
+            raise UserError(
+                f"{key}={_text(own[key])!r}: a run's folder is named after it, and cannot be; "
+                "leave control characters out"
+            )
+    label = ",".join(parts.values())
+    if len(label.encode()) > LONGEST:
+        longest = max(parts.values(), key=len)
+        raise UserError(
+            f"{longest[:60]}…: a run's folder is named after it, with {len(label.encode())} bytes "
+            f"in all where {LONGEST} fit; give shorter values, or fewer keys with lists"
+        )
+    return label
 
 
 def _text(value: Any) -> str:

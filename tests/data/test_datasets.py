@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import socket
 import struct
@@ -436,6 +437,19 @@ def test_folder_image_above_its_level(root: Path) -> None:
         folder(root, levels=("client", "class"))
 
 
+@pytest.mark.parametrize("levels", [("client", "class"), ("class", "client")])
+def test_folder_whose_name_is_no_text(root: Path, levels: tuple[str, ...]) -> None:
+    make(root, os.fsdecode(b"train/caf\xe9/a/1.png"))
+    with pytest.raises(UserError, match=r"the name of the folder caf\\xe9 is not UTF-8; rename it"):
+        folder(root, levels=levels)
+    assert len(folder(root, levels=()).train) == 1, "it names nothing"
+
+
+def test_images_that_do_not_fit_into_memory() -> None:
+    with pytest.raises(UserError, match=r"data.size=1000000: images of that size do not fit"):
+        load(Data(size=1_000_000))  # 7 petabytes
+
+
 def test_folder_without_data(root: Path) -> None:
     with pytest.raises(UserError, match=rf"data\.root={root}: no images for train"):
         folder(root)
@@ -515,6 +529,20 @@ def test_folder_class_without_readable_image(root: Path) -> None:
     (root / "train/dog/0.png").write_text("broken")
     with pytest.raises(UserError, match="no training image of the class dog can be read"):
         folder(root, corrupt="skip")
+
+
+def test_training_images_are_known_by_the_files_that_are_used(root: Path) -> None:
+    make(root, "train/cat/0.png", "train/dog/0.png", "test/cat/0.png")
+    known = folder(root).files
+    assert known is not None and load(Data()).files is None
+    os.utime(root / "train/cat/0.png", (1, 1))
+    make(root, "test/dog/1.png")
+    (root / "train/dog/1.png").write_text("broken")
+    assert folder(root, corrupt="skip").files == known
+    moved = root.rename(root.with_name("moved"))
+    assert folder(moved, corrupt="skip", labels=2).files == known
+    (moved / "train/dog/0.png").rename(moved / "train/dog/2.png")
+    assert folder(moved, corrupt="skip").files not in (known, None)
 
 
 def test_folder_second_load_decodes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedssl.config import PartitionParams
 from fedssl.data import partition as module
-from fedssl.data.dataset import Groups, Split
+from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.partition import (
     Classes,
     Dirichlet,
@@ -26,6 +26,7 @@ from fedssl.data.partition import (
     Iid,
     Samples,
     Skew,
+    client_names,
     distance,
     partition,
     table,
@@ -713,6 +714,18 @@ def test_folder_is_one_client_a_folder() -> None:
     split = Split(unlabeled(6).images, None, clients=np.array([2, 0, 2, 0, 2, 4]))
     groups = partition(Folder.Params("folder"), split, 0, 0)
     assert [groups[k].tolist() for k in range(len(groups))] == [[1, 3], [0, 2, 4], [5]]
+
+
+def test_clients_have_the_names_of_their_own_folders() -> None:
+    split = Split(unlabeled(6).images, None, np.array([2, 0, 2, 0, 2, 4]), np.array([0, 0, 1] * 2))
+    data = Dataset("folder", split, None, (), ("aachen", "bern", "celle", "davos", "erfurt"))
+    by_client, by_case = Folder.Params("folder"), Folder.Params("folder", level="case")
+    groups = partition(by_client, split, 0, 0)
+    assert client_names(by_client, groups, data) == ["aachen", "celle", "erfurt"]
+    left = Groups(np.array([4, 0, 5]), np.array([0, 2, 3]))  # no image of aachen is trained on
+    assert client_names(by_client, left, data) == ["celle", "erfurt"]
+    for params in (by_case, Iid.Params("iid", clients=3)):
+        assert client_names(params, groups, data) == ["0", "1", "2"]
 
 
 # What is refused.

@@ -82,3 +82,4 @@ class Dataset:
     test: Split | None
     classes: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()  # names of the client folders
+    files: str | None = None  # a digest of the training images' files, where each is one

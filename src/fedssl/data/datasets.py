@@ -53,7 +53,15 @@ def load(data: config.Data, seed: int = 0, size: int | None = None) -> Dataset:
     ``seed`` decides which samples ``data.labels`` keeps.
     """
     _check(data)
-    dataset = LOADERS[data.name](dataclasses.replace(data, size=size or data.size))
+    wanted = dataclasses.replace(data, size=size or data.size)
+    try:
+        dataset = LOADERS[data.name](wanted)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise UserError(
+            f"data.size={wanted.size}: images of that size do not fit into memory; lower it"
+        ) from None
     if data.labels is not None:
         dataset = _keep_labels(dataset, data.labels, seed)
     if data.halves:
@@ -615,14 +623,16 @@ def _from_files(
     decoded = images.load(_root(data), rows, data.size, _cache(data), data.name, unpaired)
     total = sum(len(row) for part in rows.values() for row in part) + len(unpaired)
     _complain(data, total, {**unpaired, **decoded.unreadable})
-    within = {split: _readable(part, decoded.unreadable) for split, part in found.items()}
+    read = {split: _readable(part, decoded.unreadable) for split, part in found.items()}
+    within = {split: part.within for split, part in read.items()}
     lost = set(classes) - set(_names("class", levels, [within["train"]]))
     if lost:
         raise UserError(
             f"data.root={data.root}: no training image of the class {min(lost)} can be read; "
             "mend one or remove the class"
         )
-    return _assemble(data.name, levels, classes, within, decoded.images)
+    dataset = _assemble(data.name, levels, classes, within, decoded.images)
+    return dataclasses.replace(dataset, files=images.identity(read["train"].rows))
 
 
 def _check_found(data: config.Data, split: str, part: _Found, levels: tuple[str, ...]) -> None:
@@ -634,6 +644,8 @@ def _check_found(data: config.Data, split: str, part: _Found, levels: tuple[str,
             "at any depth); fill it or give another folder"
         )
     for row, within in zip(part.rows, part.within, strict=True):
+        for name in within[: len(levels)]:
+            _check_name(data, name)
         if len(within) < len(levels):
             raise UserError(
                 f"data.levels={','.join(levels)}: {row[0].path} lies in no "
@@ -649,6 +661,17 @@ def _check_found(data: config.Data, split: str, part: _Found, levels: tuple[str,
                 )
 
 
+def _check_name(data: config.Data, name: str) -> None:
+    """Names of clients and classes stand in files and on the screen, which are UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(name).decode(errors="backslashreplace")
+        raise UserError(
+            f"data.root={data.root}: the name of the folder {shown} is not UTF-8; rename it"
+        ) from None
+
+
 def _complain(data: config.Data, total: int, unreadable: Mapping[str, str]) -> None:
     if not unreadable:
         return
@@ -662,15 +685,14 @@ def _complain(data: config.Data, total: int, unreadable: Mapping[str, str]) -> N
     print(f"warning: left out {text}: {names}", file=sys.stderr)
 
 
-def _readable(part: _Found, unreadable: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """The folders of the samples that were decoded."""
+def _readable(part: _Found, unreadable: Mapping[str, str]) -> _Found:
+    """The samples that were decoded."""
     if not unreadable:
-        return part.within
-    return [
-        within
-        for row, within in zip(part.rows, part.within, strict=True)
-        if not any(file.path in unreadable for file in row)
+        return part
+    kept = [
+        i for i, row in enumerate(part.rows) if not any(file.path in unreadable for file in row)
     ]
+    return _Found([part.rows[i] for i in kept], [part.within[i] for i in kept], part.folders)
 
 
 def _assemble(

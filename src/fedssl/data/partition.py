@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedssl import plugins
 from fedssl.config import PartitionParams, SourceParams, variant
-from fedssl.data.dataset import Groups, Split
+from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, mix, permutation
 from fedssl.errors import UserError
 
@@ -347,6 +347,17 @@ class Folder:
             )
         present, owners = np.unique(folders, return_inverse=True)
         return Groups.from_labels(owners, len(present))
+
+
+def client_names(params: PartitionParams, groups: Groups, data: Dataset) -> list[str]:
+    """What the clients are called: by their folder where each is one, else by their number.
+
+    A folder of which no image is trained on is no client, so a name's place says nothing.
+    """
+    folders = data.train.clients
+    if isinstance(params, Folder.Params) and params.level == "client" and folders is not None:
+        return [data.clients[folder] for folder in folders[groups.members[groups.offsets[:-1]]]]
+    return list(map(str, range(len(groups))))
 
 
 def table(

@@ -93,7 +93,8 @@ def _bars(
     for k, row in enumerate(held):
         top = TOP + k * step
         if k % every == 0:
-            name = names[k] if names else f"client {k}"
+            name = names[k] if names else str(k)
+            name = f"client {name}" if name.isdecimal() else name
             pen.text((MARGIN, top + step // 2 - 6), name[:12], "black", ImageFont.load_default())
         edges = np.rint(np.cumsum([0, *row, sizes[k] - row.sum()]) * WIDTH / sizes.max())
         for colour, (start, end) in zip(colours, itertools.pairwise(edges), strict=True):

@@ -159,6 +159,11 @@ def load_encoders(network: Network, path: str) -> None:
     A second tower takes the run's second encoder if there is one, else the same weights.
     """
     first = Path(path)
+    if (first / "config.yaml").exists() and not (first / "encoder.safetensors").exists():
+        raise UserError(
+            f"encoder.init={path}: a run that has not ended; let it, with fedssl run --resume "
+            f"--out {path}"
+        )
     first = first / "encoder.safetensors" if first.is_dir() else first
     second = first.with_name("encoder-second.safetensors")
     for tower, file in zip(

@@ -1,0 +1,147 @@
+"""``fedssl evaluate``: on the run's own images, which must be what they were, and on others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fedssl import checkpoint, config, run
+from fedssl.cli import main
+from fedssl.errors import UserError
+from fedssl.reevaluate import evaluate
+
+WORDS = [
+    "data.name=folder", "data.levels=client,class", "data.size=8", "data.labels=22",
+    "data.holdout=0.2", "partition.name=folder", "cohort.size=null", "encoder.norm=batch",
+    "objective.name=byol", "objective.projector=16,8", "objective.predictor=12,8",
+    "algorithm.name=ditto", "algorithm.local_epochs=1", "algorithm.batch=4", "rounds=1",
+    "evaluate.protocols=[knn,heldout@20%]", "evaluate.every=1", "evaluate.monitor=knn",
+    "evaluate.targets=50", "evaluate.baselines=[]", "engine.threads=1", "augment.name=flip",
+]  # fmt: skip
+
+
+def made(path: Path, number: int) -> None:
+    """An image of noise, the darker the lower its number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(0, 9 + number, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``photos`` of three sites and two classes, and the ``run`` of them."""
+    root = tmp_path_factory.mktemp("trained")
+    for k in range(36):
+        site, label = ("east", "north", "south")[k % 3], k // 3 % 2
+        made(root / f"photos/{'test' if k >= 24 else 'train'}/{site}/{label}/{k}.png", k)
+    made(root / "photos/longer.png", 200)
+    where = [f"data.root={root / 'photos'}", f"data.cache={root / 'cache'}"]
+    run.run(config.resolve(config.read_recipe(None), [*WORDS, *where]), root / "run")
+    return root
+
+
+FIX = "put the images back as they were, or judge on other images with data.root=…"
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "said"),
+    [
+        ("east", "west", r"east had \d images in .* and is not there now"),
+        ("south/0/14.png", "../14.png", "the training images are not those of"),
+        ("south/0/14.png", "south/0/0.png", "the training images are not those of"),
+        ("../longer.png", "south/0/14.png", "the training images are not those of"),
+    ],
+)
+def test_images_that_are_no_longer_the_runs(
+    trained: Path, place: str, other: str, said: str
+) -> None:
+    photos, out = trained / "photos", trained / "run"
+    kept = shutil.copytree(photos, trained / "kept")
+    (photos / "train" / place).rename(photos / "train" / other)
+    try:
+        with pytest.raises(UserError, match=f"^evaluate: {said}.*; {FIX}$"):
+            evaluate(out, [])
+    finally:
+        shutil.rmtree(photos)
+        kept.rename(photos)
+    for file in photos.rglob("*.png"):
+        os.utime(file, (1, 1))  # put back, as a copy may have it
+    assert evaluate(out, [])
+
+
+def test_a_new_site_does_not_get_the_model_of_another(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, out = trained / "photos/train/aachen", trained / "run"
+    for k in range(4):
+        made(new / f"{k % 2}/{k}.png", k)  # it would be client 0, whose model is that of east
+    before = sorted(path.name for path in out.iterdir())
+    try:
+        assert main(["evaluate", str(out)]) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"evaluate: aachen was not in {out} and has" in line and line.endswith(FIX)
+        assert sorted(path.name for path in out.iterdir()) == before
+        # What the line says can be done.
+        assert evaluate(out, [f"data.root={trained / 'photos'}", "evaluate.protocols=knn"])
+    finally:
+        shutil.rmtree(new)
+
+
+def test_a_run_of_an_older_version_is_judged_again(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    path = tmp_path / "run" / checkpoint.FILE
+    with safe_open(path, framework="pt") as file:
+        notes = file.metadata()
+    del notes["files"]
+    save_file(load_file(path), path, notes)
+    place = trained / "photos/train/east"
+    place.rename(place.with_name("west"))
+    try:
+        assert evaluate(tmp_path / "run", [])
+    finally:
+        place.with_name("west").rename(place)
+
+
+def test_other_images_need_not_have_what_the_runs_own_had(trained: Path, tmp_path: Path) -> None:
+    """Labels to draw from, or to watch rounds by."""
+    for k in range(4):
+        made(tmp_path / f"flat/{k}.png", k)
+    words = [f"data.root={tmp_path / 'flat'}", "data.levels=null", "evaluate.protocols=unlabeled"]
+    assert evaluate(trained / "run", words)
+
+
+def test_another_data_set_has_other_folders(trained: Path, tmp_path: Path) -> None:
+    for k in range(8):
+        made(tmp_path / f"train/n{k % 2}/images/{k}.png", k)
+        made(tmp_path / f"val/images/{k}.png", k)
+    lines = [f"{k}.png\tn{k % 2}\n" for k in range(8)]
+    (tmp_path / "val/val_annotations.txt").write_text("".join(lines))
+    words = ["data.name=tiny-imagenet", f"data.root={tmp_path}", "evaluate.protocols=semi@50%"]
+    assert evaluate(trained / "run", words)
+
+
+def test_what_was_held_out_stays_so_at_another_size(trained: Path) -> None:
+    with pytest.raises(UserError, match=r"semi@50%: data\.holdout=0\.2 keeps fewer images out"):
+        evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@50%"])
+    assert evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@20%"])
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [
+        ("per-client", "judges the run's own clients"),
+        ("collaborative@50%", "fine-tunes at the run's own clients"),
+        ("heldout@20%", "judges on what the run kept out of its own training"),
+    ],
+)
+def test_protocols_of_the_runs_own_data(trained: Path, protocol: str, said: str) -> None:
+    words = ["data.labels=12", f"evaluate.protocols={protocol}"]
+    with pytest.raises(UserError, match=f"^evaluate.protocols={protocol}: {said}, so on its own"):
+        evaluate(trained / "run", words)
