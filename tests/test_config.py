@@ -114,11 +114,27 @@ def test_values_as_people_write_them() -> None:
     [
         *("2024", "2024_01", "2024-01-31", "2024-13-45", "010", "1.50", "12:30", "0x10"),
         *("photos #2", "site: A", "- x", "&a b", "!x", "[old] photos", "~/photos", "9" * 5000),
+        *("#2", "---", "&a"),
     ],
 )
 def test_a_name_stays_as_it_is_written(name: str) -> None:
     assert resolve(f"data.root={name}").data.root == name
+    assert resolve(f"data.root= {name} ").data.root == name
     assert resolve(f'data.root="{name}"').data.root == name
+
+
+def test_names_in_a_list_stay_as_they_are_written() -> None:
+    tree = config.merged({}, ["data.root=[2024_01, 010, 2024-01-31]", "seed=[0, -1, 10]"])
+    assert config.swept(tree) == {
+        "data.root": ["2024_01", "010", "2024-01-31"],
+        "seed": [0, -1, 10],
+    }
+
+
+def test_nothing_and_truth() -> None:
+    for word in ("data.root=", "data.root=~", "data.root=null"):
+        assert resolve(word).data.root is None
+    assert resolve("data.halves=true", "data.size=16").data.halves is True
 
 
 def test_a_file_with_a_date_that_there_is_not(tmp_path: Path) -> None:

@@ -19,12 +19,15 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 from far import BYOL, Here
+from flwr.app import Message, RecordDict
 
 from fedssl import config as configuration
 from fedssl import deploy, deployment, run
 from fedssl.config import Config
 from fedssl.engines import flower
-from fedssl.engines.flower import client_app, serve
+from fedssl.engines.flower import client_app, read_replies, serve, write_request
+from fedssl.engines.site import Request
+from fedssl.engines.store import History
 from fedssl.errors import UserError
 
 WORDS = (
@@ -261,6 +264,8 @@ def test_what_sites_record_is_what_the_server_counts(
             ]
             assert sum(each["bytes"] for each in own) == moved["up"] > 0
     first, second, *_ = recorded(sites / "ward")
+    if words == ("privacy.secure=true",):
+        assert second["sent"] == {"shares/2": 1.0, "secure/2/keys": "64 bytes"}  # not what they are
     assert '"name": "ward", "samples": 7' in first["sent"]["hello/facts"]
     if words == ("algorithm.name=fedavg",):
         assert (second["round"], second["task"], second["bytes"]) == (1, "train", 78640 * 8 + 8)
@@ -292,3 +297,38 @@ def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> Non
     said = "refused: sent.jsonl: cannot be written (Is a directory)"
     for row in metrics(tmp_path / "far"):
         assert row["missing"] == 1 and said in row["faults"]["0"]
+
+
+def asked(grid: Here, node: int, content: Any, kind: str = "train.train") -> Any:
+    """What a site replies to a message that no server of ours would send."""
+    (number,) = grid.push_messages([Message(content, node, kind)])
+    (reply,) = grid.pull_messages([number])
+    assert reply.has_content(), "Flower would send an error of its own, with its text"
+    return reply.content
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [{"clients": "a"}, {"clients": ["a"]}, {"task": b"x"}, {"attempts": []}, {"clients": [0, 1]}],
+)
+def test_a_request_that_makes_no_sense_is_refused_and_recorded(
+    fact: dict[str, Any], sites: Path
+) -> None:
+    grid = grid_of(settled("algorithm.name=fedavg"), sites)
+    history = History(("0123abcd",), (0,), 0)
+    content = write_request(Request("train", (0,), 0, 0, history, "samples", 1))
+    for name, value in fact.items():
+        content["request"][name] = value
+    replies = read_replies(asked(grid, 11, content))
+    assert all(reply.fault and not reply.tensors for reply in replies.values())
+    (line,) = recorded(sites / "ward")
+    assert line["bytes"] == 0 and all("faults/" in name for name in line["sent"])
+    if fact == {"clients": [0, 1]}:
+        assert replies[0].fault == "refused: task train: this site is one client, not 2"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_not_told(sites: Path) -> None:
+    (sites / "secret").symlink_to(sites / "secret")
+    grid = grid_of(settled(), sites, "secret")
+    told = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
+    assert told.startswith("refused: ") and "Errno" not in told

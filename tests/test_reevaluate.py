@@ -66,8 +66,9 @@ def test_images_that_are_no_longer_the_runs(
     kept = shutil.copytree(photos, trained / "kept")
     (photos / "train" / place).rename(photos / "train" / other)
     try:
-        with pytest.raises(UserError, match=f"^evaluate: {said}.*; {FIX}$"):
-            evaluate(out, [])
+        for words in ([], ["data.size=12"]):
+            with pytest.raises(UserError, match=f"^evaluate: {said}.*; {FIX}$"):
+                evaluate(out, words)
     finally:
         shutil.rmtree(photos)
         kept.rename(photos)
@@ -131,6 +132,12 @@ def test_what_was_held_out_stays_so_at_another_size(trained: Path) -> None:
     with pytest.raises(UserError, match=r"semi@50%: data\.holdout=0\.2 keeps fewer images out"):
         evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@50%"])
     assert evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@20%"])
+    assert "heldout@20%_top1" in evaluate(trained / "run", ["data.size=12"])["untrained"]
+
+
+def test_other_labels_are_those_that_are_asked_for(trained: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.labels=3: must be a multiple of the 2 classes"):
+        evaluate(trained / "run", ["data.labels=3", "evaluate.protocols=knn"])
 
 
 @pytest.mark.parametrize(

@@ -719,17 +719,31 @@ def _split(word: str) -> tuple[str, Any]:
     return name, _read(text)
 
 
+class _Words(yaml.SafeLoader):
+    """Reads whole numbers and dates only as they would be written; in a list they may be names."""
+
+    def written(self, node: yaml.ScalarNode) -> Any:
+        """``7`` is a number, ``007``, ``2024_01`` and ``2024-01-31`` are text."""
+        return int(node.value) if re.fullmatch("0|-?[1-9][0-9]*", node.value) else node.value
+
+
+for _kind in ("int", "timestamp"):
+    _Words.add_constructor(f"tag:yaml.org,2002:{_kind}", _Words.written)
+
+
 def _read(text: str) -> Any:
     """A word's value: what YAML reads, unless that says something else than the text.
 
     A folder called ``2024_01``, ``2024-01-31`` or ``photos #2`` keeps its name.
     """
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # the latter: of dates and numbers that there are not
-        return text
-    if value is None or isinstance(value, bool) or text.lstrip()[:1] in ("[", "{", '"', "'"):
+        value = yaml.load(text, _Words)
+    except (yaml.YAMLError, ValueError):  # the latter: of numbers that there are not
+        return text.strip()
+    if isinstance(value, bool) or text.lstrip()[:1] in ("[", "{", '"', "'"):
         return value
+    if value is None:
+        return None if text.strip() in ("", "~", "null", "Null", "NULL") else text.strip()
     if isinstance(value, float) and not math.isfinite(value):  # .inf, which only YAML reads
         return value
     return value if str(value) == text.strip() else text.strip()

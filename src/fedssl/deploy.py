@@ -218,7 +218,7 @@ def exchanges(config: Config) -> str:
     ]
     if kind.objective.needs_labels:
         lines[0] += ", and the classes' names"
-    for task in kind.means:
+    for task in kind.asked(privacy.secure):
         clipped = _clipped(privacy, kind.bound(task))
         lines.append(f"- `{task}`, in a round: {about(kind, task)} ({shown}{clipped})")
     for task in kind.gathers:

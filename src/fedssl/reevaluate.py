@@ -39,7 +39,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{word}: what was held out of training is decided when it starts")
     tree = config.read_yaml(known)
     settings = config.resolve(tree, words)
-    given = {word.partition("=")[0] for word in words if word.startswith("data.")}
+    given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
     session = prepare(settings, trains=False)
@@ -77,9 +77,8 @@ def _on_other_data(settings: config.Config, given: Set[str], own: object) -> con
                 f"evaluate.protocols={spec}: {why}, so on its own data; leave the data.* keys out, "
                 "or name other protocols"
             )
-    data = settings.data
-    if given - SAME_IMAGES:
-        data = replace(data, holdout=0.0, labels=data.labels if "data.labels" in given else None)
+    labels = settings.data.labels if "data.labels" in given else None
+    data = replace(settings.data, holdout=0.0, labels=labels)
     if data.name != own and "data.levels" not in given:
         data = replace(data, levels=None)
     if getattr(settings.algorithm, "public", 0):

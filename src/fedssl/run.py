@@ -210,6 +210,9 @@ def check_clients(
     Clients' states are kept by number, and which images are held out goes by their order.
     """
     both = Run(out).clients, clients(session)
+    if [row["name"] for row in both[0]] == list(map(str, range(len(both[0])))):
+        # Numbers, or of an older version that knew no better: names would say that all are new.
+        both = both[0], [{**row, "name": str(row["client"])} for row in both[1]]
     before, after = ({row["name"]: row["samples"] for row in rows} for rows in both)
     fix = f"put the images back as they were, or {otherwise}"
     # Who came or went is named first: the held-out images of all others change with that.

@@ -448,6 +448,17 @@ def test_folder_whose_name_is_no_text(root: Path, levels: tuple[str, ...]) -> No
 def test_images_that_do_not_fit_into_memory() -> None:
     with pytest.raises(UserError, match=r"data.size=1000000: images of that size do not fit"):
         load(Data(size=1_000_000))  # 7 petabytes
+    with pytest.raises(UserError, match=r"evaluate.size=1000000: images of that size"):
+        load(Data(), size=1_000_000)
+
+
+def test_other_errors_are_not_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(data: Data) -> Dataset:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(datasets.LOADERS, "digits", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        load(Data())
 
 
 def test_folder_without_data(root: Path) -> None:

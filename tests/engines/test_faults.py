@@ -296,7 +296,10 @@ def test_a_diverged_client_keeps_its_last_good_state(
 
 @pytest.mark.parametrize(
     "fact",
-    [{"clients": [-1]}, {"clients": ["../../x"]}, {"attempts": ["../up"]}, {"attempts": ["/abs"]}],
+    [
+        *({"clients": [-1]}, {"clients": ["../../x"]}, {"task": b"x"}),
+        *({"attempts": ["../up"]}, {"attempts": ["/abs"]}, {"attempts": []}),
+    ],
 )
 def test_requests_name_no_files_of_their_own(fact: dict[str, Any]) -> None:
     history = History(("0123abcd",), (0,), 0)

@@ -16,7 +16,7 @@ from flwr.app import Message
 
 from fedssl.engines.codec import pack
 from fedssl.engines.remote import STATES
-from fedssl.engines.site import Request, Site, survivors_needed
+from fedssl.engines.site import Request, SecureStep, Site, survivors_needed
 from fedssl.engines.store import History
 from fedssl.errors import UserError
 from fedssl.session import prepare
@@ -133,6 +133,16 @@ def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> No
     )
     (reply,) = Site(session, tmp_path).answer(request).values()
     assert reply.fault is not None and "secure" in reply.fault and not reply.tensors
+
+
+def test_a_site_is_not_summed_twice(tmp_path: Path) -> None:
+    """Two sums of the same encodings would tell of a client that drops out between them."""
+    step = SecureStep("keys", "sum", 3)
+    for words, asks in (((SECURE,), step), (("objective.bound=1",), None)):
+        session = prepare(small("engine.name=flower", *words))
+        request = Request("locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", secure=asks)
+        (reply,) = Site(session, tmp_path).answer(request).values()
+        assert reply.fault is not None and "not among what this site answers" in reply.fault
 
 
 def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: Path) -> None:

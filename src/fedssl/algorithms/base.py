@@ -330,6 +330,10 @@ class Algorithm(ABC):
         sent = work.initial if work.shared is None else work.initial[work.shared]
         return {"change": sent, "loss": work.initial.new_zeros(())}
 
+    def asked(self, secure: bool) -> tuple[str, ...]:
+        """The means that rounds ask for, in secure sums or in the open; a site gives no others."""
+        return self.means
+
     def bound(self, task: str) -> float | None:
         """The L2 norm that no reply to ``task`` exceeds; none: only clipping bounds it."""
         return None

@@ -49,9 +49,9 @@ class DCCO(Algorithm):
         """
         bounded = self.objective.params.bound is not None
         if "centre" not in server.state:
-            origin = bounded or server.config.privacy.secure
+            located = "locate" in self.asked(server.config.privacy.secure)
             server.state["centre"] = (
-                self._origin(server.sent) if origin else cohort.mean("locate", server.sent)
+                cohort.mean("locate", server.sent) if located else self._origin(server.sent)
             )
         centre: Any = server.state["centre"]
         moments = cohort.mean("encode", server.sent, centre)
@@ -60,11 +60,16 @@ class DCCO(Algorithm):
         if not bounded:
             server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
 
+    def asked(self, secure: bool) -> tuple[str, ...]:
+        """Not for a centre that is the origin."""
+        bounded = self.objective.params.bound is not None
+        return self.means[1:] if bounded or secure else self.means
+
     def _origin(self, like: Tensor) -> Centre:
         return {name: like.new_zeros(self.objective.params.projector[-1]) for name in ("f", "g")}
 
     def locate(self, client: Client, weights: Tensor) -> Tree:
-        """The client's mean encodings, in the first round (not if bounded or summed in secret)."""
+        """The client's mean encodings, in the first round."""
         return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
 
     def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:

@@ -59,9 +59,8 @@ def load(data: config.Data, seed: int = 0, size: int | None = None) -> Dataset:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        raise UserError(
-            f"data.size={wanted.size}: images of that size do not fit into memory; lower it"
-        ) from None
+        key = f"data.size={data.size}" if size is None else f"evaluate.size={size}"
+        raise UserError(f"{key}: images of that size do not fit into memory; lower it") from None
     if data.labels is not None:
         dataset = _keep_labels(dataset, data.labels, seed)
     if data.halves:

@@ -121,6 +121,8 @@ def read_request(content: RecordDict) -> Request:
     numbers = [*facts["clients"], *facts["starts"], facts["round"], facts["exchange"]]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise Malformed("a request with numbers that are none")
+    if not isinstance(facts["task"], str) or not facts["attempts"]:
+        raise Malformed("a request without a task or a run")
     if not all(re.fullmatch("[0-9a-f]{8}", str(name)) for name in facts["attempts"]):
         raise Malformed("a request with names that are none of ours")
     known = {}
@@ -320,9 +322,8 @@ def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
         asked: dict[str, Any] = {}
 
         def fault(error: Exception) -> RecordDict:
-            clients = message.content.config_records["request"]["clients"]
             said = Reply(fault=describe(error))
-            return write_replies({int(k): said for k in clients})  # type: ignore[union-attr]
+            return write_replies(dict.fromkeys(_clients(message.content), said))
 
         try:
             request = read_request(message.content)
@@ -376,6 +377,13 @@ def _cannot(error: Exception) -> RecordDict:
     return RecordDict({HELLO: ConfigRecord({"fault": describe(error)})})
 
 
+def _clients(content: RecordDict) -> list[int]:
+    """For whom something is asked, whatever else is wrong with the request."""
+    facts: Mapping[str, Any] = content.config_records.get("request") or {}
+    given = facts.get("clients")
+    return [k for k in given if type(k) is int] if isinstance(given, list) else []
+
+
 def _about(request: Request) -> dict[str, Any]:
     """What was asked for, as the site's record has it; rounds as in the server's metrics."""
     step = {} if request.secure is None else {"step": request.secure.step}
@@ -389,13 +397,17 @@ def _recorded(
     asked: Mapping[str, Any],
     fault: Callable[[Exception], RecordDict],
 ) -> RecordDict:
-    """A message's content, now that the site's own record has it; what has no line is not sent."""
+    """A message's content, now that the site's own record has it.
+
+    What has no line is not sent, but for a fault: that it has none, or that no folder was given.
+    """
     if not _data(context):
-        return content  # there is no site yet, and nothing of it in the message
+        return content
     try:
         record(_data(context), {**asked, **_listed(content)})
-    except OSError as error:
-        return fault(UserError(f"{SENT}: cannot be written ({error.strerror})"))
+    except Exception as error:  # Flower would send its text, which may tell of the site
+        why = error.strerror if isinstance(error, OSError) else type(error).__name__
+        return fault(UserError(f"{SENT}: cannot be written ({why})"))
     return content
 
 

@@ -107,7 +107,11 @@ class Site:
         logs = tuple(algorithm.logs) if self.session.engine.average.logs else ()
         if self.session.work.census is None:  # a real site
             logs = tuple(task for task in logs if task not in algorithm.simulated)
-        allowed = algorithm.means if request.weight is not None else (*algorithm.gathers, *logs)
+        means = algorithm.asked(privacy.secure)
+        allowed = means if request.weight is not None else (*algorithm.gathers, *logs)
+        if self.alone and len(request.clients) != 1:
+            asked = len(request.clients)
+            raise UserError(f"task {request.task}: this site is one client, not {asked}")
         if request.task not in allowed:
             raise UserError(
                 f"task {request.task}: not among what this site answers "

@@ -70,7 +70,7 @@ def sheet(run: Run, history: History) -> Sheet:
     ]
     deployed = config.engine.sites is not None
     notes = [] if deployed or algorithm.pools_data else [ONE_PROCESS]
-    unasked = [name for name in _declared(algorithm) if name not in history.exchanges]
+    unasked = [name for name in _declared(config, algorithm) if name not in history.exchanges]
     if unasked and history.lines and not algorithm.pools_data:
         notes.append(f"Declared, and not asked for in this run: {', '.join(unasked)}.")
     if not algorithm.pools_data:
@@ -103,8 +103,8 @@ def _shares(algorithm: Any) -> bool:
     return not (alone and type(algorithm).reply_like is Standalone.reply_like)
 
 
-def _declared(algorithm: Any) -> list[str]:
-    asked = (*algorithm.means, *algorithm.gathers)
+def _declared(config: Config, algorithm: Any) -> list[str]:
+    asked = (*algorithm.asked(config.privacy.secure), *algorithm.gathers)
     return list(
         dict.fromkeys((*asked, *(t for t in algorithm.logs if t not in algorithm.simulated)))
     )
@@ -117,7 +117,9 @@ def _names(config: Config, algorithm: Any, history: History) -> list[str]:
     if history.lines:
         return list(history.exchanges)
     silent = config.privacy.secure or config.privacy.noise is not None  # nothing for the log
-    return [name for name in _declared(algorithm) if not (silent and name in algorithm.logs)]
+    return [
+        name for name in _declared(config, algorithm) if not (silent and name in algorithm.logs)
+    ]
 
 
 def _cost(history: History, name: str) -> tuple[int, int, int, int]:
