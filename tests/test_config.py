@@ -55,6 +55,7 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("objective.temperature=0.1", "objective.temperature: unknown key"),
         ("evaluate.baselines=fedfoo", "evaluate.baselines=fedfoo: unknown"),
         ("data.levels=class,kind", "data.levels=kind: unknown"),
+        ("encoder.init=", "encoder.init=: has no value; give one, or encoder.init=null for none"),
         ("rounds=1e400", "rounds=1e400: expected a whole number"),
         (f"rounds={2**63}", f"rounds={2**63}: expected a whole number"),
         (f"server.lr={10**400}", f"server.lr={10**400}: expected a number"),
@@ -132,7 +133,7 @@ def test_names_in_a_list_stay_as_they_are_written() -> None:
 
 
 def test_nothing_and_truth() -> None:
-    for word in ("data.root=", "data.root=~", "data.root=null"):
+    for word in ("data.root=~", "data.root=null"):
         assert resolve(word).data.root is None
     assert resolve("data.halves=true", "data.size=16").data.halves is True
 

@@ -78,6 +78,9 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
     assert "could see each site's own" in plain
     secure = deploy.exchanges(deploy.settle("default", [*WORDS, "privacy.secure=true"]))
     assert "learns only the sum" in secure and "could see" not in secure
+    assert "public keys" in secure and "public keys" not in plain
+    bounded = deploy.exchanges(deploy.settle("default", [*WORDS, "objective.bound=1"]))
+    assert "`locate`" in plain and "`locate`" not in secure + bounded
     words = [*WORDS, "privacy.noise=1", "privacy.clip=3", "objective.bound=1"]
     noisy = deploy.exchanges(deploy.settle("default", words)).splitlines()
     encode, descend = (
@@ -129,6 +132,7 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["rounds=2"], "engine.sites: say how many sites take part, as in engine.sites=3"),
+        (["engine.site=3"], "engine.site: unknown key (did you mean engine.sites?)"),
         (["engine.sites=0"], "engine.sites=0: must be above 0"),
         (["engine.sites=3"], "cohort.size=32: more than engine.sites=3; add cohort.size=3"),
         ([*WORDS, "cohort.minimum=4"], "cohort.minimum=4: more than the 3 clients"),
@@ -161,6 +165,17 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="exists and is not an empty folder; name a new one"):
             deploy.init(folder, "default", WORDS)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_recipe_that_was_forgotten(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"engine.sites=3: expected a recipe's name before it"):
+        deploy.init(tmp_path / "app", "engine.sites=3", [])
+
+
+def test_a_folder_with_a_space_can_be_pasted(tmp_path: Path) -> None:
+    deploy.init(tmp_path / "my app", "default", WORDS)
+    text = (tmp_path / "my app/SERVER.md").read_text()
+    assert text.count(f"flwr run '{tmp_path}/my app' fedssl") == 2
 
 
 def test_an_unknown_recipe(tmp_path: Path) -> None:

@@ -439,6 +439,16 @@ def test_a_page_that_is_a_folder_is_refused(
     assert "cannot be written (Is a directory)" in error and error.count("\n") == 1
 
 
+def test_a_page_replaces_no_image(
+    run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (photos / "a.png").read_bytes()
+    words = ["search", str(run), str(photos / "a.png"), str(photos)]
+    assert main([*words, "--html", str(photos / "a.png")]) == 2
+    assert "a.png: a page is an HTML file; use a name such as a.html" in capsys.readouterr().err
+    assert (photos / "a.png").read_bytes() == before
+
+
 def test_no_pattern_is_not_the_current_folder(
     run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

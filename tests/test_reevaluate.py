@@ -95,6 +95,40 @@ def test_a_new_site_does_not_get_the_model_of_another(
         shutil.rmtree(new)
 
 
+def test_other_test_images_are_said_and_not_gone_on_with(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, new = trained / "run", trained / "photos/test/east/1/new.png"
+    before = (out / "summary.json").read_bytes()
+    evaluate(out, [])
+    assert "the test images are not those" not in capsys.readouterr().err
+    made(new, 1)
+    try:
+        assert evaluate(out, [])
+        assert "the test images are not those that the run had" in capsys.readouterr().err
+        assert main(["run", "--resume", "--out", str(out)]) == 2
+        assert f"--resume: the test images are not those of {out}" in capsys.readouterr().err
+        assert (out / "summary.json").read_bytes() == before
+    finally:
+        new.unlink()
+
+
+def test_a_run_that_has_not_ended_is_judged_and_that_is_said(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    path = tmp_path / "run/config.yaml"
+    path.write_text(path.read_text().replace("rounds: 1", "rounds: 7"))
+    assert evaluate(tmp_path / "run", [])
+    assert "evaluate: round 1 of 7: it has not ended" in capsys.readouterr().err
+
+
+def test_a_sweep_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").touch()
+    with pytest.raises(UserError, match="holds a sweep; name one of its runs"):
+        evaluate(tmp_path, [])
+
+
 def test_a_run_of_an_older_version_is_judged_again(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "run", tmp_path / "run")
     path = tmp_path / "run" / checkpoint.FILE

@@ -289,6 +289,29 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
     again(sites)
 
 
+@pytest.mark.parametrize("place", ["photos", "photos/run", "photos/east/../x/y"])
+def test_a_run_is_not_among_the_images(sites: Path, place: str) -> None:
+    before = sorted(sites.rglob("*"))
+    settings = of_sites(f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}")
+    with pytest.raises(UserError, match=r"--out .*: lies in data\.root=.*, among the images; name"):
+        run.run(settings, sites / place)
+    assert sorted(sites.rglob("*")) == before
+
+
+def test_clients_of_an_older_version_are_compared_by_number(sites: Path) -> None:
+    path = sites / "run/clients.json"
+    kept = path.read_text()
+    rows = [{**row, "name": str(row["client"])} for row in json.loads(kept)]
+    try:
+        path.write_text(json.dumps(rows))
+        again(sites)
+        path.write_text(json.dumps([*rows[:-1], {**rows[-1], "samples": 9}]))
+        with pytest.raises(UserError, match=r"client 2 had 9 images in .* and has 4 now"):
+            again(sites)
+    finally:
+        path.write_text(kept)
+
+
 def test_a_deployments_server_notes_no_images_of_clients(sites: Path, tmp_path: Path) -> None:
     words = (f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}")
     session = prepare(of_sites(*words))

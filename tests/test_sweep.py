@@ -349,6 +349,10 @@ def test_a_sweep_goes_on_from_another_folder(
     assert cli.main(["run", "--resume", "--out", "../out", "seed=[0,1]"]) == 0
     out, said = capsys.readouterr()
     assert "[1/2] seed=0: finished before" in said and "2 of 2 runs" in out
+    (tmp_path / "photos/0.png").rename(tmp_path / "photos/x.png")
+    assert cli.main(["run", "--resume", "--out", "../out", "seed=[0,1,2]"]) == 2
+    assert "--resume: the training images are not those of ../out/seed=" in capsys.readouterr().err
+    assert not (tmp_path / "out/seed=2").exists()
 
 
 @pytest.fixture

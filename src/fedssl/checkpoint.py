@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedssl.config import Config
+from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
 from fedssl.files import save
 from fedssl.session import Session
@@ -48,8 +49,8 @@ def write(out: Path, session: Session) -> None:
     states.changed.clear()
     versions = {str(client): version for client, version in states.versions.items()}
     notes = {"round": str(server.round), "clients": json.dumps(versions), **session.engine.notes()}
-    if session.dataset.files is not None and session.site_names is None:
-        notes["files"] = session.dataset.files
+    if session.site_names is None:  # else they are elsewhere
+        notes["files"] = json.dumps(dict(session.dataset.files))
     save(out / FILE, tensors, notes)
     session.engine.committed(server.round)
     _remove_old(out, states.versions)
@@ -129,13 +130,13 @@ def read(out: Path, session: Session) -> bool:
     return True
 
 
-def of_other_images(out: Path, session: Session) -> bool:
-    """Whether the run was trained on other files; not known of data sets that come as arrays, of
-    a deployment, whose images are elsewhere, and of a run of an older version.
+def of_other_images(out: Path, dataset: Dataset, split: str = "train") -> bool:
+    """Whether the run had other files; not known of data sets that come as arrays, of a
+    deployment, whose images are elsewhere, and of a run of an older version.
     """
     path = out / FILE
-    before = _load(path)[1].get("files") if path.exists() else None
-    return before is not None and before != session.dataset.files
+    before = json.loads(_load(path)[1].get("files", "{}")) if path.exists() else {}
+    return split in before and before[split] != dataset.files.get(split)
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

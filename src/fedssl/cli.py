@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -168,7 +169,10 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
     report.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     report.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="default: report.html in the first run"
+        "--out",
+        type=Path,
+        metavar="FILE.html",
+        help="default: report.html in the run, or above several",
     )
     report.set_defaults(command=_report)
     compare = commands.add_parser("compare", help="runs beside each other, as a table")
@@ -359,12 +363,16 @@ def _run(options: argparse.Namespace) -> int:
     try:
         summary = run.run(settings, out, options.resume)
     except run.Interrupted:
-        print(f"fedssl: stopped; continue with: fedssl run --resume --out {out}", file=sys.stderr)
+        print(f"fedssl: stopped; continue with: {_go_on(out)}", file=sys.stderr)
         return 130
     print(tables.result(summary, settings))
     report.leave(out)
     print(f"\n{tables.closing(summary)}\n{out}")
     return 0
+
+
+def _go_on(out: Path) -> str:
+    return f"fedssl run --resume --out {shlex.quote(str(out))}"
 
 
 def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree] | None:
@@ -398,7 +406,7 @@ def _sweep(name: str, tree: configuration.Tree, options: argparse.Namespace) -> 
     try:
         found = sweep.sweep(tree, out, options.resume)
     except run.Interrupted:
-        print(f"fedssl: stopped; continue with: fedssl run --resume --out {out}", file=sys.stderr)
+        print(f"fedssl: stopped; continue with: {_go_on(out)}", file=sys.stderr)
         return 130
     if found:
         print(sweep.table(found))

@@ -716,6 +716,8 @@ def _split(word: str) -> tuple[str, Any]:
         raise UserError(f"{word}: a folder, where key=value is expected; {_meant(word)}")
     if not equals or not name:
         raise UserError(f"{word}: expected key=value, as in rounds=100")
+    if not text.strip():  # of a shell's variable that is not set
+        raise UserError(f"{word}: has no value; give one, or {name}=null for none")
     return name, _read(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,8 +75,8 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
         if name == "engine.name" and value != "flower":
             raise UserError(f"{word}: a deployment runs on Flower; leave it out")
     given = {word.partition("=")[0] for word in words}
-    if "engine.sites" not in given:
-        raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
+    if "=" in recipe:
+        raise UserError(f"{recipe}: expected a recipe's name before it, such as folder or default")
     fixed = ["data.name=folder", "partition.name=folder", "engine.name=flower"]
     # A recipe's own root is where one machine finds all clients; here it is the server's images.
     fixed += [] if "data.root" in given else ["data.root=null"]
@@ -90,6 +91,8 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
             file=sys.stderr,
         )
     config = configuration.resolve(tree, [*words, *fixed])
+    if config.engine.sites is None:
+        raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
     data = config.data
     levels = tuple(level for level in data.levels or () if level != "client") or None
     root = None if data.root is None else str(Path(data.root).expanduser().absolute())
@@ -221,6 +224,11 @@ def exchanges(config: Config) -> str:
     for task in kind.asked(privacy.secure):
         clipped = _clipped(privacy, kind.bound(task))
         lines.append(f"- `{task}`, in a round: {about(kind, task)} ({shown}{clipped})")
+    if privacy.secure:
+        lines.append(
+            "- for each of these sums, also: public keys, shares of the masks' secrets that only "
+            "other sites can open, and what unmasks the sum"
+        )
     for task in kind.gathers:
         lines.append(f"- `{task}`: {about(kind, task)} (the server sees each site's own)")
     lines.append(f"- with each reply, protected as it is: {_beside(privacy)}")
@@ -237,7 +245,7 @@ def _clipped(privacy: Privacy, bound: float | None) -> str:
     if privacy.noise is None:
         return ""
     norm = privacy.clip if bound is None else bound
-    return f"; clipped at the site to norm {norm:.3g}, and noise is added to the sum"
+    return f"; clipped at the site to norm {norm:.3g}, and the server adds noise to the sum"
 
 
 def _beside(privacy: Privacy) -> str:
@@ -310,7 +318,8 @@ def protection(config: Config) -> str:
     if privacy.noise is not None:
         lines.append(
             f"Differential privacy is on (`privacy.noise={privacy.noise:g}`): ε for "
-            f"δ = {privacy.delta:g} is written to the run's summary."
+            f"δ = {privacy.delta:g} is written to the run's summary.\nThe server adds the noise: "
+            "it protects from those who see the model, not from the server."
         )
     else:
         lines.append("Differential privacy is off (`privacy.noise`).")
@@ -332,7 +341,8 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
 - Linux, Python 3.11 to 3.13, and a connection out to the server's one port. Nothing connects in.
 - One folder with images, {square}; any format that Pillow reads, at any depth. It is only read.
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
-  keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither ever leaves the site.
+  keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither leaves the site, but
+  for the random number that the server knows it by.
   Of a run that is over, what is kept there may be deleted, but for `sent.jsonl` (below).
 - From the server's operator, by a way that you trust: the server's address and `ca.crt`.
 
@@ -375,8 +385,8 @@ certificate and key, here and at the server.
 
 {exchanges(config)}
 
-Nothing else does, and no image. Nothing is fetched from elsewhere either: the variables above turn
-off Flower's telemetry, update check and installs.
+No image does, and nothing else of what is here. Nothing is fetched from elsewhere either: the
+variables above turn off Flower's telemetry, update check and installs.
 
 {protection(config)}
 
@@ -407,6 +417,7 @@ not readable or holds no images; end the SuperNode and start it again with the r
 
 def server(config: Config, folder: Path) -> str:
     """Instructions for the server's operator."""
+    quoted = shlex.quote(str(folder))
     judged = (
         f"Encoders are judged with the labelled images in `{config.data.root}` (`data.root`)."
         if config.data.root
@@ -487,7 +498,7 @@ flwr supernode unregister NODE-ID {CONNECTION}    # a site leaves for good
 ## Run
 
 ```sh
-flwr run {folder} {CONNECTION} --stream
+flwr run {quoted} {CONNECTION} --stream
 flwr list {CONNECTION}
 ```
 
@@ -500,7 +511,7 @@ checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
 ## Go on after a crash
 
 ```sh
-flwr run {folder} {CONNECTION} --stream --run-config 'resume=true'
+flwr run {quoted} {CONNECTION} --stream --run-config 'resume=true'
 ```
 
 It goes on from the last checkpoint. Rounds after it do not count: they are done, and sent, again,

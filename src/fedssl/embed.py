@@ -27,7 +27,7 @@ from tqdm import tqdm
 from fedssl.data import images as files
 from fedssl.encoder import ImageEncoder, load_encoder
 from fedssl.errors import UserError
-from fedssl.outputs import replacing
+from fedssl.outputs import check_page, replacing
 from fedssl.session import pick_device
 
 Rows = NDArray[np.float32]
@@ -226,6 +226,7 @@ def search(
     with contextlib.ExitStack() as stack:
         page = None
         if html is not None:
+            check_page(html, "--html")
             page = stack.enter_context(replacing(html, "--html", private=True))
         encoder = _encoder(run, batch, device)
         wanted = F.normalize(encoder.embed([query])[0], dim=0)

@@ -14,6 +14,14 @@ from fedssl.errors import UserError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def check_page(path: Path, option: str) -> None:
+    """A page replaces what has its name: no image and no file of a run may have it."""
+    if path.suffix.lower() not in (".html", ".htm") and not path.is_dir():
+        raise UserError(
+            f"{option} {path}: a page is an HTML file; use a name such as {path.stem}.html"
+        )
+
+
 @contextlib.contextmanager
 def replacing(path: Path, option: str, private: bool = False) -> Iterator[Path]:
     """An empty file beside ``path`` that takes its place if all goes well.

@@ -31,7 +31,8 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     """The rows of a run's result and of an untrained network; also appended to the run's folder."""
     known = run / "config.yaml"
     if not known.is_file():
-        raise UserError(f"{run}: holds no run (no config.yaml in it)")
+        hint = "a sweep; name one of its runs" if (run / "sweep.yaml").exists() else "no run"
+        raise UserError(f"{run}: holds {hint} (no config.yaml in it)")
     for word in words:
         if not word.startswith(("evaluate.", "data.", "device=")):
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
@@ -43,11 +44,17 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
     session = prepare(settings, trains=False)
-    if not given and checkpoint.of_other_images(run, session):
+    if not given and checkpoint.of_other_images(run, session.dataset):
         check_clients(session, run, "evaluate", "judge on other images with data.root=…")
+    if not given and checkpoint.of_other_images(run, session.dataset, "test"):
+        said = "the test images are not those that the run had; its summary.json has those'"
+        print(f"fedssl: evaluate: {said} numbers", file=sys.stderr)
     session.engine.open(run)
     if not checkpoint.read(run, session):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
+    done, rounds = session.server.round, settings.rounds
+    if done < rounds:
+        print(f"fedssl: evaluate: round {done} of {rounds}: it has not ended", file=sys.stderr)
     rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
     line: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),

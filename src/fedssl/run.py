@@ -117,12 +117,18 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
     session.overhead["prepare"] = time.perf_counter() - started
     if resume:
         check_clients(session, out)
+        if checkpoint.of_other_images(out, session.dataset, "test"):
+            raise UserError(
+                f"--resume: the test images are not those of {out}; put them back as they were, or "
+                "judge it on others by fedssl evaluate"
+            )
     return session
 
 
 def check_folder(settings: Config, out: Path, resume: bool) -> None:
-    """Refuse a folder that holds another run, or none to resume."""
+    """Refuse a folder that holds another run, or none to resume, or that is among the images."""
     _check_name(out)
+    _check_place(settings.data, out)
     if _started(out):
         if not resume:
             raise _taken(out)
@@ -134,6 +140,18 @@ def check_folder(settings: Config, out: Path, resume: bool) -> None:
         )
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
+
+
+def _check_place(data: config.Data, out: Path) -> None:
+    """A run's folder would be taken for a client, and its pictures for images."""
+    if data.name not in ("folder", "paired") or data.root is None:
+        return
+    place, root = out.absolute().resolve(), Path(data.root).expanduser().resolve()
+    if root in (place, *place.parents):
+        raise UserError(
+            f"--out {out}: lies in data.root={data.root}, among the images; name a folder "
+            "elsewhere with --out"
+        )
 
 
 def _check_name(out: Path) -> None:
@@ -225,7 +243,7 @@ def check_clients(
         has = f"has {new}" if name in after else "is not there"
         who = f"client {name}" if name.isdecimal() else name
         raise UserError(f"{what}: {who} {had} and {has} now; {fix}")
-    if checkpoint.of_other_images(out, session):
+    if checkpoint.of_other_images(out, session.dataset):
         raise UserError(
             f"{what}: the training images are not those of {out} (some were added, removed, "
             f"renamed or replaced); {fix}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedssl import config, loggers, plugins, run, tables
+from fedssl import checkpoint, config, loggers, plugins, run, tables
 from fedssl.config import Config
 from fedssl.data import datasets, sources
 from fedssl.data.dataset import Dataset
@@ -21,6 +21,7 @@ from fedssl.runs import Run
 from fedssl.session import assemble, client_data
 
 FILE = "sweep.yaml"
+Place = tuple[config.Data, int]  # what data is loaded by, and the seed
 LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
 
 
@@ -60,7 +61,9 @@ def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any
         run.check_folder(own, out / label, _started(out / label))
     if before is not None:
         _check_judged(settings, runs(before), settings.keys() - waiting, out)
-    check(waiting)
+    loaded = check(waiting)
+    for label in settings.keys() - waiting:
+        _check_images(settings[label], loaded, out / label)
     _write(_placed(tree, next(iter(settings.values()))), out)
     for number, (label, own) in enumerate(settings.items(), 1):
         done = "" if label in waiting else ": finished before"
@@ -171,9 +174,22 @@ def _write(tree: config.Tree, out: Path) -> None:
         ) from None
 
 
-def check(waiting: Mapping[str, Config]) -> None:
-    """Refuse, before the first run, whatever any of them would be refused for in its turn."""
-    loaded: dict[tuple[config.Data, int], Dataset] = {}
+def _check_images(own: Config, loaded: Mapping[Place, Dataset], folder: Path) -> None:
+    """Runs of one table have the same images, those that are finished too."""
+    for (data, _), dataset in loaded.items():
+        if data == own.data and checkpoint.of_other_images(folder, dataset):
+            raise UserError(
+                f"--resume: the training images are not those of {folder}; put them back as they "
+                "were, or start a new sweep in another folder"
+            )
+
+
+def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
+    """Refuse, before the first run, whatever any of them would be refused for in its turn.
+
+    What was loaded for it is given back.
+    """
+    loaded: dict[Place, Dataset] = {}
     for label, own in waiting.items():
         place = (own.data, own.seed)
         names = sorted(set(own.evaluate.baselines) - {own.algorithm.name})
@@ -192,6 +208,7 @@ def check(waiting: Mapping[str, Config]) -> None:
                     assemble(settings, data, groups, weights=_needs_weights(settings))
         except UserError as error:
             raise UserError(f"{label}: {error}") from None
+    return loaded
 
 
 def _needs_weights(settings: Config) -> bool:

@@ -388,7 +388,7 @@ def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
     assert set(again["result"]) == {"collaborative@10%_top1", "collaborative@20%_top1"}
     assert again["result"]["collaborative@10%_top1"] == first["collaborative@10%_top1"]
     with pytest.raises(UserError, match=r"collaborative@10%: fine-tunes at the run's own clients"):
-        evaluate(tmp_path / "a", ["data.size=12"])
+        evaluate(tmp_path / "a", ["data.labels=100"])
 
 
 # Refusals ---------------------------------------------------------------------------------------

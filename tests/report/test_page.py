@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import NASTY, again
+from made_runs import NASTY, again, made
 
 import fedssl
 from fedssl import config, report
@@ -472,3 +472,13 @@ def test_a_run_does_not_fail_for_its_page(
     report.leave(tmp_path)
     said = "fedssl: no report.html: ZeroDivisionError: of all things\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_page_of_several_runs_replaces_none_of_theirs(tmp_path: Path) -> None:
+    runs = [made(tmp_path / name) for name in ("a", "b/c")]
+    assert report.write(runs[:1]) == tmp_path / "a/report.html"
+    assert report.write(runs) == tmp_path / "report.html"
+    inside = made(tmp_path / "a/baselines/fedavg")
+    assert report.write([runs[0], inside]) == tmp_path / "report.html"
+    with pytest.raises(UserError, match=r"config\.yaml: a page is an HTML file"):
+        report.write(runs, runs[0] / "config.yaml")

@@ -73,7 +73,7 @@ class DCCO(Algorithm):
         return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
 
     def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
-        """Means of the client's encodings and of their products, over its samples.
+        """Means of the client's encodings and of their products, over its samples in the round.
 
         ⟨⟩_k of Eq. 3.
         """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -82,4 +83,5 @@ class Dataset:
     test: Split | None
     classes: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()  # names of the client folders
-    files: str | None = None  # a digest of the training images' files, where each is one
+    # A digest of the files of each split, where every image is one.
+    files: Mapping[str, str] = field(default_factory=dict)

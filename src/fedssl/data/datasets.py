@@ -631,7 +631,9 @@ def _from_files(
             "mend one or remove the class"
         )
     dataset = _assemble(data.name, levels, classes, within, decoded.images)
-    return dataclasses.replace(dataset, files=images.identity(read["train"].rows))
+    return dataclasses.replace(
+        dataset, files={s: images.identity(part.rows) for s, part in read.items()}
+    )
 
 
 def _check_found(data: config.Data, split: str, part: _Found, levels: tuple[str, ...]) -> None:

@@ -28,14 +28,15 @@ class Voice:
 
 
 def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
-    """Write the page of these runs; without ``out`` it goes into the first run's folder."""
-    from fedssl.outputs import write_text
+    """Write the page of these runs; without ``out`` into the run's folder, or above all of them."""
+    from fedssl.outputs import check_page, write_text
     from fedssl.report.page import build
 
     found = opened(runs)
-    target = Path(runs[0]) / "report.html" if out is None else out
+    target = _place(runs) / "report.html" if out is None else out
     if target.is_dir():
         raise UserError(f"--out {target}: is a folder; name a file such as {target}/report.html")
+    check_page(target, "--out")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):  # found before the work, not after it
@@ -46,6 +47,17 @@ def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
             f"--out {target}: cannot be written ({error.strerror}); name another file with --out"
         ) from None
     return target
+
+
+def _place(runs: Sequence[str | Path]) -> Path:
+    """Where a page goes: each run has one of its own, which that of several must not replace."""
+    if len(runs) == 1:
+        return Path(runs[0])
+    folders = [Path(run) for run in runs]
+    if any(folder.is_absolute() for folder in folders):
+        folders = [folder.absolute() for folder in folders]
+    above = Path(os.path.commonpath(folders))
+    return above.parent if above in folders else above
 
 
 def leave(run: Path) -> None:
