@@ -77,17 +77,18 @@ def test_images_that_are_no_longer_the_runs(
     assert evaluate(out, [])
 
 
+@pytest.mark.parametrize("site", ["aachen", "zurich"])
 def test_a_new_site_does_not_get_the_model_of_another(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    site: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new, out = trained / "photos/train/aachen", trained / "run"
+    new, out = trained / "photos/train" / site, trained / "run"
     for k in range(4):
-        made(new / f"{k % 2}/{k}.png", k)  # it would be client 0, whose model is that of east
+        made(new / f"{k % 2}/{k}.png", k)  # aachen would be client 0, whose model is that of east
     before = sorted(path.name for path in out.iterdir())
     try:
         assert main(["evaluate", str(out)]) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert f"evaluate: aachen was not in {out} and has" in line and line.endswith(FIX)
+        assert f"evaluate: {site} was not in {out} and has" in line and line.endswith(FIX)
         assert sorted(path.name for path in out.iterdir()) == before
         # What the line says can be done.
         assert evaluate(out, [f"data.root={trained / 'photos'}", "evaluate.protocols=knn"])

@@ -120,6 +120,17 @@ def test_a_half_done_sweep_goes_on_and_prints_one_table(
     assert lines[4].endswith(f"{summary['knn_top1']:.1f} %") and "3 of 3 runs" in out
 
 
+def test_what_has_not_ended_may_be_judged_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "run", lambda *_: (_ for _ in ()).throw(run.Interrupted))
+        assert cli.main(["run", *SMALL, "seed=[0]", "--out", str(tmp_path)]) == 130
+    assert cli.main(["run", "--resume", "--out", str(tmp_path), "evaluate.k=3"]) == 0
+    assert cli.main(["run", "--resume", "--out", str(tmp_path), "evaluate.k=5"]) == 2
+    assert "evaluate.k was 3 in" in capsys.readouterr().err
+
+
 def test_an_untrained_network_stands_there_once_or_not_at_all() -> None:
     """One of another kind beside a run would be a wrong comparison."""
     one = {"untrained": {"knn_top1": 10.0}, "result": {"knn_top1": 20.0}}
