@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> 
     ],
 )
 def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_path: Path) -> None:
-    data = folder(tmp_path / "data", levels, test, "RGB") | {"levels": list(levels) or None}
+    data = folder(tmp_path / "d<i>", levels, test, "RGB") | {"levels": list(levels) or None}
     words = ("partition.name=iid", "partition.clients=2", "cohort.size=null")
     path = again(made(tmp_path / "first", words), tmp_path / "a", data=data)
     look = looks.tried(lambda: look_of(untaught(path)))
@@ -161,6 +162,12 @@ def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_pa
     text = report.write([path], None).read_text()
     assert "it could not be made" not in text
     assert ("There are no labels here to tell classes by" in text) == (not levels)
+    (tmp_path / "d<i>").rename(tmp_path / "gone")
+    known = [{"client": k, "name": str(k), "samples": 4} for k in range(2)]
+    (path / "clients.json").write_text(json.dumps(known))
+    text = report.write([path], None).read_text()
+    assert "There are no labels" not in text and "d<i>" not in text
+    assert "By clients.json, without classes: data.root=" in text and "no such folder" in text
 
 
 def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ class Part:
     word: str
     clients: int  # in all
     distance: float | None
+    unknown: str = "There are no labels here to tell classes by"  # where nothing is held
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,13 @@ def partition(data: Data) -> Part:
         config, dataset = data.settings(), data.dataset()
         found = sources.assign(config, dataset, pick_device("auto"))
         groups = client_data(config, dataset, found)
-    except (Empty, UserError, OSError):
+    except (Empty, UserError, OSError) as reason:
         if not known:
             raise
         names = [str(own["name"]) for own in known[:MOST_CLIENTS]]
         sizes = [int(own["samples"]) for own in known[:MOST_CLIENTS]]
-        return Part(names, sizes, None, [], "classes", len(known), None)
+        why = f"By clients.json, without classes: {reason}"
+        return Part(names, sizes, None, [], "classes", len(known), None, why)
     names = [str(own["name"]) for own in known] or list(map(str, range(len(groups))))
     sizes = groups.sizes[:MOST_CLIENTS].tolist()
     labels = None if found.of is None else found.of.numpy()

@@ -209,7 +209,7 @@ def _bars(page: Page, part: looks.Part) -> str:
             "(0: every client has the same mixture)"
         )
     if part.held is None:
-        text += ". There are no labels here to tell classes by"
+        text += f". {escape(part.unknown)}"
     content = {"names": part.names, "sizes": sizes, "held": part.held, "classes": part.classes}
     head = ["client", "images", *(map(escape, part.classes) if part.held else ())]
     body = [
