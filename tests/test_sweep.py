@@ -125,9 +125,10 @@ def test_what_has_not_ended_may_be_judged_in_another_way(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run, "run", lambda *_: (_ for _ in ()).throw(run.Interrupted))
-        assert cli.main(["run", *SMALL, "seed=[0]", "--out", str(tmp_path)]) == 130
-    assert cli.main(["run", "--resume", "--out", str(tmp_path), "evaluate.k=3"]) == 0
-    assert cli.main(["run", "--resume", "--out", str(tmp_path), "evaluate.k=5"]) == 2
+        assert cli.main(["run", *SMALL, "seed=[0]", "--out", f"{tmp_path}/a b"]) == 130
+    assert capsys.readouterr().err.endswith(f"fedssl run --resume --out '{tmp_path}/a b'\n")
+    assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=3"]) == 0
+    assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=5"]) == 2
     assert "evaluate.k was 3 in" in capsys.readouterr().err
 
 

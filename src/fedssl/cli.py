@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import errno
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedssl import __version__
 from fedssl import config as configuration
 from fedssl.api import fresh_folder as _fresh_folder
 from fedssl.api import recipe_of
-from fedssl.errors import TrainingError, UserError
+from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.process import wait_briefly
 
 EXAMPLES = """examples:
@@ -363,16 +362,12 @@ def _run(options: argparse.Namespace) -> int:
     try:
         summary = run.run(settings, out, options.resume)
     except run.Interrupted:
-        print(f"fedssl: stopped; continue with: {_go_on(out)}", file=sys.stderr)
+        print(f"fedssl: stopped; continue with: {go_on(out)}", file=sys.stderr)
         return 130
     print(tables.result(summary, settings))
     report.leave(out)
     print(f"\n{tables.closing(summary)}\n{out}")
     return 0
-
-
-def _go_on(out: Path) -> str:
-    return f"fedssl run --resume --out {shlex.quote(str(out))}"
 
 
 def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree] | None:
@@ -406,7 +401,7 @@ def _sweep(name: str, tree: configuration.Tree, options: argparse.Namespace) -> 
     try:
         found = sweep.sweep(tree, out, options.resume)
     except run.Interrupted:
-        print(f"fedssl: stopped; continue with: {_go_on(out)}", file=sys.stderr)
+        print(f"fedssl: stopped; continue with: {go_on(out)}", file=sys.stderr)
         return 130
     if found:
         print(sweep.table(found))

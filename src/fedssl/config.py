@@ -25,7 +25,7 @@ from typing import Any, Literal
 import yaml
 
 from fedssl import grid, plugins
-from fedssl.errors import UserError
+from fedssl.errors import UserError, go_on
 
 Tree = dict[str, Any]
 
@@ -745,7 +745,7 @@ def _read(text: str) -> Any:
     if isinstance(value, bool) or text.lstrip()[:1] in ("[", "{", '"', "'"):
         return value
     if value is None:
-        return None if text.strip() in ("", "~", "null", "Null", "NULL") else text.strip()
+        return None if text.strip() in ("~", "null", "Null", "NULL") else text.strip()
     if isinstance(value, float) and not math.isfinite(value):  # .inf, which only YAML reads
         return value
     return value if str(value) == text.strip() else text.strip()
@@ -754,7 +754,7 @@ def _read(text: str) -> Any:
 def _meant(folder: str) -> str:
     """What someone may want who gives a folder where none is expected."""
     if any((Path(folder) / name).is_file() for name in ("config.yaml", "sweep.yaml")):
-        return f"to go on with the run in it: fedssl run --resume --out {folder}"
+        return f"to go on with the run in it: {go_on(folder)}"
     return f"for your own images: fedssl run folder data.root={folder}"
 
 

@@ -393,9 +393,9 @@ variables above turn off Flower's telemetry, update check and installs.
 **Your own record.** `sent.jsonl`, in the folder of this site in `~/.local/state/fedssl`, has a line
 for every message: when, for which run, round and exchange, the names, types and shapes of all that
 is in it, and the bytes. It is written before the message is sent; what cannot be recorded is not
-sent. The bytes of a round, over all replies that counted, are those in `metrics.jsonl` at the
-server. Flower's own messages (is there work, the site is alive) and what encryption adds are not
-in it.
+sent, but for the line that says so. The bytes of a round, over all replies that counted, are those
+in `metrics.jsonl` at the server. Flower's own messages (is there work, the site is alive) and what
+encryption adds are not in it.
 
 **Whom you trust.** The server sends the program that runs here (the files of this app, which use
 the fedssl that you installed) together with each run. Whoever can start runs at the server can run

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedssl import config
 from fedssl.config import Encoder
 from fedssl.data import images as files
-from fedssl.errors import UserError
+from fedssl.errors import UserError, go_on
 from fedssl.evaluate.features import PIXELS, encode, pixels, precision
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import load_weights
@@ -192,8 +192,7 @@ def read_note(path: Path) -> Note:
         return _parsed(json.dumps(known[HEADER]), path / "config.json")
     if (path / "config.yaml").is_file():
         raise UserError(
-            f"{path}: the run has not ended, so there is no encoder yet; end it with: "
-            f"fedssl run --resume --out {path}"
+            f"{path}: the run has not ended, so there is no encoder yet; end it with: {go_on(path)}"
         )
     raise UserError(
         f"{path}: no encoder there; give the folder of a run or of `fedssl export`, or a "

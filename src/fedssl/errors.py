@@ -1,5 +1,10 @@
 """The two ways in which a run ends early: the user can mend it, or the training failed."""
 
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
 
 class UserError(Exception):
     """A mistake that the user can mend: one line that names the key, the value and the fix."""
@@ -7,3 +12,8 @@ class UserError(Exception):
 
 class TrainingError(Exception):
     """Training cannot go on (a loss that is not finite); what was saved is kept."""
+
+
+def go_on(folder: str | Path) -> str:
+    """The command that goes on with a run or a sweep, to be pasted."""
+    return f"fedssl run --resume --out {shlex.quote(str(folder))}"

@@ -24,7 +24,7 @@ from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.api import give_back
 from fedssl.config import Config
 from fedssl.encoder import SUFFIXES
-from fedssl.errors import TrainingError, UserError
+from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
 from fedssl.files import save, write_json
 from fedssl.metrics import Metrics, read
@@ -54,7 +54,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     # All are checked before the first leaves anything on the disk.
     try:
         sessions = {
-            folder: open_run(own, folder, resume and (folder == out or _started(folder)))
+            folder: open_run(own, folder, resume and (folder == out or started(folder)))
             for folder, own in folders.items()
         }
     except BaseException:
@@ -129,14 +129,14 @@ def check_folder(settings: Config, out: Path, resume: bool) -> None:
     """Refuse a folder that holds another run, or none to resume, or that is among the images."""
     _check_name(out)
     _check_place(settings.data, out)
-    if _started(out):
+    if started(out):
         if not resume:
             raise _taken(out)
         check_same(settings, config.build(config.read_yaml(out / "config.yaml")), out)
     elif holds(out, "sweep.yaml"):
         raise UserError(
             f"--out {out}: holds a sweep; choose another folder, or go on with the sweep: "
-            f"fedssl run --resume --out {out}"
+            f"{go_on(out)}"
         )
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
@@ -172,7 +172,8 @@ def holds(out: Path, file: str) -> bool:
         ) from None
 
 
-def _started(out: Path) -> bool:
+def started(out: Path) -> bool:
+    """Whether a folder holds a run."""
     return holds(out, "config.yaml")
 
 
@@ -186,7 +187,7 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
     """Write the configuration as it was given, and go to the checkpoint if there is one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (resume and _started(out)):
+        if not (resume and started(out)):
             _claim(out, config.dump(config.placed(settings)))
             write_json(out / "clients.json", clients(session))
     except OSError as error:

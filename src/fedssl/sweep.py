@@ -58,19 +58,18 @@ def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any
     settings = runs(tree)
     waiting = {label: own for label, own in settings.items() if _summary(out / label) is None}
     for label, own in settings.items():
-        run.check_folder(own, out / label, _started(out / label))
+        run.check_folder(own, out / label, run.started(out / label))
     if before is not None:
         _check_judged(settings, runs(before), settings.keys() - waiting, out)
-    loaded = check(waiting)
-    for label in settings.keys() - waiting:
-        _check_images(settings[label], loaded, out / label)
+    finished = {out / label: settings[label] for label in settings.keys() - waiting}
+    _check_images(finished, check(waiting))
     _write(_placed(tree, next(iter(settings.values()))), out)
     for number, (label, own) in enumerate(settings.items(), 1):
         done = "" if label in waiting else ": finished before"
         print(f"[{number}/{len(settings)}] {label}{done}", file=sys.stderr)
         if label in waiting:
             try:
-                run.run(own, out / label, _started(out / label))
+                run.run(own, out / label, run.started(out / label))
             except TrainingError as error:
                 print(f"[{number}/{len(settings)}] {label}: {error}", file=sys.stderr)
     found = {label: _summary(out / label) for label in settings}
@@ -84,7 +83,7 @@ def _check_folder(tree: config.Tree, out: Path, resume: bool) -> None:
         raise UserError(f"--out {out}: holds a sweep; choose another folder, or use --resume")
     if started:
         return
-    if _started(out):
+    if run.started(out):
         key, values = next(iter(config.swept(tree).items()))
         if resume:
             raise UserError(
@@ -174,9 +173,9 @@ def _write(tree: config.Tree, out: Path) -> None:
         ) from None
 
 
-def _check_images(own: Config, loaded: Mapping[Place, Dataset], folder: Path) -> None:
+def _check_images(finished: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
     """Runs of one table have the same images, those that are finished too."""
-    for (data, _), dataset in loaded.items():
+    for (folder, own), ((data, _), dataset) in itertools.product(finished.items(), loaded.items()):
         if data == own.data and checkpoint.of_other_images(folder, dataset):
             raise UserError(
                 f"--resume: the training images are not those of {folder}; put them back as they "
@@ -234,12 +233,8 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return tables.rows(rows)
 
 
-def _started(folder: Path) -> bool:
-    return run.holds(folder, "config.yaml")
-
-
 def _summary(folder: Path) -> dict[str, Any] | None:
-    return (Run(folder).summary or None) if _started(folder) else None
+    return (Run(folder).summary or None) if run.started(folder) else None
 
 
 def _label(own: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.config import Encoder, Initializer
 from fedssl.data.random import key
-from fedssl.errors import UserError
+from fedssl.errors import UserError, go_on
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import BatchNorm, Norm
 
@@ -161,8 +161,7 @@ def load_encoders(network: Network, path: str) -> None:
     first = Path(path)
     if (first / "config.yaml").exists() and not (first / "encoder.safetensors").exists():
         raise UserError(
-            f"encoder.init={path}: a run that has not ended; let it, with fedssl run --resume "
-            f"--out {path}"
+            f"encoder.init={path}: a run that has not ended; let it, with {go_on(path)}"
         )
     first = first / "encoder.safetensors" if first.is_dir() else first
     second = first.with_name("encoder-second.safetensors")
