@@ -194,6 +194,18 @@ def test_a_run_needs_no_folder_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_empty_name_is_not_the_current_folder(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r'^out="": an empty name; give one'):
+        fedssl.train(out="", resume=resume, rounds=1)
+    with pytest.raises(UserError, match=r'^recipe "": an empty name; give one'):
+        fedssl.train("", out="run", rounds=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_that_start_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

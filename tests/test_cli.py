@@ -74,9 +74,31 @@ def test_words_may_stand_after_options(tmp_path: Path) -> None:
     assert main(["run", "--out", str(out), *SMALL]) == 0
     assert main(["run", *SMALL, "--out", str(tmp_path / "b"), "rounds=1", "seed=4"]) == 0
     assert "seed: 4" in (tmp_path / "b" / "config.yaml").read_text()
-    for words in (["run", "--bogus", "x"], ["recipes", "default", "other"]):
-        with pytest.raises(SystemExit):
-            main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "fedssl: the following arguments are required: COMMAND (see fedssl --help)"),
+        ("rnu", "fedssl: argument COMMAND: invalid choice: 'rnu' (choose from "),
+        ("run --bogus x", "fedssl run: unrecognized arguments: --bogus (see fedssl run --help)"),
+        ("run --out", "fedssl run: argument --out: expected one argument (see fedssl run --help)"),
+        ("recipes default other", "fedssl recipes: unrecognized arguments: other (see fedssl rec"),
+        ("evaluate", "fedssl evaluate: the following arguments are required: RUN (see fedssl eva"),
+        ("export x", "fedssl export: the following arguments are required: --format (see fedssl "),
+        ("search a b c --top x", "fedssl search: argument --top: invalid int value: 'x' (see "),
+        ("deploy init a b --x", "fedssl deploy init: unrecognized arguments: --x (see fedssl dep"),
+        ("deploy init", "fedssl deploy init: the following arguments are required: DIR, RECIPE ("),
+        ("theory", "fedssl theory: the following arguments are required: ACTION (see fedssl the"),
+    ],
+)
+def test_a_command_that_is_not_understood_is_one_line(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    said = capsys.readouterr().err
+    assert said.startswith(line) and said.endswith(" --help)\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,20 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
     assert "\n" not in str(error.value)
 
 
+def test_every_number_has_its_limits() -> None:
+    """Below them it would fail in the middle of a run, or do nothing."""
+    kinds: dict[str, object] = {}
+    for section in config._fields(config.Config):
+        if section not in (*config.VARIANTS, "augment"):
+            kinds |= config._kinds(section, None)
+    numbers = {key for key, kind in kinds.items() if kind in (int, float, int | None, float | None)}
+    numbers |= {"algorithm.batch", "algorithm.local_epochs", "algorithm.local_steps"}
+    assert len(numbers) > 30
+    for key in numbers - {"data.holdout"}:  # which has its limits where data is loaded
+        with pytest.raises(UserError, match=rf"^{key}=-1(\.0)?: must"):
+            resolve(f"{key}=-1")
+
+
 def test_alternatives_exclude_each_other_and_the_users_replaces_the_recipes() -> None:
     assert resolve("algorithm.local_epochs=2").algorithm.local_steps is None
     assert resolve("cohort.fraction=0.5").cohort.size is None

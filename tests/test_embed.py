@@ -425,7 +425,7 @@ def test_more_neighbours_than_images_and_none_at_all(
     assert not html.exists()
 
 
-@pytest.mark.parametrize("html", [".", "", "photos"])
+@pytest.mark.parametrize("html", [".", "photos"])
 def test_a_page_that_is_a_folder_is_refused(
     html: str,
     run: Path,

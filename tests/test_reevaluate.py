@@ -96,6 +96,16 @@ def test_a_new_site_does_not_get_the_model_of_another(
         shutil.rmtree(new)
 
 
+def test_images_that_were_moved_are_the_runs_own(trained: Path, tmp_path: Path) -> None:
+    photos = shutil.copytree(trained / "photos", tmp_path / "moved")
+    words = [f"data.root={photos}", "evaluate.protocols=[knn,per-client]"]
+    here, there = (evaluate(trained / "run", some) for some in (words[1:], words))
+    assert here == there
+    made(photos / "train/east/0/new.png", 1)
+    with pytest.raises(UserError, match="judges the run's own clients, so on its own data"):
+        evaluate(trained / "run", words)
+
+
 def test_other_test_images_are_said_and_not_gone_on_with(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

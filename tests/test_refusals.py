@@ -133,18 +133,59 @@ def test_the_limits_are_allowed(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "name"),
     [
-        ["run", *SMALL, "--out", ""],
-        ["run", *SMALL, "--out="],
-        ["run", *SMALL, "seed=[0,1]", "--out", ""],
-        ["run", "--resume", "--out", ""],
-        ["reproduce", "default", "rounds=1", "--out", ""],
-        ["export", "anything", "--format", "safetensors", "--out", ""],
+        (["run", *SMALL, "--out", ""], "--out"),
+        (["run", *SMALL, "--out="], "--out"),
+        (["run", *SMALL, "seed=[0,1]", "--out", ""], "--out"),
+        (["run", "--resume", "--out", ""], "--out"),
+        (["reproduce", "default", "rounds=1", "--out", ""], "--out"),
+        (["export", "anything", "--format", "safetensors", "--out", ""], "--out"),
+        (["export", "", "--format", "safetensors"], "RUN"),
+        (["evaluate", ""], "RUN"),
+        (["embed", "", "photos"], "RUN"),
+        (["embed", "run", "photos", "--to", ""], "--to"),
+        (["search", "", "a.png", "photos"], "RUN"),
+        (["search", "run", "", "photos"], "QUERY"),
+        (["search", "run", "a.png", "photos", "--html", ""], "--html"),
+        (["detect", "", "coco"], "RUN"),
+        (["detect", "run", ""], "DIR"),
+        (["report", "run", "--out", ""], "--out"),
+        (["partition", "--out", ""], "--out"),
+        (["deploy", "init", "", "default"], "DIR"),
+        (["theory", "representability", "--out", ""], "--out"),
     ],
 )
 def test_an_empty_name_is_not_the_current_folder(
     words: list[str],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    said = capsys.readouterr().err
+    assert f": argument {name}: an empty name; give one" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", ""], 'recipe "": an empty name; give one, or leave it out for the default'),
+        (["run", "--out", "run", ""], 'recipe "": an empty name; give one, or leave it out for'),
+        (["run", "default", ""], '"": empty, where key=value is expected, as in rounds=100'),
+        (["partition", ""], 'recipe "": an empty name; give one'),
+        (["reproduce", ""], '"": no recipe has this name'),
+        (["report", ""], '"": an empty name is no run'),
+        (["compare", ""], '"": an empty name is no run'),
+    ],
+)
+def test_an_empty_word_is_not_the_default(
+    words: list[str],
+    line: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -152,7 +193,7 @@ def test_an_empty_name_is_not_the_current_folder(
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith('fedssl: --out "": an empty name; give one') and said.count("\n") == 1
+    assert said.startswith(f"fedssl: {line}") and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

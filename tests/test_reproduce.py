@@ -388,7 +388,7 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
         (["evaluate.every=1", SEARCH[1]], "set data.holdout=0.2"),
         (["evaluate.monitor=heldout@10%"], "evaluate.monitor=heldout@10%: data.holdout=0.0 keeps"),
         ([*SEARCH, "seed=[0,1]"], "a seed is not chosen"),
-        ([*SEARCH, "server.lr=[0.1,0]"], "server.lr=0: server.lr=0.0: must be above 0"),
+        ([*SEARCH, "server.lr=[0.1,0]"], "noniid: server.lr=0.0: must be above 0"),
     ],
 )
 def test_a_search_that_would_choose_on_test_images_is_refused(
@@ -407,7 +407,7 @@ def test_every_value_is_checked_before_the_first_is_trained(
     words = [*SEARCH, "encoder.groups=[8,7]"]
     assert main(["reproduce", "mine.yaml/cco", *words, "--out", "a"]) == 2
     shown = capsys.readouterr().err
-    assert "mine.yaml/cco/noniid encoder.groups=7: encoder.groups=7" in shown
+    assert "mine.yaml/cco/noniid: encoder.groups=7" in shown
     assert shown.count("\n") == 1 and not Path("a").exists()
 
 

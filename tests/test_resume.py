@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from helpers import step, timeless
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fedssl import checkpoint, config, run
 from fedssl.client import Client
@@ -242,8 +245,9 @@ def of_sites(*words: str) -> config.Config:
     return config.resolve(config.read_recipe(None), [*own, *words])
 
 
-def again(sites: Path) -> None:
-    run.run(config.build(config.read_yaml(sites / "run/config.yaml")), sites / "run", resume=True)
+def again(sites: Path, name: str = "run") -> None:
+    out = sites / name
+    run.run(config.build(config.read_yaml(out / "config.yaml")), out, resume=True)
 
 
 def test_a_run_goes_on_from_another_folder(
@@ -262,8 +266,12 @@ def test_relative_paths_of_an_older_run_are_the_same_paths(
     monkeypatch.chdir(sites)
     given, full = of_sites("data.root=photos"), of_sites(f"data.root={sites / 'photos'}")
     run.check_same(given, full, Path("run"))
-    with pytest.raises(UserError, match=r"data\.root was /.*/photos in run and is now /.*/other"):
-        run.check_same(of_sites("data.root=other"), full, Path("run"))
+    assert run.moved(given, Path("run")) is None
+    # The images of a deployment's server are in no checkpoint, so nothing tells them from others.
+    server = ("engine.name=flower", "engine.sites=3")
+    full, other = (of_sites(f"data.root={root}", *server) for root in ("/photos", "/other"))
+    with pytest.raises(UserError, match=r"data\.root was /photos in run and is now /other"):
+        run.check_same(other, full, Path("run"))
     own = ("partition.name=skew", "partition.encoder=a", "encoder.init=b")
     tree = config.to_tree(config.placed(config.resolve(config.read_recipe(None), own)))
     assert tree["partition"]["encoder"] == str(sites.resolve() / "a")
@@ -287,6 +295,70 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
         finally:
             other.rename(place)
     again(sites)
+
+
+def test_a_run_goes_on_with_images_that_were_moved(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also its baseline, which had not begun."""
+    first, second = (shutil.copytree(sites / "photos", tmp_path / name) for name in ("a", "b"))
+    cache = f"data.cache={tmp_path / 'cache'}"
+    words = ("rounds=3", "evaluate.baselines=[fedavg]", "objective.name=vicreg", cache)
+    run.run(of_sites(f"data.root={first}", *words), tmp_path / "whole")
+    real = run.one_round
+
+    def until_the_third(session: Session, *rest: Any) -> dict[str, Any]:
+        if session.server.round == 2:
+            raise KeyboardInterrupt
+        return real(session, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "one_round", until_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            run.run(of_sites(f"data.root={first}", *words), tmp_path / "cut")
+    shutil.rmtree(first)
+    for file in second.rglob("*.png"):
+        os.utime(file, (1, 1))  # as a copy may have it
+    run.run(of_sites(f"data.root={second}", *words), tmp_path / "cut", resume=True)
+    for place in (".", "baselines/fedavg"):
+        whole, cut = (tmp_path / name / place for name in ("whole", "cut"))
+        assert timeless(whole) == timeless(cut)
+        assert (whole / "encoder.safetensors").read_bytes() == (
+            cut / "encoder.safetensors"
+        ).read_bytes()
+        before, after = (config.read_yaml(out / "config.yaml") for out in (whole, cut))
+        assert after["data"].pop("root") == str(second) != before["data"].pop("root")
+        assert after == before
+    again(tmp_path, "cut")  # which knows now where they are
+
+
+def test_moved_images_are_refused_unless_they_are_known_to_be_the_same(
+    sites: Path, tmp_path: Path
+) -> None:
+    photos, out = (shutil.copytree(sites / name, tmp_path / name) for name in ("photos", "run"))
+    settings = of_sites(f"data.root={photos}", f"data.cache={sites / 'cache'}")
+    state, before = out / checkpoint.FILE, (out / "config.yaml").read_bytes()
+    file = photos / "south/3.png"
+    file.rename(photos / "south/x.png")
+    other = rf"^--resume: data\.root={photos}: the training images are not those of {out} "
+    with pytest.raises(UserError, match=other):
+        run.run(settings, out, resume=True)
+    (photos / "south/x.png").rename(file)
+    Image.new("RGB", (8, 8)).save(photos / "south/4.png")
+    with pytest.raises(UserError, match=rf"^--resume: data\.root={photos}: south had 4 images in"):
+        run.run(settings, out, resume=True)
+    (photos / "south/4.png").unlink()
+    with safe_open(state, framework="pt") as known:
+        notes = known.metadata()
+    save_file(load_file(state), state, {k: v for k, v in notes.items() if k != "files"})
+    unknown = rf"^--resume: data\.root was .*/photos in {out} and is now {photos}; leave it as"
+    with pytest.raises(UserError, match=unknown):  # of an older version
+        run.run(settings, out, resume=True)
+    with pytest.raises(UserError, match=unknown):  # as of data sets that come as arrays
+        run.check_moved(settings, out, replace(prepare(settings).dataset, files={}))
+    assert (out / "config.yaml").read_bytes() == before
+    save_file(load_file(state), state, notes)
+    run.run(settings, out, resume=True)
 
 
 @pytest.mark.parametrize("place", ["photos", "photos/run", "photos/east/../x/y"])
@@ -342,3 +414,20 @@ def test_a_run_of_folders_says_what_it_takes_them_for(
     made = prepare(of_sites(*words, "partition.clients=2", "data.levels=class"))
     said = "folders: 3 classes (east, north, south), 2 made clients; data.levels says"
     assert next(note for note in made.notes() if note.startswith(said))
+
+
+@pytest.mark.parametrize("unused", ["val", "valid", "validation"])
+def test_a_folder_beside_train_that_nothing_looks_into_is_named(
+    unused: str, sites: Path, tmp_path: Path
+) -> None:
+    for split in ("train", unused):
+        shutil.copytree(sites / "photos", tmp_path / "set" / split)
+    words = (f"data.root={tmp_path / 'set'}", f"data.cache={tmp_path / 'cache'}")
+    notes = list(prepare(of_sites(*words)).notes())
+    where = f"data.root={tmp_path / 'set'}:"
+    assert f"{where} {unused}/ is not used; rename it to test to judge with it" in notes
+    shutil.copytree(sites / "photos", tmp_path / "set/test")
+    notes = list(prepare(of_sites(*words)).notes())
+    assert f"{where} train/ is trained on, test/ judges, and {unused}/ is not used" in notes
+    shutil.rmtree(tmp_path / "set" / unused)
+    assert not [note for note in prepare(of_sites(*words)).notes() if note.startswith(where)]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from fedssl import cli, config, loggers, run, sweep
+from fedssl import checkpoint, cli, config, loggers, run, sweep
 from fedssl.errors import TrainingError, UserError
 from fedssl.session import Session, assemble, prepare
 
@@ -56,9 +56,50 @@ def test_what_is_a_sweep(words: list[str], keys: list[str]) -> None:
     assert sorted(config.swept(tree(*words))) == keys
 
 
-def test_a_swept_name_keeps_only_keys_that_mean_the_same() -> None:
-    found = sweep.runs(tree("objective.name=[cco,simclr]", "objective.lambda=0.01"))
-    assert [s.objective.name for s in found.values()] == ["cco", "simclr"]
+def test_keys_beside_a_list_of_names_are_for_all_that_have_them() -> None:
+    words = ("objective.name=[cco,simclr]", "objective.lambda=0.01", "objective.projector=[16,8]")
+    found = [s.objective for s in sweep.runs(tree(*words)).values()]
+    assert [own.name for own in found] == ["cco", "simclr"]
+    assert [own.projector for own in found] == [(16, 8)] * 2  # type: ignore[attr-defined]
+    assert found[0].lambda_ == 0.01  # type: ignore[attr-defined]
+
+
+def test_a_sweep_says_which_keys_its_runs_go_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "run", lambda *_: (_ for _ in ()).throw(run.Interrupted))
+    words = [*SMALL, "algorithm.name=[fedprox,fedavg]", "algorithm.mu=0.5"]
+    words += ["objective.name=[cco,vicreg]", "objective.lambda=0.5"]
+    lines = {
+        "fedssl: algorithm.mu=0.5: not for fedavg: no such key there",
+        "fedssl: objective.name=['cco', 'vicreg']: leaves out the recipe's "
+        "objective.projector=[128, 128, 128], for cco too",
+    }
+    del words[words.index("objective.projector=[32,16]")]
+    assert cli.main(["run", *words, "--out", str(tmp_path / "a")]) == 130
+    assert lines <= set(capsys.readouterr().err.splitlines())
+    words += ["objective.projector=[16,8]"]
+    assert cli.main(["run", *words, "--out", str(tmp_path / "b")]) == 130
+    assert "projector" not in capsys.readouterr().err
+    assert cli.main(["run", "--resume", "--out", str(tmp_path / "b")]) == 130
+    assert "not for fedavg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algorithm.name=[fedprox,fedavg]", "algorithm.mux=1"], "algorithm.mux: unknown key (did"),
+        (["algorithm.name=[fedavg,fedprox]", "algorithm.mu=[1,2]"], "algorithm.mu: unknown key"),
+        (["objective=x", "seed=[0,1]"], "objective=x: expected keys such as objective.name"),
+    ],
+)
+def test_a_key_that_no_run_or_not_every_run_has_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [word for word in SMALL if not word.startswith("objective.")]
+    assert cli.main(["run", *small, *words, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +107,10 @@ def test_a_swept_name_keeps_only_keys_that_mean_the_same() -> None:
     [
         (["partition.alpha=[1,-1]"], "partition.alpha=-1.0: must"),
         (["seed=[1,1]"], "seed=1: stands in a list twice"),
-        (["seed=[1,x]"], "seed=x: seed=x: expected a whole number"),
+        (["seed=[1,x]"], ": seed=x: expected a whole number"),
+        (["server.lr=[1,-1]"], "fedssl: server.lr=-1.0: must be above 0 and finite\n"),
+        (["seed=[0,1]", "server.lr=[-1,1]"], "fedssl: seed=0: server.lr=-1.0: must be above 0"),
+        (["server.lr=[-1,1]", "seed=[3]"], "fedssl: seed=3: server.lr=-1.0: must be above 0"),
         (["seed=[]"], "seed=[]: expected a whole number"),
         (["algorithm.name=[dcco,fedavgg]"], "unknown (did you mean fedavg?)"),
         (["client.lr=[1,1.0]"], "client.lr=1.0: the same run as client.lr=1; leave one out"),
@@ -159,8 +203,8 @@ def test_a_run_that_diverges_is_passed_over(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["partition.clients=[4,100]"], "partition.clients=100: partition.clients=100: more than"),
-        (["cohort.size=[2,9]"], "cohort.size=9: cohort.size=9: the partition has only 4 clients"),
+        (["partition.clients=[4,100]"], "partition.clients=100: more than"),
+        (["cohort.size=[2,9]"], "cohort.size=9: the partition has only 4 clients"),
         (
             ["algorithm.name=[dcco,gossip]"],
             "algorithm.name=gossip: server.optimizer=adam with server.lr=0.003",
@@ -367,6 +411,41 @@ def test_a_sweep_goes_on_from_another_folder(
     assert not (tmp_path / "out/seed=2").exists()
 
 
+def test_a_sweep_goes_on_with_images_that_were_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("photos"), Path("others")):
+        folder.mkdir()
+        for number in range(12):
+            Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    Path("others/11.png").rename("others/x.png")
+    words = [
+        *("data.name=folder", "data.root=photos", "data.labels=null", "partition.name=iid"),
+        *("evaluate.protocols=unlabeled", f"data.cache={tmp_path / 'cache'}"),
+    ]
+    assert cli.main(["run", *SMALL, *words, "seed=[0]", "--out", "out"]) == 0
+    Path("photos").rename("moved")
+    before = contents(Path("out"))
+    goes_on = ["run", "--resume", "--out", "out"]
+    for more in (["data.root=others"], ["data.root=others", "seed=[0,1]"], ["data.root=nowhere"]):
+        capsys.readouterr()
+        assert cli.main([*goes_on, *more]) == 2
+        said = [line for line in capsys.readouterr().err.splitlines() if "decoding" not in line]
+        assert len(said) == 1 and ("not those of out/seed=0" in said[0] or "nowhere" in said[0])
+        assert contents(Path("out")) == before
+    state = Path("out/seed=0") / checkpoint.FILE
+    known = state.read_bytes()
+    save_file(load_file(state), state, {"round": "1"})  # as of an older version
+    assert cli.main([*goes_on, "data.root=moved"]) == 2
+    assert "data.root was" in capsys.readouterr().err
+    state.write_bytes(known)
+    assert cli.main([*goes_on, "data.root=moved", "seed=[0,1]"]) == 0
+    assert "2 of 2 runs" in capsys.readouterr().out
+    for file in ("sweep.yaml", "seed=0/config.yaml", "seed=1/config.yaml"):
+        assert config.read_yaml(Path("out") / file)["data"]["root"] == str(tmp_path / "moved")
+
+
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     """The sessions that a check has made."""
@@ -453,7 +532,7 @@ def test_a_logger_that_is_missing_is_found_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loggers, "installed", lambda name: False)
-    with pytest.raises(UserError, match=r"^log=wandb: log=wandb: not installed"):
+    with pytest.raises(UserError, match=r"^log=wandb: not installed"):
         sweep.sweep(tree("log=[[],[wandb]]"), tmp_path / "out", resume=False)
     assert not (tmp_path / "out").exists()
 

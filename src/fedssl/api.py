@@ -37,6 +37,8 @@ def train(
     wait_briefly()
     if resume and out is None:
         raise UserError("resume=True: say which run with out=…")
+    if out == "":  # which Path takes for the current folder
+        raise UserError('out="": an empty name; give one, or "." for the folder that you are in')
     name, tree = recipe_of(recipe, Path(out) if resume and out is not None else None)
     settings = config.build(config.with_values(tree, dotted(overrides)))
     folder = fresh_folder(name) if out is None else Path(out)

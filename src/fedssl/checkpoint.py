@@ -134,9 +134,20 @@ def of_other_images(out: Path, dataset: Dataset, split: str = "train") -> bool:
     """Whether the run had other files; not known of data sets that come as arrays, of a
     deployment, whose images are elsewhere, and of a run of an older version.
     """
-    path = out / FILE
-    before = json.loads(_load(path)[1].get("files", "{}")) if path.exists() else {}
+    before = _files(out)
     return split in before and before[split] != dataset.files.get(split)
+
+
+def of_same_images(out: Path, dataset: Dataset) -> bool:
+    """Whether the run is known to have had these files, wherever they were."""
+    before = _files(out)
+    return bool(before) and before == dict(dataset.files)
+
+
+def _files(out: Path) -> dict[str, str]:
+    """A digest of the run's files of each split, as far as it is known."""
+    path = out / FILE
+    return json.loads(_load(path)[1].get("files", "{}")) if path.exists() else {}
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

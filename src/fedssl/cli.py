@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedssl import __version__
 from fedssl import config as configuration
@@ -84,6 +84,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and for which command; its commands are parsers like it."""
+
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self.set_defaults(parser=self)  # of a command: it replaces the one above
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, which is several lines."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Like ``parse_args``, which alone takes no key=value words after an option."""
     parser = _parser()
@@ -91,7 +103,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         _complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.words = [*options.words, *rest]
     return options
@@ -117,7 +129,7 @@ def _completed(argument: argparse.Action, how: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fedssl",
         description="Train image encoders on unlabeled images that stay where they are.",
         epilog=EXAMPLES,
@@ -128,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="train, judge, and leave a run's folder")
     _add_words(run)
-    run.add_argument("--out", type=_out, metavar="DIR", help="the run's folder (default: runs/…)")
+    run.add_argument("--out", type=_path, metavar="DIR", help="the run's folder (default: runs/…)")
     run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     run.set_defaults(command=_run)
 
@@ -141,9 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_reproduce(commands)
 
     evaluate = commands.add_parser("evaluate", help="judge a run again, from its last checkpoint")
-    evaluate.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    evaluate.add_argument("run", type=_path, metavar="RUN", help="a run's folder")
     words = evaluate.add_argument(
-        "words", nargs="*", metavar="key=value", help="evaluate.* or data.* keys"
+        "words", nargs="*", default=[], metavar="key=value", help="evaluate.* or data.* keys"
     )
     _completed(words, "judging")
     evaluate.set_defaults(command=_evaluate)
@@ -151,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     partition = commands.add_parser("partition", help="who holds what, as a table and a picture")
     _add_words(partition)
     partition.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="draw it: a bar a client, a colour a class"
+        "--out", type=_path, metavar="FILE.png", help="draw it: a bar a client, a colour a class"
     )
     partition.set_defaults(command=_partition)
     _add_report(commands)
@@ -164,12 +176,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
     report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
     report.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     report.add_argument(
         "--out",
-        type=Path,
+        type=_path,
         metavar="FILE.html",
         help="default: report.html in the run, or above several",
     )
@@ -179,34 +191,34 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     compare.set_defaults(command=_compare)
 
 
-def _add_use(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_use(commands: argparse._SubParsersAction[_Parser]) -> None:
     export = commands.add_parser("export", help="a run's encoder for use elsewhere")
-    export.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    export.add_argument("run", type=_path, metavar="RUN", help="a run's folder")
     export.add_argument(
         "--format", required=True, choices=("safetensors", "torchscript", "onnx", "hf")
     )
     export.add_argument(
-        "--out", type=_out, metavar="PATH", help="a file or folder (default: RUN/export/…)"
+        "--out", type=_path, metavar="PATH", help="a file or folder (default: RUN/export/…)"
     )
     export.set_defaults(command=_export)
 
     embed = commands.add_parser("embed", help="images in, embeddings out")
-    embed.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
+    embed.add_argument("run", type=_path, metavar="RUN", help="a run's folder, or an exported one")
     embed.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
     embed.add_argument(
-        "--to", type=Path, default=Path("embeddings.parquet"), metavar="FILE",
+        "--to", type=_path, default=Path("embeddings.parquet"), metavar="FILE",
         help="a .parquet, .csv or .npz file (default: embeddings.parquet)",
     )  # fmt: skip
     _add_device(embed)
     embed.set_defaults(command=_embed)
 
     search = commands.add_parser("search", help="the images nearest to one image")
-    search.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or an exported one")
-    search.add_argument("query", type=Path, metavar="QUERY", help="an image")
+    search.add_argument("run", type=_path, metavar="RUN", help="a run's folder, or an exported one")
+    search.add_argument("query", type=_path, metavar="QUERY", help="an image")
     search.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
     search.add_argument("--top", type=int, default=10, help="how many (default: 10)")
     search.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="also a page that shows the images"
+        "--html", type=_path, metavar="FILE.html", help="also a page that shows the images"
     )
     _add_device(search)
     search.set_defaults(command=_search)
@@ -217,7 +229,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto")
 
 
-def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_reproduce(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "reproduce",
         help="run a paper's table and show it beside the paper's numbers",
@@ -229,23 +241,23 @@ def _add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     _completed(pattern, "recipes")
     words = parser.add_argument(
-        "words", nargs="*", metavar="key=value", help="keys to change in all"
+        "words", nargs="*", default=[], metavar="key=value", help="keys to change in all"
     )
     _completed(words, "keys")
     parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
     parser.add_argument(
-        "--out", type=_out, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
+        "--out", type=_path, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
     )
     parser.set_defaults(command=_reproduce)
 
 
-def _add_detect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_detect(commands: argparse._SubParsersAction[_Parser]) -> None:
     detect = commands.add_parser(
         "detect", help="fine-tune Mask R-CNN from a run's encoder, on data in COCO's format"
     )
-    detect.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    detect.add_argument("run", type=_path, metavar="RUN", help="a run's folder")
     detect.add_argument(
-        "data", type=Path, metavar="DIR", help="annotations/instances_{train,val}*.json, images"
+        "data", type=_path, metavar="DIR", help="annotations/instances_{train,val}*.json, images"
     )
     detect.add_argument("--steps", type=int, default=9000)
     detect.add_argument("--batch", type=int, default=4)
@@ -257,7 +269,7 @@ def _add_detect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     detect.set_defaults(command=_detect)
 
 
-def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_deploy(commands: argparse._SubParsersAction[_Parser]) -> None:
     deploy = commands.add_parser("deploy", help="run a recipe on real machines, through Flower")
     actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
     init = actions.add_parser(
@@ -266,15 +278,17 @@ def _add_deploy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=DEPLOY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    init.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
+    init.add_argument("folder", type=_path, metavar="DIR", help="a new folder")
     recipe = init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
     _completed(recipe, "recipes")
-    words = init.add_argument("words", nargs="*", metavar="key=value", help="keys to change")
+    words = init.add_argument(
+        "words", nargs="*", default=[], metavar="key=value", help="keys to change"
+    )
     _completed(words, "keys")
     init.set_defaults(command=_deploy_init)
 
 
-def _add_theory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_theory(commands: argparse._SubParsersAction[_Parser]) -> None:
     theory = commands.add_parser("theory", help="the Dec-SSL paper's linear model, solved")
     actions = theory.add_subparsers(title="actions", required=True, metavar="ACTION")
     shown = actions.add_parser(
@@ -283,14 +297,16 @@ def _add_theory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     shown.add_argument("--d", type=int, default=256, help="dimension of the data")
     shown.add_argument("--k", type=int, default=3, help="number of sources")
     shown.add_argument("--seed", type=int, default=0)
-    shown.add_argument("--out", type=Path, metavar="FILE.png", help="draw it")
+    shown.add_argument("--out", type=_path, metavar="FILE.png", help="draw it")
     shown.set_defaults(command=_representability)
 
 
-def _out(text: str) -> Path:
-    """Where things go; a shell's variable that is not set is nowhere, which Path takes for here."""
+def _path(text: str) -> Path:
+    """An argument; a shell's variable that is not set is nowhere, which Path takes for here."""
     if not text:
-        raise UserError('--out "": an empty name; give one, or . for the folder that you are in')
+        raise argparse.ArgumentTypeError(
+            "an empty name; give one, or . for the folder that you are in"
+        )
     return Path(text)
 
 
@@ -298,6 +314,7 @@ def _add_words(parser: argparse.ArgumentParser) -> None:
     words = parser.add_argument(
         "words",
         nargs="*",
+        default=[],
         metavar="RECIPE key=value",
         help="a recipe's name or file (default: the digits demonstration), and keys to change",
     )
@@ -370,8 +387,11 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree] | None:
-    """A recipe's name and tree if it is a sweep: keys hold lists, or --out is a sweep's folder."""
+def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree, list[str]] | None:
+    """A recipe's name, tree, and what its runs go without, if it is a sweep.
+
+    It is if keys hold lists, or --out is a sweep's folder.
+    """
     named = bool(options.words) and "=" not in options.words[0]
     words = options.words[1:] if named else options.words
     held = _held(options.out) if options.resume else None
@@ -383,7 +403,9 @@ def _swept(options: argparse.Namespace) -> tuple[str, configuration.Tree] | None
     tree = configuration.merged(recipe, words)
     # Without lists, words for a sweep's folder are no run either: a sweep says what is wrong.
     goes_on = held is not None and held.name == "sweep.yaml"
-    return (name, tree) if goes_on or configuration.swept(tree) else None
+    if not goes_on and not configuration.swept(tree):
+        return None
+    return name, tree, list(configuration.left_out(recipe, tree))
 
 
 def _held(out: Path) -> Path | None:
@@ -394,12 +416,14 @@ def _held(out: Path) -> Path | None:
     return next((out / file for file in files if run.holds(out, file)), None)
 
 
-def _sweep(name: str, tree: configuration.Tree, options: argparse.Namespace) -> int:
+def _sweep(
+    name: str, tree: configuration.Tree, notes: Sequence[str], options: argparse.Namespace
+) -> int:
     from fedssl import run, sweep
 
     out = options.out or _fresh_folder(name)
     try:
-        found = sweep.sweep(tree, out, options.resume)
+        found = sweep.sweep(tree, out, options.resume, notes)
     except run.Interrupted:
         print(f"fedssl: stopped; continue with: {go_on(out)}", file=sys.stderr)
         return 130

@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -343,9 +343,10 @@ def matching(pattern: str) -> list[str]:
     below = pattern.rstrip("/") + "/"
     found = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
     if not found:
+        shown = pattern or '""'
         known = {parent for n in names for parent in (n, *map(str, Path(n).parents))}
         raise UserError(
-            f"{pattern}: no recipe has this name{_nearest(pattern, sorted(known))}; "
+            f"{shown}: no recipe has this name{_nearest(pattern, sorted(known))}; "
             "`fedssl recipes` lists what ships"
         )
     return found
@@ -403,7 +404,9 @@ def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
 
     A recipe that ``extends`` another holds only what differs.
     """
-    name = name or "default"
+    name = "default" if name is None else name
+    if not name:  # of a shell's variable that is not set
+        raise UserError('recipe "": an empty name; give one, or leave it out for the default')
     if name in extended_by:
         raise UserError(f"recipe {name}: extends itself ({' → '.join((*extended_by, name))})")
     tree, *layers = _layers(name)
@@ -480,11 +483,30 @@ def _kinds(section: str, given: Any) -> dict[str, Any]:
     """The types of a section's keys, by their full names."""
     kind = _fields(Config).get(section)
     if section in VARIANTS and isinstance(given, dict):
-        name = given.get("name", DEFAULT_NAMES[section])
-        kind = _params(section, str(name[0] if isinstance(name, list) and name else name))
-    if dataclasses.is_dataclass(kind):
-        return {f"{section}.{key}": own for key, own in _fields(kind).items()}
-    return {section: kind}
+        fields = _fields_of(section, given.get("name", DEFAULT_NAMES[section]))
+    elif dataclasses.is_dataclass(kind):
+        fields = _fields(kind)
+    else:
+        return {section: kind}
+    return {f"{section}.{key}": own for key, own in fields.items()}
+
+
+def left_out(recipe: Tree, tree: Tree) -> Iterator[str]:
+    """What runs of a sweep over names go without, of the keys in ``tree`` and of its ``recipe``."""
+    for section, default in DEFAULT_NAMES.items():
+        both = (each.get(section) for each in (tree, recipe))
+        given, before = (keys if isinstance(keys, dict) else {} for keys in both)
+        names = given.get("name")
+        if not isinstance(names, list):
+            continue
+        for key, value in given.items():
+            without = [str(name) for name in names if key not in _fields_of(section, name)]
+            if without:
+                yield f"{section}.{key}={value}: not for {', '.join(without)}: no such key there"
+        own, lost = before.get("name", default), _dropped(section, before, given) - given.keys()
+        if lost and own in names:
+            keys = ", ".join(f"{section}.{key}={before[key]}" for key in sorted(lost))
+            yield f"{section}.name={names}: leaves out the recipe's {keys}, for {own} too"
 
 
 def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
@@ -595,9 +617,44 @@ def with_algorithm(config: Config, name: str) -> Config:
     return build(tree)
 
 
+# What numbers must be, where they are given.
+_POSITIVE = (
+    *("algorithm.local_steps", "algorithm.local_epochs", "algorithm.batch"),
+    *("cohort.size", "cohort.minimum", "data.size", "data.labels"),
+    *("engine.chunk", "engine.threads", "engine.workers", "engine.timeout"),
+    *("engine.max_norm", "engine.sites", "encoder.groups", "encoder.patch"),
+    *("evaluate.size", "evaluate.k", "evaluate.temperature", "server.lr", "client.lr"),
+    *("privacy.noise", "privacy.moments_noise", "privacy.clip", "privacy.most_samples"),
+)
+_NOT_NEGATIVE = (
+    *("rounds", "seed", "cohort.hostile", "evaluate.every", "checkpoint.seconds"),
+    *("server.weight_decay", "client.weight_decay"),
+)
+
+
 def _check(config: Config) -> None:
     """What can be said without looking at the data."""
-    algorithm, cohort = config.algorithm, config.cohort
+    values = flat(to_tree(config))
+    for name in _POSITIVE:
+        if values[name] is not None and not 0 < values[name] < math.inf:
+            raise UserError(f"{name}={values[name]}: must be above 0 and finite")
+    for name in _NOT_NEGATIVE:
+        if values[name] < 0:
+            raise UserError(f"{name}={values[name]}: must not be negative")
+    for name in ("server.momentum", "client.momentum"):
+        if not 0 <= values[name] < 1:
+            raise UserError(f"{name}={values[name]}: must be at least 0 and below 1")
+    if config.engine.threads > MOST_THREADS:  # far more crash the process
+        raise UserError(f"engine.threads={config.engine.threads}: must be at most {MOST_THREADS}")
+    _check_rounds(config.algorithm, config.cohort)
+    _check_privacy(config.privacy)
+    _check_judging(config.evaluate, config.encoder)
+    if not isinstance(config.paper.get("results", {}), Mapping):
+        raise UserError(f"paper.results={config.paper['results']}: expected keys and values")
+
+
+def _check_rounds(algorithm: AlgorithmParams, cohort: Cohort) -> None:
+    """How long clients train, and how many of them."""
     if algorithm.local_steps is not None and algorithm.local_epochs is not None:
         raise UserError(
             f"algorithm.local_steps={algorithm.local_steps} and "
@@ -607,26 +664,6 @@ def _check(config: Config) -> None:
         raise UserError(
             f"cohort.size={cohort.size} and cohort.fraction={cohort.fraction}: give one of the two"
         )
-    _positive("algorithm.local_steps", algorithm.local_steps)
-    _positive("algorithm.local_epochs", algorithm.local_epochs)
-    _positive("algorithm.batch", algorithm.batch)
-    _positive("cohort.size", cohort.size)
-    _positive("cohort.minimum", cohort.minimum)
-    _positive("engine.chunk", config.engine.chunk)
-    _positive("engine.threads", config.engine.threads)
-    if config.engine.threads > MOST_THREADS:  # far more crash the process
-        raise UserError(f"engine.threads={config.engine.threads}: must be at most {MOST_THREADS}")
-    _positive("engine.workers", config.engine.workers)
-    _positive("engine.timeout", config.engine.timeout)
-    _positive("engine.max_norm", config.engine.max_norm)
-    _positive("engine.sites", config.engine.sites)
-    _positive("data.size", config.data.size)
-    _positive("data.labels", config.data.labels)
-    _positive("evaluate.size", config.evaluate.size)
-    _positive("evaluate.k", config.evaluate.k)
-    _positive("encoder.groups", config.encoder.groups)
-    _positive("encoder.patch", config.encoder.patch)
-    _positive("evaluate.temperature", config.evaluate.temperature)
     if cohort.fraction is not None and not 0 < cohort.fraction <= 1:
         raise UserError(f"cohort.fraction={cohort.fraction}: must be above 0 and at most 1")
     if cohort.size is not None and cohort.minimum > cohort.size:
@@ -634,43 +671,9 @@ def _check(config: Config) -> None:
             f"cohort.minimum={cohort.minimum}: more than cohort.size={cohort.size}; "
             "no round could ever count"
         )
-    patch, size = config.encoder.patch, config.evaluate.size
-    if config.encoder.name == "vit-tiny" and size is not None and size % patch:
-        raise UserError(f"encoder.patch={patch}: does not divide evaluate.size={size}; change one")
-    _check_privacy(config.privacy)
-    for name, value in (
-        ("rounds", config.rounds),
-        ("cohort.hostile", cohort.hostile),
-        ("evaluate.every", config.evaluate.every),
-        ("checkpoint.seconds", config.checkpoint.seconds),
-        ("seed", config.seed),
-        ("server.weight_decay", config.server.weight_decay),
-        ("client.weight_decay", config.client.weight_decay),
-    ):
-        if value < 0:
-            raise UserError(f"{name}={value}: must not be negative")
-    for side, rule in (("server", config.server), ("client", config.client)):
-        _positive(f"{side}.lr", rule.lr)
-        if not 0 <= rule.momentum < 1:
-            raise UserError(f"{side}.momentum={rule.momentum}: must be at least 0 and below 1")
-    for name in config.evaluate.baselines:
-        if ":" in name:  # a baseline's folder has its name
-            raise UserError(
-                f"evaluate.baselines={name}: takes names only; make it algorithm.name, and put "
-                "what it is compared with here"
-            )
-        variant("algorithm", name, "evaluate.baselines")
-    if config.evaluate.protocols == ():
-        raise UserError("evaluate.protocols=[]: name at least one, such as knn")
-    if not isinstance(config.paper.get("results", {}), Mapping):
-        raise UserError(f"paper.results={config.paper['results']}: expected keys and values")
 
 
 def _check_privacy(privacy: Privacy) -> None:
-    _positive("privacy.noise", privacy.noise)
-    _positive("privacy.moments_noise", privacy.moments_noise)
-    _positive("privacy.clip", privacy.clip)
-    _positive("privacy.most_samples", privacy.most_samples)
     if not 0 < privacy.delta < 1:
         raise UserError(f"privacy.delta={privacy.delta}: must be above 0 and below 1")
     if not 0.5 < privacy.threshold <= 1:
@@ -682,13 +685,31 @@ def _check_privacy(privacy: Privacy) -> None:
         )
 
 
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise UserError(f"{name}={value}: must be above 0 and finite")
+def _check_judging(evaluate: Evaluate, encoder: Encoder) -> None:
+    """By what, at which size, and beside which baselines."""
+    if evaluate.protocols == ():
+        raise UserError("evaluate.protocols=[]: name at least one, such as knn")
+    patch, size = encoder.patch, evaluate.size
+    if encoder.name == "vit-tiny" and size is not None and size % patch:
+        raise UserError(f"encoder.patch={patch}: does not divide evaluate.size={size}; change one")
+    for name in evaluate.baselines:
+        if ":" in name:  # a baseline's folder has its name
+            raise UserError(
+                f"evaluate.baselines={name}: takes names only; make it algorithm.name, and put "
+                "what it is compared with here"
+            )
+        variant("algorithm", name, "evaluate.baselines")
 
 
 def _params(section: str, name: str) -> Any:
     return variant(section, name).Params
+
+
+def _fields_of(section: str, name: Any) -> dict[str, Any]:
+    """The keys under a name, or under any of several."""
+    names = name if isinstance(name, list) else [name]
+    kinds = [_fields(_params(section, str(each))) for each in names]
+    return {key: kind for fields in kinds for key, kind in fields.items()}
 
 
 def _fields(cls: Any) -> dict[str, Any]:
@@ -711,6 +732,8 @@ def _nearest(name: str, known: typing.Iterable[str], prefix: str = "") -> str:
 
 
 def _split(word: str) -> tuple[str, Any]:
+    if not word:  # of a shell's variable that is not set
+        raise UserError('"": empty, where key=value is expected, as in rounds=100')
     name, equals, text = word.partition("=")
     if not equals and Path(word).is_dir():
         raise UserError(f"{word}: a folder, where key=value is expected; {_meant(word)}")
@@ -776,8 +799,8 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
             tree[section] = value
             continue
         if section in VARIANTS and _renamed(base, value):
-            kept = _fields(_SECTIONS[section])
-            base = {k: v for k, v in base.items() if k in kept}
+            dropped = _dropped(section, base, value)
+            base = {k: v for k, v in base.items() if k not in dropped}
         for pair in ALTERNATIVES:
             if set(pair) & value.keys():
                 base = {k: v for k, v in base.items() if k not in pair}
@@ -789,6 +812,15 @@ def _renamed(base: Tree, value: Tree) -> bool:
     """Whether ``value`` has another name; a file's may be written in several ways."""
     before, after = base.get("name"), value.get("name", base.get("name"))
     return plugins.settled(str(before)) != plugins.settled(str(after))
+
+
+def _dropped(section: str, base: Tree, value: Tree) -> set[str]:
+    """Keys that mean something else, or nothing, under the name in ``value``."""
+    before, after = base.get("name"), value["name"]
+    if isinstance(before, list) and not isinstance(after, list):
+        # One run of a sweep: what was given beside its names is for all that have such a key.
+        return _fields_of(section, before).keys() - _fields_of(section, after).keys()
+    return base.keys() - _fields(_SECTIONS[section]).keys()
 
 
 def _convert(kind: Any, value: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl import checkpoint, config
+from fedssl.data import datasets
 from fedssl.errors import UserError
 from fedssl.evaluate import parse
 from fedssl.run import check_clients
@@ -41,6 +42,8 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     tree = config.read_yaml(known)
     settings = config.resolve(tree, words)
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES
+    if given == {"data.root"} and _moved(run, settings):
+        given = set()
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
     session = prepare(settings, trains=False)
@@ -69,6 +72,12 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
     shown = models("result", rows["result"], session.algorithm.judges)
     return {"untrained": rows["untrained"], **shown}
+
+
+def _moved(run: Path, settings: config.Config) -> bool:
+    """Whether what is in another place are the run's own images."""
+    whole = replace(settings.data, labels=None, halves=False)  # which others may not allow
+    return checkpoint.of_same_images(run, datasets.load(whole))
 
 
 def _on_other_data(settings: config.Config, given: Set[str], own: object) -> config.Config:

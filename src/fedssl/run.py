@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,10 +24,11 @@ from fedssl import __version__, checkpoint, config, loggers, plugins
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.api import give_back
 from fedssl.config import Config
+from fedssl.data.dataset import Dataset
 from fedssl.encoder import SUFFIXES
 from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
-from fedssl.files import save, write_json
+from fedssl.files import save, write_json, write_text
 from fedssl.metrics import Metrics, read
 from fedssl.progress import Progress
 from fedssl.runs import Run
@@ -116,12 +118,14 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         session = prepare(settings)
     session.overhead["prepare"] = time.perf_counter() - started
     if resume:
-        check_clients(session, out)
+        what = f"--resume: data.root={settings.data.root}" if moved(settings, out) else "--resume"
+        check_clients(session, out, what)
         if checkpoint.of_other_images(out, session.dataset, "test"):
             raise UserError(
-                f"--resume: the test images are not those of {out}; put them back as they were, or "
+                f"{what}: the test images are not those of {out}; put them back as they were, or "
                 "judge it on others by fedssl evaluate"
             )
+        check_moved(settings, out, session.dataset)
     return session
 
 
@@ -132,7 +136,7 @@ def check_folder(settings: Config, out: Path, resume: bool) -> None:
     if started(out):
         if not resume:
             raise _taken(out)
-        check_same(settings, config.build(config.read_yaml(out / "config.yaml")), out)
+        check_same(settings, Run(out).settings, out)
     elif holds(out, "sweep.yaml"):
         raise UserError(
             f"--out {out}: holds a sweep; choose another folder, or go on with the sweep: "
@@ -187,7 +191,9 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
     """Write the configuration as it was given, and go to the checkpoint if there is one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not (resume and started(out)):
+        if resume and started(out):
+            note_place(settings, out)
+        else:
             _claim(out, config.dump(config.placed(settings)))
             write_json(out / "clients.json", clients(session))
     except OSError as error:
@@ -252,15 +258,47 @@ def check_clients(
 
 
 def check_same(new: Config, old: Config, out: Path) -> None:
-    """A resumed run keeps every key that its result depends on."""
+    """A resumed run keeps every key that its result depends on.
+
+    Of a simulation's images ``check_moved`` says, once they are loaded, whether they are the same.
+    """
+    free = FREE_ON_RESUME if new.engine.sites is not None else (*FREE_ON_RESUME, "data.root")
     before, after = (config.flat(config.to_tree(config.placed(each))) for each in (old, new))
     for name in sorted({**before, **after}):
-        if before.get(name) == after.get(name) or name.startswith(FREE_ON_RESUME):
-            continue
-        raise UserError(
-            f"--resume: {name} was {before.get(name)} in {out} and is now {after.get(name)}; "
-            "leave it as it was, or start a new run in another folder"
-        )
+        if before.get(name) != after.get(name) and not name.startswith(free):
+            raise _changed(name, before.get(name), after.get(name), out)
+
+
+def _changed(name: str, before: object, after: object, out: Path) -> UserError:
+    return UserError(
+        f"--resume: {name} was {before} in {out} and is now {after}; leave it as it was, or start "
+        "a new run in another folder"
+    )
+
+
+def moved(settings: Config, out: Path) -> tuple[str | None, str | None] | None:
+    """Where the run in ``out`` had its images and where they are now; none: in the same place."""
+    before, now = (config.placed(each).data.root for each in (Run(out).settings, settings))
+    return None if before == now else (before, now)
+
+
+def check_moved(settings: Config, out: Path, dataset: Dataset) -> None:
+    """Images in another place are the run's if its checkpoint knows their files.
+
+    Without a checkpoint it has not been trained on any.
+    """
+    places, trained = moved(settings, out), (out / checkpoint.FILE).exists()
+    if places is not None and trained and not checkpoint.of_same_images(out, dataset):
+        raise _changed("data.root", *places, out)
+
+
+def note_place(settings: Config, out: Path) -> None:
+    """Write down where the images are now, if that is elsewhere than before."""
+    places = moved(settings, out)
+    if places is not None:
+        before = Run(out).settings
+        now = replace(before, data=replace(before.data, root=places[1]))
+        write_text(out / "config.yaml", config.dump(now))
 
 
 def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from fedssl.encoder import ImageEncoder
 
 
+BESIDE = ("sweep.yaml", "table.jsonl", "report.html")  # files in a folder of runs
+
+
 class Run:
     """A run's folder, finished or not, of this version or of an older one.
 
@@ -172,9 +175,13 @@ def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def opened(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in these folders; a folder of runs (a sweep's, a table's) stands for all in it."""
+    """The runs in these folders; a folder of runs (a sweep's, a table's) stands for all in it.
+
+    Files that fedssl leaves beside runs are passed over, for ``runs/sweep/*`` names them too.
+    """
     found: list[Run] = []
-    for given in paths:
+    folders = [p for p in paths if Path(p).name not in BESIDE or not Path(p).is_file()]
+    for given in folders or paths:
         if given == "":
             raise UserError('"": an empty name is no run; give the folder that a run wrote')
         path = Path(given)

@@ -150,6 +150,7 @@ class Session:
             return
         if self.config.data.name == "folder":
             yield self._found()
+            yield from datasets.unused(self.config.data)
         named, given = self.config.partition.name, self.dataset.clients
         if given and named != "folder" and not self.algorithm.pools_data:
             yield (

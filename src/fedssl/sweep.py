@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def runs(tree: config.Tree) -> dict[str, Config]:
         try:
             settings = config.build(config.with_values(tree, own))
         except UserError as error:
-            raise UserError(f"{label}: {error}") from None
+            raise _of_run(label, error) from None
         for other, before in found.items():
             if before == settings:
                 raise UserError(f"{label}: the same run as {other}; leave one out")
@@ -45,10 +46,19 @@ def runs(tree: config.Tree) -> dict[str, Config]:
     return found
 
 
-def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any]]:
+def _of_run(label: str, error: UserError) -> UserError:
+    """A line about one run; the key that it begins with is not said twice."""
+    key = re.escape(str(error).partition("=")[0])
+    others = re.sub(rf"(^|[, ]){key}=.*?(?=,[a-z_.]+=|$)", "", label).lstrip(",")
+    return UserError(": ".join(filter(None, (others, str(error)))))
+
+
+def sweep(
+    tree: config.Tree, out: Path, resume: bool, notes: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
     """Run what is not finished, one after another; the summaries of all, by what is their own.
 
-    A run that diverges is said and passed over.
+    ``notes`` are said once all are checked. A run that diverges is said and passed over.
     """
     _check_folder(tree, out, resume)
     before = _read(out) if resume else None
@@ -61,9 +71,13 @@ def sweep(tree: config.Tree, out: Path, resume: bool) -> dict[str, dict[str, Any
         run.check_folder(own, out / label, run.started(out / label))
     if before is not None:
         _check_judged(settings, runs(before), settings.keys() - waiting, out)
-    finished = {out / label: settings[label] for label in settings.keys() - waiting}
-    _check_images(finished, check(waiting))
+    begun = {out / label: own for label, own in settings.items() if run.started(out / label)}
+    _check_images(begun, check(waiting))
+    for folder, own in begun.items():
+        run.note_place(own, folder)
     _write(_placed(tree, next(iter(settings.values()))), out)
+    for note in notes:
+        print(f"fedssl: {note}", file=sys.stderr)
     for number, (label, own) in enumerate(settings.items(), 1):
         done = "" if label in waiting else ": finished before"
         print(f"[{number}/{len(settings)}] {label}{done}", file=sys.stderr)
@@ -173,14 +187,20 @@ def _write(tree: config.Tree, out: Path) -> None:
         ) from None
 
 
-def _check_images(finished: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
+def _check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
     """Runs of one table have the same images, those that are finished too."""
-    for (folder, own), ((data, _), dataset) in itertools.product(finished.items(), loaded.items()):
-        if data == own.data and checkpoint.of_other_images(folder, dataset):
+    for folder, own in begun.items():
+        dataset = next((known for (data, _), known in loaded.items() if data == own.data), None)
+        if dataset is None and run.moved(own, folder):
+            dataset = datasets.load(own.data, own.seed)
+        if dataset is None:
+            continue
+        if checkpoint.of_other_images(folder, dataset):
             raise UserError(
                 f"--resume: the training images are not those of {folder}; put them back as they "
                 "were, or start a new sweep in another folder"
             )
+        run.check_moved(own, folder, dataset)
 
 
 def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
@@ -206,7 +226,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
                 for settings in (own, *(config.with_algorithm(own, name) for name in names)):
                     assemble(settings, data, groups, weights=_needs_weights(settings))
         except UserError as error:
-            raise UserError(f"{label}: {error}") from None
+            raise _of_run(label, error) from None
     return loaded
 
 

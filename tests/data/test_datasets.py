@@ -535,6 +535,28 @@ def test_folder_with_unreadable_files(root: Path, capsys: pytest.CaptureFixture[
     assert len(json.loads(meta.read_text())["unreadable"]) == 4
 
 
+def test_folders_of_which_nothing_can_be_read_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sites = [f"{site}/{case}" for site in ("east", "north", "west") for case in ("1", "2")]
+    make(root, *(f"train/{case}/{i}.png" for case in sites for i in range(2)))
+    make(root, *(f"test/{case}/0.png" for case in sites))
+    for name in ("train/east/1/0.png", "train/west/2/0.png", "train/west/2/1.png"):
+        (root / name).write_text("broken")
+    for file in (root / "train/north").rglob("*.png"):
+        file.write_text("broken")
+    dataset = folder(root, corrupt="skip", levels=("client", "case"))
+    assert dataset.clients == ("east", "west", "north")  # it still has test images
+    (warning,) = capsys.readouterr().err.splitlines()[-1:]
+    assert warning.startswith(f"warning: left out 7 of 18 images below {root}: ")
+    assert warning.endswith(" and 4 more; no image is left in train/north, train/west/2")
+    for site in ("train/east/1/0.png", "train/west/2/0.png", "train/north/1/0.png"):
+        make(root, site)
+    make(root, "train/north/2/0.png")
+    folder(root, corrupt="skip", levels=("client", "case"))
+    assert "no image is left" not in capsys.readouterr().err
+
+
 def test_folder_class_without_readable_image(root: Path) -> None:
     make(root, "train/cat/0.png", "train/dog/0.png")
     (root / "train/dog/0.png").write_text("broken")

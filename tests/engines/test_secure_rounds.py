@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,14 @@ def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> Non
 
 @pytest.mark.parametrize(
     ("share", "clients", "need"),
-    [(0.67, 3, 3), (0.51, 3, 3), (0.51, 4, 3), (1, 5, 5), (0.51, 2, 3)],
+    [(0.67, 3, 3), (0.51, 3, 3), (0.51, 4, 3), (1, 5, 5), (0.51, 2, 3), (0.51, 100, 51)],
 )
 def test_survivors_needed(share: float, clients: int, need: int) -> None:
     assert survivors_needed(share, clients) == need
+
+
+def test_survivors_are_more_than_half_by_the_least_threshold_that_is_allowed() -> None:
+    least = math.nextafter(0.5, 1)
+    small(f"privacy.threshold={least!r}")
+    for clients in (*range(3, 2000), *(2**power + k for power in range(11, 50) for k in (0, 1))):
+        assert survivors_needed(least, clients) == max(3, clients // 2 + 1)

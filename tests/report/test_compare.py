@@ -48,6 +48,26 @@ def test_a_folder_of_runs_stands_for_all_in_it(tmp_path: Path) -> None:
         opened([tmp_path / "nothing"])
 
 
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_files_that_lie_beside_runs_are_passed_over(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (0, 1):
+        made(tmp_path / f"seed={seed}", (f"seed={seed}",), scored(81))
+    for name in ("sweep.yaml", "table.jsonl", "report.html"):
+        (tmp_path / name).touch()
+    everything = [str(path) for path in sorted(tmp_path.iterdir())]
+    assert main([command, *everything]) == 0
+    assert "holds no run" not in capsys.readouterr().err
+    for name, kind in (("empty", Path.mkdir), ("mine.txt", Path.touch)):
+        kind(tmp_path / name)
+        assert main([command, *everything, str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert f"{tmp_path / name}: holds no run" in said and said.count("\n") == 1
+    assert main([command, str(tmp_path / "sweep.yaml")]) == 2
+    assert "sweep.yaml: holds no run" in capsys.readouterr().err
+
+
 def test_what_some_seeds_lack_is_said(tmp_path: Path) -> None:
     reached = (2, None, None)
     runs = [

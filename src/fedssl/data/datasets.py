@@ -39,6 +39,8 @@ STL_CLASSES = (
     *("dog", "horse", "monkey", "ship", "truck"),
 )
 BLOCK = 1024  # images resized at once
+UNUSED = ("val", "valid", "validation")  # folders of images that neither train nor judge
+EMPTIED = 20  # folders named in a message: whole clients that are missing
 PATIENCE = 10.0  # seconds without a sign of the network before a download is given up
 
 Pixels = NDArray[np.uint8]
@@ -584,6 +586,16 @@ def _splits(root: Path) -> dict[str, str]:
     return {"train": ""}
 
 
+def unused(data: config.Data) -> Iterator[str]:
+    """A line for a folder beside train/ that many data sets have, and nothing here looks into."""
+    root = _root(data)
+    for name in UNUSED if (root / "train").is_dir() else ():
+        if (root / name).is_dir() and (root / "test").is_dir():
+            yield f"data.root={root}: train/ is trained on, test/ judges, and {name}/ is not used"
+        elif (root / name).is_dir():
+            yield f"data.root={root}: {name}/ is not used; rename it to test to judge with it"
+
+
 def _find(root: Path, below: str) -> _Found:
     files, folders = images.find(root, below)
     depth = len(below.split("/")) if below else 0
@@ -621,8 +633,9 @@ def _from_files(
     rows = {split: part.rows for split, part in found.items()}
     decoded = images.load(_root(data), rows, data.size, _cache(data), data.name, unpaired)
     total = sum(len(row) for part in rows.values() for row in part) + len(unpaired)
-    _complain(data, total, {**unpaired, **decoded.unreadable})
     read = {split: _readable(part, decoded.unreadable) for split, part in found.items()}
+    emptied = [path for split, part in found.items() for path in _emptied(part, read[split])]
+    _complain(data, total, {**unpaired, **decoded.unreadable}, emptied)
     within = {split: part.within for split, part in read.items()}
     lost = set(classes) - set(_names("class", levels, [within["train"]]))
     if lost:
@@ -673,7 +686,10 @@ def _check_name(data: config.Data, name: str) -> None:
         ) from None
 
 
-def _complain(data: config.Data, total: int, unreadable: Mapping[str, str]) -> None:
+def _complain(
+    data: config.Data, total: int, unreadable: Mapping[str, str], emptied: Sequence[str]
+) -> None:
+    """Refuse files that cannot be read or, if they may be left out, say what is then missing."""
     if not unreadable:
         return
     text = f"{len(unreadable)} of {total} images below {data.root}"
@@ -683,7 +699,8 @@ def _complain(data: config.Data, total: int, unreadable: Mapping[str, str]) -> N
             f"data.corrupt=fail: {text} cannot be read: {names}; "
             "data.corrupt=skip leaves such files out"
         )
-    print(f"warning: left out {text}: {names}", file=sys.stderr)
+    gone = f"; no image is left in {images.few(emptied, EMPTIED)}" if emptied else ""
+    print(f"warning: left out {text}: {names}{gone}", file=sys.stderr)
 
 
 def _readable(part: _Found, unreadable: Mapping[str, str]) -> _Found:
@@ -694,6 +711,22 @@ def _readable(part: _Found, unreadable: Mapping[str, str]) -> _Found:
         i for i, row in enumerate(part.rows) if not any(file.path in unreadable for file in row)
     ]
     return _Found([part.rows[i] for i in kept], [part.within[i] for i in kept], part.folders)
+
+
+def _emptied(part: _Found, read: _Found) -> list[str]:
+    """Folders (clients, cases) that had images of which none can be read; not those below them."""
+    if read is part:
+        return []
+    before, after = (
+        {within[:depth] for within in each.within for depth in range(len(within) + 1)}
+        for each in (part, read)
+    )
+    lost = before - after
+    return [
+        part.folders.get(folder, "/".join(folder))
+        for folder in sorted(lost)
+        if folder[:-1] not in lost
+    ]
 
 
 def _assemble(

@@ -402,8 +402,12 @@ def _build(
 
 def listed(files: Mapping[str, str]) -> str:
     """The first few files with their reasons, and how many more there are."""
-    shown = [f"{path} ({reason})" for path, reason in itertools.islice(files.items(), NAMED)]
-    return ", ".join(shown) + (f" and {len(files) - NAMED} more" if len(files) > NAMED else "")
+    return few([f"{path} ({reason})" for path, reason in files.items()], NAMED)
+
+
+def few(texts: Sequence[str], most: int) -> str:
+    """The first of some texts, and how many more there are."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 @contextlib.contextmanager
