@@ -82,6 +82,21 @@ def test_evaluate_gives_a_frame_of_models_and_measures(trained: fedssl.Run) -> N
         trained.evaluate(rounds=5)
 
 
+def test_protocols_may_be_a_list(trained: fedssl.Run) -> None:
+    pytest.importorskip("pandas")
+    assert trained.evaluate(["knn", "knn@10"]).equals(trained.evaluate("knn", "knn@10"))
+    assert trained.evaluate(["knn"], evaluate__k=3).columns.tolist() == ["knn_top1"]
+
+
+def test_several_values_are_for_the_command_line(tmp_path: Path) -> None:
+    said = (
+        r"^seed=\[0, 1\]: several values are for fedssl run on the command line; call fedssl\.train"
+    )
+    with pytest.raises(UserError, match=said):
+        fedssl.train("default", tmp_path / "run", **{**KEYS, "seed": [0, 1]})
+    assert not (tmp_path / "run").exists()
+
+
 def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
     """Checked as the command line's are, before anything is left on the disk."""
     own = {"extends": "default", "algorithm": {"name": "fedavg"}, "rounds": 1}
@@ -93,7 +108,7 @@ def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
         ("no/such", {}, "no such recipe"),
         ({"extends": 3}, {}, "recipe 3: no such recipe"),
         (None, {"algorithm__nam": "x"}, "algorithm.nam: unknown key"),
-        (None, {"rounds": [1, 2]}, "expected a whole number"),
+        (None, {"rounds": [1, 2]}, "several values are for fedssl run"),
         (tmp_path / "none.yaml", {}, "no such recipe or file"),
     ):
         with pytest.raises(UserError, match=said):

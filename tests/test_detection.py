@@ -285,6 +285,18 @@ def test_bad_input_is_one_line(
         assert said in found and found.count("\n") == 1
 
 
+def test_the_help_says_where_images_are_looked_for(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["detect", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "annotations/instances_NAME.json with its images in the folder NAME" in said
+    for split in ("train", "val"):
+        file = Shapes(data, split).file
+        assert Shapes(data, split).images == data / file.stem.removeprefix("instances_")
+
+
 def test_settings_out_of_range() -> None:
     with pytest.raises(UserError, match="--lr=-1: must be above 0"):
         Settings(lr=-1)

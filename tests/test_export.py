@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,29 @@ def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
     assert not torch.equal(own.embed(images[:5]), load_encoder(folder).embed(images[:5]))
     with pytest.raises(UserError, match=r"client=7: .* personal models of clients 0, 1, 2"):
         load_encoder(folder, client=7)
+    # Each has a place of its own, and says whose it is.
+    assert own.note["model"] == "personal, client 2"
+    assert load_encoder(folder).note["model"].startswith("global")
+    for k in range(3):
+        file = folder / f"personal/client-{k}.safetensors"
+        lines = list(export.export(file, "torchscript", None))
+        assert lines[1].endswith("of the run's test images")
+    for k in range(3):
+        file = folder / f"personal/export/torchscript/client-{k}.pt"
+        assert json.loads(Path(f"{file}.json").read_text())["model"] == f"personal, client {k}"
+        found, mine = torch.jit.load(str(file)), load_encoder(folder, client=k)
+        torch.testing.assert_close(found(images[:5].float() / 255), mine.embed(images[:5]))
+
+
+def test_one_towers_file_is_exported_as_that_tower(
+    two_towers: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    list(export.export(two_towers / "encoder-second.safetensors", "safetensors", tmp_path))
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["encoder-second.safetensors"]
+    seen = images[..., 4:]
+    found = load_encoder(tmp_path / "encoder-second.safetensors").embed(seen)
+    assert torch.equal(found, load_encoder(two_towers, tower=1).embed(seen))
+    assert json.loads((tmp_path / "encoder-second.safetensors.json").read_text())["tower"] == 1
 
 
 def test_images_of_another_shape_are_refused(folder: Path) -> None:
@@ -193,6 +217,12 @@ def test_images_of_another_shape_are_refused(folder: Path) -> None:
         encoder.preprocess(torch.zeros(1, 8, 8))
     with pytest.raises(UserError, match="several images"):
         encoder.embed("a.png")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="several images"):
+        encoder.embed(3)  # type: ignore[arg-type]
+    array = np.zeros((2, 8, 8, 3), np.uint8)
+    for given, kind in ((array, "ndarray"), ([1], "int")):
+        with pytest.raises(UserError, match=f"^an image of type {kind}: expected a file's name, a"):
+            encoder.embed(given)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"nowhere\.png: No such file"):
         encoder.preprocess("nowhere.png")
 
@@ -201,7 +231,7 @@ def test_what_holds_no_encoder_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no encoder there"):
         load_encoder(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="not a safetensors file"):
+    with pytest.raises(UserError, match="not a safetensors file, or damaged; give the folder of"):
         load_encoder(tmp_path / "x.safetensors")
     shutil.copy(folder / "encoder.safetensors", tmp_path / "alone.safetensors")
     with pytest.raises(UserError, match=r"keep encoder\.json beside it"):
@@ -311,6 +341,35 @@ def test_an_export_gives_the_runs_embeddings_where_there_is_no_fedssl(
     wanted = note["preprocess"]
     assert [wanted[key] for key in ("channels", "height", "width")] == [1, 8, 8]
     assert wanted["range"] == [0.0, 1.0] and "divided by 255" in wanted["steps"]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(640, 480), (301, 520), (50, 40)])
+def test_the_steps_of_an_export_give_its_numbers(
+    size: tuple[int, int], channels: int, tmp_path: Path
+) -> None:
+    """For who has Pillow and not fedssl; of a large JPEG only if they say how it is decoded."""
+    encoder = made("tiny", "group", channels, 32)
+    rough = np.random.default_rng(0).integers(0, 256, (30, 30, 3), dtype=np.uint8)
+    Image.fromarray(rough).resize(size).save(tmp_path / "x.jpg", quality=90)
+    steps = export.preprocess(encoder)["steps"]
+    image = Image.open(tmp_path / "x.jpg")
+    for step in steps:
+        if drafted := re.search(r"draft\(None, \((\d+), (\d+)\)\)", step):
+            image.draft(None, (int(drafted[1]), int(drafted[2])))
+        elif step.startswith("RGB"):
+            image = image.convert("RGB")
+        elif step.startswith("the square"):
+            (width, height), side = image.size, min(image.size)
+            left, top = (width - side) / 2, (height - side) / 2
+            box = (left, top, left + side, top + side)
+            image = image.resize((32, 32), Image.Resampling.BILINEAR, box=box)
+        elif step.startswith("grey"):
+            image = image.convert("L")
+    pixels = torch.from_numpy(np.array(image)).reshape(32, 32, channels).permute(2, 0, 1) / 255
+    with torch.no_grad():
+        found = encoder(pixels[None])
+    torch.testing.assert_close(found, encoder.embed([tmp_path / "x.jpg"]), atol=1e-5, rtol=0)
 
 
 def test_safetensors_are_exact_from_folder_and_from_the_file_alone(

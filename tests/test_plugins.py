@@ -237,11 +237,26 @@ def test_a_protocol_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
 def test_two_protocols_of_one_name_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def knn(*a): return {'top1': 1}\n")
-    words = [f"evaluate.protocols=[knn,{path}:knn]", "--out", str(tmp_path / "run")]
+    first, path = tmp_path / "mine.py", tmp_path / "theirs.py"
+    for file in (first, path):
+        file.write_text("def near(*a): return {'top1': 1}\n")
+    words = [f"evaluate.protocols=[{first}:near,{path}:near]", "--out", str(tmp_path / "run")]
     assert main(["run", *words]) == 2
-    assert f"evaluate.protocols={path}:knn: knn is called knn too" in capsys.readouterr().err
+    said = f"evaluate.protocols={path}:near: {first}:near is called near too; rename one"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spec", ["knn", "linear@10"])
+def test_a_protocol_may_not_be_called_like_one_of_fedssls(
+    spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In tables of several runs its numbers would stand in the column of ours."""
+    path = tmp_path / "mine.py"
+    path.write_text("def knn(*a): return {'top1': 1}\nlinear = knn\n")
+    words = [f"evaluate.protocols={path}:{spec}", "--out", str(tmp_path / "run")]
+    assert main(["run", *words]) == 2
+    said = f"evaluate.protocols={path}:{spec}: fedssl has a protocol of this name; rename yours\n"
+    assert capsys.readouterr().err == f"fedssl: {said}"
 
 
 def test_what_a_partition_of_ones_own_says_is_looked_at() -> None:
@@ -390,3 +405,182 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=app, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["fedssl_app.own_1:Momentum", "0.7"]
+
+
+MISTAKES = """
+import numpy as np
+import torch
+from fedssl.algorithms.base import Algorithm
+from fedssl.data.dataset import Groups
+from fedssl.data.partition import Iid
+from fedssl.objectives.simclr import SimCLR
+
+
+class Base(Algorithm):
+    def round(self, server, cohort):
+        server.apply(cohort.mean("train", server.sent))
+
+    def train(self, client, received):
+        return client.descend(received)
+
+
+class Gathers(Base):
+    def round(self, server, cohort):
+        replies = cohort.gather("train", server.sent).values()
+        server.apply({"change": sum(r["change"] for r in replies) / len(replies)})
+
+
+class Averages(Base):
+    means = ()
+
+
+class Logs(Base):
+    def round(self, server, cohort):
+        cohort.gather("train", log=True)
+
+
+class Misspelt(Base):
+    def round(self, server, cohort):
+        server.apply(cohort.mean("trian", server.sent))
+
+
+class Short(Base):
+    def train(self, client, received):
+        reply = client.descend(received)
+        return {**reply, "change": reply["change"][:-1]}
+
+
+class More(Base):
+    def train(self, client, received):
+        return {**client.descend(received), "extra": torch.zeros(())}
+
+
+class Nothing(Base):
+    def train(self, client, received):
+        client.descend(received)
+
+
+class Float(Base):
+    def train(self, client, received):
+        return {**client.descend(received), "loss": 1.0}
+
+
+class Vector(SimCLR):
+    def loss(self, encodings, labels, memory=None):
+        return encodings[0].sum(1)
+
+
+class Number(SimCLR):
+    def loss(self, encodings, labels, memory=None):
+        return 1.5
+
+
+class Detached(SimCLR):
+    def loss(self, encodings, labels, memory=None):
+        return super().loss(encodings, labels, memory).detach()
+
+
+class Three(SimCLR):
+    inputs = 3
+
+
+class Returns(SimCLR):
+    def head(self, *arguments):
+        return None
+
+
+class Endless(Iid):
+    def split(self, split, classes, seed):
+        return Groups(np.arange(len(split)), np.array([0, 400, 800]))
+
+
+class Late(Iid):
+    def split(self, split, classes, seed):
+        return Groups(np.arange(len(split)), np.array([400, 800, len(split)]))
+
+
+class Far(Iid):
+    def split(self, split, classes, seed):
+        return Groups(np.arange(len(split)), np.array([0, 400, 9000]))
+
+
+class Floats(Iid):
+    def split(self, split, classes, seed):
+        return Groups(np.arange(len(split)), np.linspace(0, len(split), 3))
+
+
+class Lists(Iid):
+    def split(self, split, classes, seed):
+        return Groups(list(range(len(split))), [0, len(split)])
+"""
+SAYS = {
+    "algorithm": {
+        "Gathers": "train for each client's own reply, and does not declare it; add train to its",
+        "Averages": "train for the mean of the replies, and does not declare it; add train to its",
+        "Logs": "train for numbers of each client, and does not declare it; add train to its logs",
+        "Misspelt": "trian, and it has no method of that name",
+        "Short": "train returned: change: shape [",
+        "More": "holds change, extra, loss where there should be change, loss",
+        "Nothing": "train returned: NoneType where there should be tensors by name",
+        "Float": "train returned: loss: float where there should be a tensor",
+    },
+    "objective": {
+        "Vector": "its loss is a tensor of shape [",
+        "Number": "its loss is float",
+        "Detached": "its loss is a number without a gradient",
+        "Three": "inputs = 3, and an image has at most 2 views",
+    },
+    "partition": {
+        "Endless": "offsets must start with 0 and end with 1438",
+        "Late": "offsets must start with 0 and end with 1438",
+        "Far": "offsets must start with 0 and end with 1438",
+        "Floats": "must be arrays of whole numbers",
+        "Lists": "must be arrays of whole numbers",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "says"),
+    [(section, name, says) for section, each in SAYS.items() for name, says in each.items()],
+)
+def test_what_own_code_returns_is_checked_in_one_line(
+    section: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(MISTAKES)
+    words = [
+        *SMALL,
+        "algorithm.name=fedavg",
+        "objective.name=simclr",
+        f"{section}.name={file}:{name}",
+    ]
+    assert main(["run", *words, "--out", str(tmp_path / "run")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("fedssl: ") and name in lines[-1] and says in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_noise_is_not_bypassed_by_gathering(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(MISTAKES)
+    words = [*SMALL, "privacy.noise=4", f"algorithm.name={file}:Gathers", "objective.name=simclr"]
+    assert main(["run", *words, "--out", str(tmp_path / "run")]) == 2
+    assert "for each client's own reply" in capsys.readouterr().err
+    declared = MISTAKES.replace(
+        "class Gathers(Base):", 'class Gathers(Base):\n    gathers = ("train",)'
+    )
+    file.write_text(declared)
+    assert main(["run", *words, "--out", str(tmp_path / "other")]) == 2
+    assert "its server sees each client's own reply (train)" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_names_the_own_code_in_use(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(MISTAKES)
+    words = [*SMALL, "algorithm.name=fedavg", f"objective.name={file}:Returns"]
+    with pytest.raises(Exception) as caught:
+        main(["run", *words, "--out", str(tmp_path / "run")])
+    assert any("own.py:Returns" in note for note in caught.value.__notes__)

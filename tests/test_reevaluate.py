@@ -173,6 +173,47 @@ def test_another_data_set_has_other_folders(trained: Path, tmp_path: Path) -> No
     assert evaluate(trained / "run", words)
 
 
+@pytest.fixture(scope="module")
+def simple(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one round on a folder without sites, and nothing held out."""
+    root = tmp_path_factory.mktemp("simple")
+    for k in range(16):
+        made(root / f"photos/{'test' if k >= 12 else 'train'}/{k % 2}/{k}.png", k)
+    words = [
+        *("data.name=folder", f"data.root={root / 'photos'}", f"data.cache={root / 'cache'}"),
+        *("data.size=8", "partition.name=iid", "partition.clients=2", "cohort.size=2", "rounds=1"),
+        *("objective.projector=16,8", "evaluate.protocols=knn", "evaluate.baselines=[]"),
+        "engine.threads=1",
+    ]
+    run.run(config.resolve(config.read_recipe(None), words), root / "run")
+    return root / "run"
+
+
+def test_what_is_to_be_held_out_is_said_when_the_run_starts(simple: Path) -> None:
+    said = r"heldout@10%: data\.holdout=0\.0 keeps .*; set data\.holdout=0\.1 when the run starts$"
+    with pytest.raises(UserError, match=said):
+        evaluate(simple, ["evaluate.protocols=heldout@10%"])
+
+
+def test_another_data_set_is_not_in_the_runs_folder(
+    simple: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(simple), "data.name=digits"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "fedssl: data.name=digits: its images have 1 channel and the run's encoder takes 3; "
+        "judge on images of 3"
+    )
+
+
+def test_one_image_is_too_few_to_judge_on(simple: Path, tmp_path: Path) -> None:
+    made(tmp_path / "0.png", 0)
+    words = [f"data.root={tmp_path}", "evaluate.protocols=unlabeled"]
+    with pytest.raises(UserError, match=f"^data.root={tmp_path}: holds 1 .* needs at least two$"):
+        evaluate(simple, words)
+    made(tmp_path / "1.png", 1)
+    assert evaluate(simple, words)
+
+
 def test_what_was_held_out_stays_so_at_another_size(trained: Path) -> None:
     with pytest.raises(UserError, match=r"semi@50%: data\.holdout=0\.2 keeps fewer images out"):
         evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@50%"])

@@ -377,7 +377,7 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
         (["server.lr=[0.1,1.0]"], "one of several values is chosen on held-out images"),
         (
             ["server.lr=[0.1,1.0]", "data.holdout=0.1", "evaluate.protocols=own.py:heldout@10%"],
-            "one of several values is chosen on held-out images",
+            "own.py:heldout@10%: fedssl has a protocol of this name",
         ),
         (["server.lr=[0.1,1.0]", SEARCH[1]], "set data.holdout=0.2"),
         (["server.lr=[0.1,1.0]", "data.holdout=0.1", SEARCH[1]], "set data.holdout=0.2"),

@@ -278,6 +278,14 @@ def test_relative_paths_of_an_older_run_are_the_same_paths(
     assert tree["encoder"]["init"] == str(sites.resolve() / "b")
 
 
+def test_a_run_goes_on_with_another_cache(sites: Path, tmp_path: Path) -> None:
+    """As the line about a cache that cannot be written advises."""
+    shutil.copytree(sites / "run", tmp_path / "run")
+    where = (f"data.root={sites / 'photos'}", f"data.cache={tmp_path / 'new'}")
+    run.run(of_sites(*where), tmp_path / "run", resume=True)
+    assert any((tmp_path / "new").iterdir())
+
+
 def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
     photos = sites / "photos"
     moves = (

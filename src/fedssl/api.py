@@ -40,7 +40,13 @@ def train(
     if out == "":  # which Path takes for the current folder
         raise UserError('out="": an empty name; give one, or "." for the folder that you are in')
     name, tree = recipe_of(recipe, Path(out) if resume and out is not None else None)
-    settings = config.build(config.with_values(tree, dotted(overrides)))
+    tree = config.with_values(tree, dotted(overrides))
+    for key, values in config.swept(tree).items():
+        raise UserError(
+            f"{key}={values}: several values are for fedssl run on the command line; call "
+            "fedssl.train once for each"
+        )
+    settings = config.build(tree)
     folder = fresh_folder(name) if out is None else Path(out)
 
     from fedssl import report, run

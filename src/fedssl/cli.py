@@ -48,6 +48,10 @@ The same command goes on after Ctrl-C; what is finished is not run again.
 
 
 RUNS = "a run's folder, or one of a sweep or a table, for all its runs"
+COCO = (
+    "holds annotations/instances_NAME.json with its images in the folder NAME, for one NAME that "
+    "begins with train and one that begins with val, such as train2017 and val2017"
+)
 DEPLOY = """examples:
   fedssl deploy init app default engine.sites=3 cohort.size=null
   fedssl deploy init app mine.yaml engine.sites=5 privacy.secure=true
@@ -193,7 +197,10 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_use(commands: argparse._SubParsersAction[_Parser]) -> None:
     export = commands.add_parser("export", help="a run's encoder for use elsewhere")
-    export.add_argument("run", type=_path, metavar="RUN", help="a run's folder")
+    export.add_argument(
+        "run", type=_path, metavar="RUN",
+        help="a run's folder, or a client's model: RUN/personal/client-0.safetensors",
+    )  # fmt: skip
     export.add_argument(
         "--format", required=True, choices=("safetensors", "torchscript", "onnx", "hf")
     )
@@ -256,9 +263,7 @@ def _add_detect(commands: argparse._SubParsersAction[_Parser]) -> None:
         "detect", help="fine-tune Mask R-CNN from a run's encoder, on data in COCO's format"
     )
     detect.add_argument("run", type=_path, metavar="RUN", help="a run's folder")
-    detect.add_argument(
-        "data", type=_path, metavar="DIR", help="annotations/instances_{train,val}*.json, images"
-    )
+    detect.add_argument("data", type=_path, metavar="DIR", help=COCO)
     detect.add_argument("--steps", type=int, default=9000)
     detect.add_argument("--batch", type=int, default=4)
     detect.add_argument("--lr", type=float, default=0.005)

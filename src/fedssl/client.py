@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.data.random import key, mix
+from fedssl.errors import UserError
 from fedssl.models.norms import STATISTICS_MOMENTUM
+from fedssl.objectives.base import Memory
 from fedssl.plan import on_device
 from fedssl.trees import Tree, mean
 from fedssl.workspace import WATCHED, Encoded, Pull, Replay, State, Steps, Workspace
@@ -72,7 +74,24 @@ class Client:
 
     def own_loss(self, encoded: Encoded) -> Tensor:
         """The objective's loss within one client."""
-        return encoded.within(self.work.objective.loss)
+        return encoded.within(self._loss)
+
+    def _loss(
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None
+    ) -> Tensor:
+        """Checked: an objective may be somebody's own."""
+        value: object = self.work.objective.loss(encodings, labels, memory)
+        if not isinstance(value, Tensor):
+            raise self._no_loss(type(value).__name__)
+        if value.ndim:
+            raise self._no_loss(f"a tensor of shape {list(value.shape)}")
+        return value
+
+    def _no_loss(self, kind: str) -> UserError:
+        return UserError(
+            f"objective.name={self.work.config.objective.name}: its loss is {kind}; return a "
+            "tensor of one number, computed from the encodings"
+        )
 
     def open(self, received: Tensor) -> Tensor:
         """The whole network from what was sent (``algorithm.norm_policy``).
@@ -159,6 +178,8 @@ class Client:
         work.begin(start, keep)
         for encoded in self._batches(start, steps):
             value = loss(encoded)
+            if not value.requires_grad:
+                raise self._no_loss("a number without a gradient")
             change = work.descend(value, encoded.encodings, self.lr, pull)
             total += value.detach()
         return change, total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from fedssl.models.network import load_weights
 NOTE = "encoder.json"
 HEADER = "fedssl"  # where an exported file's own header, or config.json, holds the note
 SUFFIXES = ("", "-second")  # of a tower's file
+ACCEPTED = "give the folder of a run or of `fedssl export`, or a .safetensors file"
 AnImage = str | Path | Image.Image | Tensor
 Note = dict[str, Any]
 
@@ -54,7 +56,8 @@ class ImageEncoder(nn.Module):
     def preprocess(self, image: AnImage) -> Tensor:
         """An image or its file as training read it: float ``[channels, height, width]``, 0 to 1.
 
-        A uint8 tensor must have that shape already.
+        A uint8 tensor must have that shape already. A Pillow image is taken as it is: of a large
+        JPEG it may differ by a few of 255 from its file, which is decoded at a fraction.
         """
         return pixels(self._bytes(image), "cpu", torch.float32)
 
@@ -63,7 +66,7 @@ class ImageEncoder(nn.Module):
 
         ``batch`` is how many go through the network at once; of large images it is fewer.
         """
-        if isinstance(images, (str, Path, Image.Image)):
+        if isinstance(images, (str, Path, Image.Image)) or not isinstance(images, Iterable):
             raise UserError("embed: expected several images, as in encoder.embed([image])")
         if batch < 1:
             raise UserError(f"batch={batch}: must be at least 1")
@@ -102,11 +105,16 @@ class ImageEncoder(nn.Module):
             return image
         if isinstance(image, Image.Image):
             found = files.pixels(image, self.height, self.channels)
-        else:
+        elif isinstance(image, (str, os.PathLike)):
             try:
                 found = files.decode(Path(image), self.height, self.channels)
             except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
                 raise UserError(f"{image}: {files.reason(error)}") from None
+        else:
+            raise UserError(
+                f"an image of type {type(image).__name__}: expected a file's name, a Pillow image "
+                "(PIL.Image.fromarray) or a torch tensor of uint8 (torch.from_numpy)"
+            )
         return self.crop(torch.from_numpy(np.array(found, order="C"))).contiguous()
 
 
@@ -131,11 +139,21 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
     if not 0 <= tower < settings.towers:
         raise UserError(f"tower={tower}: {path} has {settings.towers}, counted from 0")
     file = weights_file(path, note, tower, client)
+    note = _of_model(note, file)
     channels = note["channels"][tower % len(note["channels"])]
     body = make_encoder(settings, channels, min(note["size"]))
     load_weights(body, file, str(path))
     # It is of single precision, whatever the weights were, as where a run judges its encoder.
     return ImageEncoder(body, note, tower).eval()
+
+
+def _of_model(note: Note, file: Path) -> Note:
+    """A run's note is about its result; of a client's own model it says whose that is."""
+    name = file.stem.removesuffix(SUFFIXES[1])
+    own = f"{file.parent.name}/{name}.safetensors"
+    if own not in note.get("personal", ()):
+        return note
+    return {**note, "model": f"personal, client {name.removeprefix('client-')}"}
 
 
 def described(note: Note, path: Path) -> Encoder:
@@ -176,15 +194,19 @@ def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = No
     return path / f"{name}{SUFFIXES[tower]}.safetensors"
 
 
+def home(file: Path) -> Path:
+    """The folder of the run that a model's file lies in, if it is a run's."""
+    return file.parent.parent if file.parent.name == "personal" else file.parent
+
+
 def read_note(path: Path) -> Note:
     """What an encoder is, from where a run or an export says it."""
     if path.is_file():
         inside = _header(path)
         if inside is not None:
             return inside
-        above = path.parent.parent if path.parent.name == "personal" else path.parent
-        if (above / NOTE).is_file():
-            return _read(above / NOTE)
+        if (home(path) / NOTE).is_file():
+            return _read(home(path) / NOTE)
         raise UserError(f"{path}: nothing says what it is; keep {NOTE} beside it")
     if (path / NOTE).is_file():
         return _read(path / NOTE)
@@ -194,10 +216,7 @@ def read_note(path: Path) -> Note:
         raise UserError(
             f"{path}: the run has not ended, so there is no encoder yet; end it with: {go_on(path)}"
         )
-    raise UserError(
-        f"{path}: no encoder there; give the folder of a run or of `fedssl export`, or a "
-        ".safetensors file"
-    )
+    raise UserError(f"{path}: no encoder there; {ACCEPTED}")
 
 
 def _read(path: Path) -> Note:
@@ -224,6 +243,8 @@ def _header(path: Path) -> Note | None:
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(HEADER)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a safetensors file ({error})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except SafetensorError:  # its words are about bytes
+        raise UserError(f"{path}: not a safetensors file, or damaged; {ACCEPTED}") from None
     return None if text is None else _parsed(text, path)

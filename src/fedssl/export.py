@@ -19,7 +19,17 @@ from torch import Tensor, nn
 
 from fedssl import __version__, outputs
 from fedssl.data import datasets
-from fedssl.encoder import HEADER, NOTE, SUFFIXES, ImageEncoder, described, load_encoder, read_note
+from fedssl.data import images as files
+from fedssl.encoder import (
+    HEADER,
+    NOTE,
+    SUFFIXES,
+    ImageEncoder,
+    described,
+    home,
+    load_encoder,
+    read_note,
+)
 from fedssl.errors import TrainingError, UserError
 from fedssl.models.norms import StandardizedConv2d, standardize
 from fedssl.runs import Run
@@ -36,7 +46,8 @@ def export(run: Path, format: str, out: Path | None) -> Iterator[str]:
     """Write the encoder in a format; lines that say what was written, and what was checked."""
     _require(format)
     note = read_note(run)
-    encoders = [load_encoder(run, tower) for tower in range(described(note, run).towers)]
+    towers = described(note, run).towers if run.is_dir() else 1  # a file is of one
+    encoders = [load_encoder(run, tower) for tower in range(towers)]
     if format == "hf":
         from fedssl import hub
 
@@ -78,14 +89,13 @@ def _require(format: str) -> None:
 
 
 def _place(run: Path, format: str, out: Path | None) -> Path:
-    """The first tower's file."""
-    ending = ENDINGS[format]
+    """The first tower's file; of a model's file it has the name, so that no two share a place."""
+    ending, name = ENDINGS[format], run.stem if run.is_file() else "encoder"
     place = (run if run.is_dir() else run.parent) / "export" / format if out is None else out
     if place.suffix != ending and place.suffix in ENDINGS.values():
         raise UserError(f"--out {out}: a file of --format {format} ends in {ending}")
-    path = place if place.suffix == ending else place / f"encoder{ending}"
-    above = path.parent.parent if path.parent.name == "personal" else path.parent
-    if (above / "config.yaml").exists():
+    path = place if place.suffix == ending else place / f"{name}{ending}"
+    if (home(path) / "config.yaml").exists():
         raise UserError(f"--out {out}: is in a run's own folder; name another")
     outputs.folder(path.parent, "--out")
     return path
@@ -111,13 +121,18 @@ def plain(name: str) -> str:
 
 
 def preprocess(encoder: ImageEncoder) -> dict[str, Any]:
-    """How a file becomes the encoder's input."""
+    """How a file becomes the encoder's input; whoever follows the steps gets its numbers."""
     side, width, channels = encoder.height, encoder.width, encoder.channels
     half = f"its {('left', 'right')[encoder.tower]} {width} columns"
+    least = files.DRAFT * side
     steps = [
+        f"decoded (a JPEG file at the smallest of 1, 1/2, 1/4 and 1/8 of its size with both sides "
+        f"at least {least}: Pillow's draft(None, ({least}, {least})))",
         "turned upright as EXIF says",
-        "grey" if channels == 1 else "RGB, alpha dropped",
-        f"the square in the middle, resized to {side} by {side} pixels (bilinear, antialiased)",
+        "RGB of 8 bits, alpha dropped (of 16 bits: (value + 128) // 257)",
+        f"the square in the middle, resized to {side} by {side} pixels in one step (Pillow's "
+        "resize with box, BILINEAR, which is antialiased)",
+        *(['grey (Pillow\'s convert("L"))'] if channels == 1 else []),
         *([half] if width != side else []),
         "divided by 255",
     ]
@@ -155,7 +170,7 @@ def compare(encoder: ImageEncoder, infer: Infer, images: Tensor) -> tuple[float,
 def looks(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
     """Images to check with: the run's own where they are here, else made ones; and which."""
     with contextlib.suppress(UserError):
-        settings = Run(run).settings
+        settings = Run(run if run.is_dir() else home(run)).settings
         data = datasets.load(datasets.here(settings.data), settings.seed)
         split = data.train if data.test is None else data.test
         images = split.images[encoder.tower % len(split.images)]

@@ -152,7 +152,7 @@ encoder = fedssl.load_encoder("PATH")  # this folder
 embeddings = encoder.embed(["a.jpg", "b.png"])  # [2, {encoder.features}]
 ```
 
-{_timm(encoder)}An image is {", ".join(about(encoder)["preprocess"]["steps"])}.
+{_timm(encoder)}An image is {"; ".join(about(encoder)["preprocess"]["steps"])}.
 
 ## Data
 

@@ -164,6 +164,8 @@ def blamed(remedy: str | None = None) -> Iterator[None]:
         # Of the two, who came last: what torch or numpy then did was asked for there.
         known = [f for f in frames if f.filename in _FILES or _is_ours(f.filename)]
         if not known or known[-1].filename not in _FILES:
+            if _FILES:  # what it returned may be at fault, which its own frames do not show
+                error.add_note(f"(in use: {', '.join(_FILES.values())})")
             raise
         where, then = _FILES[known[-1].filename], f"; mend it, then {remedy}" if remedy else ""
         line = f"line {known[-1].lineno}: {_described(error)}"
@@ -210,6 +212,9 @@ def _check_class(section: str, found: Any, where: str, params: type | None) -> N
         kind = getattr(importlib.import_module(module), name)
         if not inspect.isclass(found) or not issubclass(found, kind):
             raise UserError(f"{where}: must be a class that builds on {module}.{name}")
+        inputs = getattr(found, "inputs", 1)
+        if inputs not in (1, 2):
+            raise UserError(f"{where}: inputs = {inputs!r}, and an image has at most 2 views")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise UserError(f"{where}: lacks {', '.join(missing)}")
@@ -287,7 +292,15 @@ def check_groups(groups: Any, samples: int, name: str) -> None:
     if not isinstance(groups, Groups):
         kind = type(groups).__name__
         raise UserError(f"{where}: split returned {kind}, not fedssl.data.dataset.Groups")
-    members = groups.members
+    members, offsets = groups.members, groups.offsets
+    arrays = [each for each in (members, offsets) if isinstance(each, np.ndarray)]
+    if len(arrays) < 2 or not all(np.issubdtype(each.dtype, np.integer) for each in arrays):
+        raise UserError(f"{where}: members and offsets must be arrays of whole numbers")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(members):
+        raise UserError(
+            f"{where}: offsets must start with 0 and end with {len(members)}, as many as there are "
+            "members"
+        )
     if not len(groups) or int(groups.sizes.min()) < 1:
         raise UserError(f"{where}: has a client without a sample; leave it out of the groups")
     if int(members.min()) < 0 or int(members.max()) >= samples:

@@ -15,7 +15,7 @@ from fedssl.data import datasets
 from fedssl.errors import UserError
 from fedssl.evaluate import parse
 from fedssl.run import check_clients
-from fedssl.runs import section
+from fedssl.runs import Run, section
 from fedssl.session import prepare
 from fedssl.tables import models
 
@@ -46,6 +46,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         given = set()
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
+        _check_data(run, settings)
     session = prepare(settings, trains=False)
     if not given and checkpoint.of_other_images(run, session.dataset):
         check_clients(session, run, "evaluate", "judge on other images with data.root=…")
@@ -80,6 +81,21 @@ def _moved(run: Path, settings: config.Config) -> bool:
     return checkpoint.of_same_images(run, datasets.load(whole))
 
 
+def _check_data(run: Path, settings: config.Config) -> None:
+    """Other images must be such as the run's encoder takes, and enough to say anything."""
+    data, train = settings.data, datasets.load(settings.data, settings.seed).train
+    where = f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
+    if len(train) < 2:
+        raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
+    # None: the run has not ended, and its checkpoint will say that something differs.
+    before, now = Run(run)._json("encoder.json", {}).get("channels"), train.images[0].shape[1]
+    if before and before[0] != now:
+        raise UserError(
+            f"{where}: its images have {now} channel{'s' * (now != 1)} and the run's encoder takes "
+            f"{before[0]}; judge on images of {before[0]}"
+        )
+
+
 def _on_other_data(settings: config.Config, given: Set[str], own: object) -> config.Config:
     """What the run says of its own images, the data set ``own``, need not hold for others.
 
@@ -95,8 +111,9 @@ def _on_other_data(settings: config.Config, given: Set[str], own: object) -> con
             )
     labels = settings.data.labels if "data.labels" in given else None
     data = replace(settings.data, holdout=0.0, labels=labels)
-    if data.name != own and "data.levels" not in given:
-        data = replace(data, levels=None)
+    if data.name != own:
+        root = data.root if "data.root" in given else None
+        data = replace(data, root=root, levels=data.levels if "data.levels" in given else None)
     if getattr(settings.algorithm, "public", 0):
         settings = replace(settings, algorithm=config.without_public(settings.algorithm))
     whole = config.build({"partition": {"name": "iid", "clients": 1}})

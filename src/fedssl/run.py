@@ -36,7 +36,7 @@ from fedssl.session import Session, prepare
 
 FREE_ON_RESUME = (
     *("device", "about", "paper", "evaluate.", "checkpoint.", "log"),
-    *("engine.chunk", "engine.workers", "engine.timeout"),
+    *("engine.chunk", "engine.workers", "engine.timeout", "data.cache"),
 )
 MOST_PERSONAL_FILES = 100
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,16 +116,18 @@ class Run:
 
         return load_encoder(self.path)
 
-    def evaluate(self, *protocols: str, **keys: Any) -> pandas.DataFrame:
+    def evaluate(self, *protocols: str | Iterable[str], **keys: Any) -> pandas.DataFrame:
         """Judge it again, as ``fedssl evaluate`` does: a row a model, a column a measure.
 
-        Without protocols by those of the run. Keys are those of ``fedssl.train``, of ``evaluate``
-        and ``data``: ``evaluate__k=5``. Needs pandas (the extra ``frames``).
+        Protocols are names, or a list of them; without any by those of the run. Keys are those of
+        ``fedssl.train``, of ``evaluate`` and ``data``: ``evaluate__k=5``. Needs pandas (the extra
+        ``frames``).
         """
         from fedssl.api import dotted
 
         frames = _pandas("Run.evaluate")
-        named = {"evaluate.protocols": protocols} if protocols else {}
+        lists = [[given] if isinstance(given, str) else given for given in protocols]
+        named = {"evaluate.protocols": [name for names in lists for name in names]} if lists else {}
         values = {**named, **dotted(keys)}
         words = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
 

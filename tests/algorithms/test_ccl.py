@@ -71,6 +71,10 @@ class FedMoCo(FedAvg):
         reply = client.descend(received)
         return {**reply, "momentum": client.state["target"] - momentum}  # type: ignore[operator]
 
+    def reply_like(self, task: str, work: workspace.Workspace) -> dict[str, Tree]:
+        momentum = work.initial[: work.flat.parameters]
+        return {**super().reply_like(task, work), "momentum": momentum}
+
 
 @pytest.mark.parametrize(
     ("words", "sizes"),

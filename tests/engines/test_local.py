@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ class Scripted(Cohort):
     """A cohort whose clients reply as a table says; None is a reply that never came."""
 
     def __init__(self, table: dict[str, dict[int, Any]], minimum: int = 1) -> None:
-        super().__init__(np.array([2, 0, 1]), minimum)
+        declares_all = SimpleNamespace(check_asked=lambda task, way: None)
+        super().__init__(np.array([2, 0, 1]), cast(Any, declares_all), minimum)
         self.table = table
         self.asked: list[tuple[str, list[int]]] = []
 
@@ -113,7 +115,9 @@ def test_payloads_per_client_reach_their_client_and_are_never_merged() -> None:
         seen[client.id] = float(own)
         return {"x": own + same}
 
-    engine.algorithm.task = task  # type: ignore[attr-defined]
+    algorithm = cast(Any, engine.algorithm)
+    algorithm.task, algorithm.means, algorithm.gathers = task, ("task",), ("task",)
+    algorithm.reply_like = lambda task, work: {"x": torch.zeros(())}
     cohort: LocalCohort = engine.cohort(np.arange(3), 0)
     own = per_client({k: torch.tensor(10.0 * k) for k in range(3)})
     replies = cohort.gather("task", own, torch.tensor(1.0))

@@ -106,7 +106,9 @@ def test_images_that_are_trained_on_do_not_choose(key: str, holdout: float) -> N
         lambda: evaluate.check_heldout(settings, holdout),
         lambda: evaluate.check(settings, split(), split(), 3, holdout=holdout),
     ):
-        with pytest.raises(UserError, match=start + r".*; set data\.holdout=0\.2$"):
+        with pytest.raises(
+            UserError, match=start + r".*; set data\.holdout=0\.2 when the run starts$"
+        ):
             refuse()
     evaluate.check(settings, split(), split(), 3, holdout=0.2)
 

@@ -211,6 +211,16 @@ def test_one_image_is_too_few_for_unlabeled():
         check(Evaluate(), Split((torch.zeros(1, 1, 2, 2, dtype=torch.uint8),)), None, 0)
 
 
+def test_a_protocol_that_changes_what_it_gets_changes_no_other(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def spoil(*sides):\n    [side.zero_() for side in sides[:4]]\n    return {'top1': 1}\n"
+    )
+    both = run(Evaluate(protocols=(f"{path}:spoil", "knn", "linear")), split(), split(seed=1))
+    assert both.pop("spoil_top1") == 1
+    assert both == run(Evaluate(protocols=("knn", "linear")), split(), split(seed=1))
+
+
 @pytest.mark.parametrize("preset", ["logistic", "dcco", "fedema", "ccl"])
 def test_judges_by_every_protocol_and_names_each(preset, monkeypatch):
     monkeypatch.setattr(evaluate.semi, "HIDDEN", 64)

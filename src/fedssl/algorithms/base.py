@@ -178,11 +178,13 @@ class Cohort(ABC):
     def __init__(
         self,
         ids: NDArray[np.int64],
+        algorithm: Algorithm,
         minimum: int,
         counts_traffic: bool = True,
         average: Average | None = None,
     ) -> None:
         self.ids = np.sort(ids)
+        self.algorithm = algorithm
         self.minimum = minimum
         self.average = average or Average()
         self.traffic = Traffic()
@@ -206,6 +208,7 @@ class Cohort(ABC):
 
     def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
         """The mean of the clients' replies (by samples, or uniform), and nothing else."""
+        self.algorithm.check_asked(task, "means")
         answered: list[NDArray[np.int64]] = []
 
         def weighted() -> Iterator[tuple[float, Tree]]:
@@ -234,6 +237,7 @@ class Cohort(ABC):
         client's state and changes nothing. Where clients are to be seen only in sums, nobody is
         asked.
         """
+        self.algorithm.check_asked(task, "logs" if log else "gathers")
         replies: dict[int, Any] = {}
         if log and not self.average.logs:
             return replies
@@ -329,6 +333,19 @@ class Algorithm(ABC):
         """Names, shapes and types of a reply (values mean nothing): any other is refused."""
         sent = work.initial if work.shared is None else work.initial[work.shared]
         return {"change": sent, "loss": work.initial.new_zeros(())}
+
+    def check_asked(self, task: str, way: Literal["means", "gathers", "logs"]) -> None:
+        """Refuse what is not declared: what is private, and the report, go by the declaration."""
+        where = f"algorithm.name={self.params.name}: round asks clients to {task}"
+        if not callable(getattr(self, task, None)):
+            raise UserError(f"{where}, and it has no method of that name; name one that it has")
+        if task not in getattr(self, way):
+            learned = {
+                "means": "for the mean of the replies",
+                "gathers": "for each client's own reply",
+                "logs": "for numbers of each client",
+            }[way]
+            raise UserError(f"{where} {learned}, and does not declare it; add {task} to its {way}")
 
     def asked(self, secure: bool) -> tuple[str, ...]:
         """The means that rounds ask for, in secure sums or in the open; a site gives no others."""

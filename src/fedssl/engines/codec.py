@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -73,6 +73,23 @@ def _unpack(name: str, item: Packed) -> Tensor:
     if not expected:
         return torch.empty(item.shape, dtype=kind)
     return torch.from_numpy(np.frombuffer(item.data, np.uint8).copy()).view(kind).view(item.shape)
+
+
+def described(tree: Any) -> dict[str, Packed]:
+    """Names, types and shapes of what somebody's code returned, without the numbers."""
+    if isinstance(tree, Tensor):
+        tree = {_LONE: tree}
+    if not isinstance(tree, Mapping):
+        raise Malformed(f"{type(tree).__name__} where there should be tensors by name")
+    found: dict[str, Packed] = {}
+    for name, item in tree.items():
+        if isinstance(item, Tensor):
+            found[name] = Packed(str(item.dtype).removeprefix("torch."), tuple(item.shape), b"")
+        elif isinstance(item, Mapping):
+            found |= {f"{name}/{below}": own for below, own in described(item).items()}
+        else:
+            raise Malformed(f"{name}: {type(item).__name__} where there should be a tensor")
+    return found
 
 
 def expect(

@@ -19,8 +19,10 @@ from fedssl.algorithms.base import (
 from fedssl.client import Client
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
+from fedssl.engines.codec import Malformed, described, expect
 from fedssl.engines.lanes import Lanes
 from fedssl.engines.states import States
+from fedssl.errors import UserError
 from fedssl.workspace import State, Workspace
 
 Answer = tuple[NDArray[np.int64], Client, Any]  # who, as a client that has answered, and the reply
@@ -45,11 +47,25 @@ class LocalEngine(Engine):
         self.lanes = Lanes(work) if work.device.type == "cuda" else None
         asked = work.config.engine.merge == "auto"
         self.merges = asked and self.average.exact and algorithm.exact_on_union(work)
+        self._expected: set[str] = set()  # tasks whose reply was as the algorithm says
 
     def rest(self) -> None:
         """Other networks and compiled steps."""
         self.lanes = None
         self.work.forget_steps()
+
+    def check_reply(self, task: str, reply: Any) -> None:
+        """The first reply to a task is what other engines would take: here one is told earlier."""
+        if task in self._expected:
+            return
+        algorithm = self.algorithm
+        like = algorithm.reply_like(task, self.work)
+        try:
+            expect(described(reply), like, varying=task in algorithm.varying)
+        except Malformed as error:
+            where = f"algorithm.name={algorithm.params.name}: {task} returned"
+            raise UserError(f"{where}: {error} (as its reply_like says)") from None
+        self._expected.add(task)
 
     def cohort(self, ids: NDArray[np.int64], round: int) -> LocalCohort:
         """The clients of one round."""
@@ -78,7 +94,7 @@ class LocalCohort(Cohort):
     def __init__(self, engine: LocalEngine, ids: NDArray[np.int64], round: int) -> None:
         config = engine.work.config
         counts = not engine.algorithm.pools_data
-        super().__init__(ids, config.cohort.minimum, counts, engine.average)
+        super().__init__(ids, engine.algorithm, config.cohort.minimum, counts, engine.average)
         self.engine = engine
         self.round = round
         self._merged: Client | None = None
@@ -96,6 +112,7 @@ class LocalCohort(Cohort):
             answers = self._one_by_one(task, payload, merge)
         for ids, client, reply in answers:
             share = 1.0
+            self.engine.check_reply(task, reply)
             if len(ids) == 1:
                 self.engine.states[int(ids[0])] = client.state
             if weight is not None:

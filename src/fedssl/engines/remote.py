@@ -113,7 +113,8 @@ class RemoteCohort(Cohort):
     """A cohort of clients elsewhere."""
 
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
-        super().__init__(ids, engine.work.config.cohort.minimum, True, engine.average)
+        minimum = engine.work.config.cohort.minimum
+        super().__init__(ids, engine.algorithm, minimum, True, engine.average)
         self.engine = engine
         self.round = round
         self.exchange = 0
@@ -138,6 +139,7 @@ class RemoteCohort(Cohort):
         """Under secure sums, without seeing any client's reply."""
         if not self.engine.work.config.privacy.secure:
             return super().mean(task, *payload, weight=weight)
+        self.algorithm.check_asked(task, "means")
         from fedssl.privacy.secure import SumLost
 
         answered: list[int] = []

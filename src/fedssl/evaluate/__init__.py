@@ -38,6 +38,8 @@ def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float 
     own = name not in NAMES
     if own:
         plugins.load("protocol", name, f"{key}={spec}", NAMES)
+        if plugins.label(name) in NAMES:  # its numbers would be taken for ours
+            raise UserError(f"{key}={spec}: fedssl has a protocol of this name; rename yours")
     if name in SHARES or ((own or name in FEW_LABEL) and amount.endswith("%")):
         return name, _share(spec, name, amount, key)
     if not at:
@@ -173,7 +175,7 @@ def _check_kept(where: str, share: float, holdout: float) -> None:
     if share > holdout:
         raise UserError(
             f"{where}: data.holdout={holdout} keeps fewer images out of pretraining; "
-            f"set data.holdout={share:g}"
+            f"set data.holdout={share:g} when the run starts"
         )
 
 
@@ -228,7 +230,8 @@ def judge(
         chosen = _draw(train, spec, classes, seed)
         if own:
             function = plugins.load("protocol", name, f"evaluate.protocols={spec}", NAMES)
-            sides = (*learn.take(chosen), *judged.pooled)
+            # It may change what it gets; take has made copies already.
+            sides = (*learn.take(chosen), *(side.clone() for side in judged.pooled))
             results |= plugins.measures(function, spec, *sides, classes, seed)
             continue
         if name == "knn":

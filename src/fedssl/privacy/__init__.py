@@ -123,6 +123,11 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
             "they would tell of the same clients again, and ε counts one run; set "
             "evaluate.baselines=[]"
         )
+    if config.evaluate.drift:
+        raise UserError(
+            f"evaluate.drift=true with privacy.noise={noise}: it logs how far each client's own "
+            "model is from the global one, without noise; leave it out"
+        )
     if not algorithm.has_global:
         raise UserError(
             f"algorithm.name={name} with privacy.noise={noise}: nothing is shared that noise could "
