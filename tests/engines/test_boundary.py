@@ -15,7 +15,7 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, siamese
 from safetensors.torch import load, save
 
-from fedssl.algorithms.base import Cohort, PerClient
+from fedssl.algorithms.base import Algorithm, Cohort, PerClient
 from fedssl.algorithms.ccl import CCL
 from fedssl.config import Config
 from fedssl.trees import Tree, flatten, unflatten
@@ -34,8 +34,10 @@ def over_the_wire(tree: Tree) -> Tree:
 class Remote(Cohort):
     """Clients that share nothing with the server but messages."""
 
-    def __init__(self, config: Config, round: int, disk: dict[int, bytes]) -> None:
-        super().__init__(np.arange(len(GROUPS)), 1)
+    def __init__(
+        self, config: Config, algorithm: Algorithm, round: int, disk: dict[int, bytes]
+    ) -> None:
+        super().__init__(np.arange(len(GROUPS)), algorithm, 1)
         self.config, self.round, self.disk = config, round, disk
 
     def ask(self, task: str, payload: tuple[Any, ...], weight: Any) -> Iterator[Any]:
@@ -59,9 +61,8 @@ def run_both(config: Config) -> None:
     for round in range(3):
         server.round = far_server.round = round
         local.algorithm.round(server, local.cohort(np.arange(len(GROUPS)), round))
-        engine_of(config, made_split(), GROUPS)[0].algorithm.round(
-            far_server, Remote(config, round, disk)
-        )
+        algorithm = engine_of(config, made_split(), GROUPS)[0].algorithm
+        algorithm.round(far_server, Remote(config, algorithm, round, disk))
     assert relative(far_server.weights, server.weights) < 1e-10
     here, there = flatten(server.state), flatten(far_server.state)
     assert here.keys() == there.keys()

@@ -569,6 +569,10 @@ def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> N
             "algorithm.norm_policy=local with privacy.noise=1.0: the exported encoder",
         ),
         (
+            "privacy.noise=1 algorithm.name=fedavg evaluate.drift=true engine.merge=off",
+            "evaluate.drift=true with privacy.noise=1.0: it logs how far each client's own model",
+        ),
+        (
             "privacy.noise=1 algorithm.name=fedavg algorithm.weight=uniform privacy.most_samples=2",
             "privacy.most_samples=2 with algorithm.name=fedavg: here all clients count alike",
         ),
