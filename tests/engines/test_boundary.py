@@ -130,9 +130,9 @@ def test_a_lost_log_line_takes_nobody_out_of_the_round() -> None:
             yield from list(super().ask_log(task))[:-1]
 
     config = siamese("byol", "algorithm.name=fedema", "algorithm.local_epochs=1")
-    _, server = engine_of(config, made_split(), GROUPS)
-    cohort = Silent(config, 0, {})
+    engine, server = engine_of(config, made_split(), GROUPS)
+    cohort = Silent(config, engine.algorithm, 0, {})
     cohort.minimum = len(GROUPS)
-    engine_of(config, made_split(), GROUPS)[0].algorithm.round(server, cohort)
+    engine.algorithm.round(server, cohort)
     assert cohort.traffic.missing == 0 and len(cohort.ids) == len(GROUPS)
     assert len(server.clients["mu"]) == len(GROUPS) - 1
