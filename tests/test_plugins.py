@@ -525,9 +525,9 @@ SAYS = {
         "Float": "train returned: loss: float where there should be a tensor",
     },
     "objective": {
-        "Vector": "its loss is a tensor of shape [",
-        "Number": "its loss is float",
-        "Detached": "its loss is a number without a gradient",
+        "Vector": "the loss is a tensor of shape [",
+        "Number": "the loss is float",
+        "Detached": "the loss is nothing that has a gradient",
         "Three": "inputs = 3, and an image has at most 2 views",
     },
     "partition": {

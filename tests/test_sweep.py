@@ -64,6 +64,15 @@ def test_keys_beside_a_list_of_names_are_for_all_that_have_them() -> None:
     assert found[0].lambda_ == 0.01  # type: ignore[attr-defined]
 
 
+def test_keys_beside_names_stay_in_a_longer_list_and_go_with_another_name() -> None:
+    before = tree("algorithm.name=[fedavg,fedprox]", "algorithm.mu=0.5")
+    longer = config.merged(before, ["algorithm.name=[fedavg,fedprox,ditto]"])
+    assert longer["algorithm"]["mu"] == 0.5
+    assert "mu" not in config.merged(before, ["algorithm.name=fedema"])["algorithm"]
+    ditto = config.merged(tree("algorithm.name=[fedema,fedprox]", "algorithm.lambda=0.9"), [])
+    assert "lambda" not in config.merged(ditto, ["algorithm.name=ditto"])["algorithm"]
+
+
 def test_a_sweep_says_which_keys_its_runs_go_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -424,6 +433,7 @@ def test_a_sweep_goes_on_with_images_that_were_moved(
         *("data.name=folder", "data.root=photos", "data.labels=null", "partition.name=iid"),
         *("evaluate.protocols=unlabeled", f"data.cache={tmp_path / 'cache'}"),
     ]
+    words += ["evaluate.baselines=[fedavg]"]
     assert cli.main(["run", *SMALL, *words, "seed=[0]", "--out", "out"]) == 0
     Path("photos").rename("moved")
     before = contents(Path("out"))
@@ -442,7 +452,9 @@ def test_a_sweep_goes_on_with_images_that_were_moved(
     state.write_bytes(known)
     assert cli.main([*goes_on, "data.root=moved", "seed=[0,1]"]) == 0
     assert "2 of 2 runs" in capsys.readouterr().out
-    for file in ("sweep.yaml", "seed=0/config.yaml", "seed=1/config.yaml"):
+    below = ("", "baselines/fedavg/")
+    written = [f"seed={seed}/{place}config.yaml" for seed in (0, 1) for place in below]
+    for file in ("sweep.yaml", *written):
         assert config.read_yaml(Path("out") / file)["data"]["root"] == str(tmp_path / "moved")
 
 

@@ -88,9 +88,10 @@ class Client:
         return value
 
     def _no_loss(self, kind: str) -> UserError:
+        named = self.work.config
         return UserError(
-            f"objective.name={self.work.config.objective.name}: its loss is {kind}; return a "
-            "tensor of one number, computed from the encodings"
+            f"algorithm.name={named.algorithm.name} with objective.name={named.objective.name}: "
+            f"the loss is {kind}; return a tensor of one number, computed from the encodings"
         )
 
     def open(self, received: Tensor) -> Tensor:
@@ -178,8 +179,8 @@ class Client:
         work.begin(start, keep)
         for encoded in self._batches(start, steps):
             value = loss(encoded)
-            if not value.requires_grad:
-                raise self._no_loss("a number without a gradient")
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                raise self._no_loss("nothing that has a gradient")
             change = work.descend(value, encoded.encodings, self.lr, pull)
             total += value.detach()
         return change, total

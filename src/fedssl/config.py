@@ -705,10 +705,14 @@ def _params(section: str, name: str) -> Any:
     return variant(section, name).Params
 
 
+def _several(name: Any) -> list[Any]:
+    """The names of a sweep, or the one that there is."""
+    return name if isinstance(name, list) else [name]
+
+
 def _fields_of(section: str, name: Any) -> dict[str, Any]:
     """The keys under a name, or under any of several."""
-    names = name if isinstance(name, list) else [name]
-    kinds = [_fields(_params(section, str(each))) for each in names]
+    kinds = [_fields(_params(section, str(each))) for each in _several(name)]
     return {key: kind for fields in kinds for key, kind in fields.items()}
 
 
@@ -817,8 +821,9 @@ def _renamed(base: Tree, value: Tree) -> bool:
 def _dropped(section: str, base: Tree, value: Tree) -> set[str]:
     """Keys that mean something else, or nothing, under the name in ``value``."""
     before, after = base.get("name"), value["name"]
-    if isinstance(before, list) and not isinstance(after, list):
-        # One run of a sweep: what was given beside its names is for all that have such a key.
+    old, new = ({plugins.settled(str(n)) for n in _several(name)} for name in (before, after))
+    if isinstance(before, list) and (new <= old or old <= new):
+        # A run of a sweep, or a longer one: what is beside its names is for all that have the key.
         return _fields_of(section, before).keys() - _fields_of(section, after).keys()
     return base.keys() - _fields(_SECTIONS[section]).keys()
 

@@ -213,7 +213,7 @@ def _check_class(section: str, found: Any, where: str, params: type | None) -> N
         if not inspect.isclass(found) or not issubclass(found, kind):
             raise UserError(f"{where}: must be a class that builds on {module}.{name}")
         inputs = getattr(found, "inputs", 1)
-        if inputs not in (1, 2):
+        if isinstance(inputs, int) and inputs not in (1, 2):
             raise UserError(f"{where}: inputs = {inputs!r}, and an image has at most 2 views")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:

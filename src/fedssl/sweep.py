@@ -74,7 +74,9 @@ def sweep(
     begun = {out / label: own for label, own in settings.items() if run.started(out / label)}
     _check_images(begun, check(waiting))
     for folder, own in begun.items():
-        run.note_place(own, folder)
+        for each in (folder, *(folder / "baselines").glob("*")):
+            if run.started(each):
+                run.note_place(own, each)
     _write(_placed(tree, next(iter(settings.values()))), out)
     for note in notes:
         print(f"fedssl: {note}", file=sys.stderr)
