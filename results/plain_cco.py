@@ -2,11 +2,11 @@
 
     python results/plain_cco.py IMAGES [--lr 0.001] [--pooled] [--rounds 100] [--size 16]
 
-Network and views are fedssl's; the loss, the mean over clients and Adam are written out here, in
-float32. ``--pooled`` computes one loss of all samples of a round, as DCCO does. A line every 25
-rounds: training loss, and of the encoder on images that it does not train on, as they are: kNN
-accuracy (10 neighbours) and how many dimensions its features use (the participation ratio of their
-variances).
+Network and views are fedssl's; the loss and the mean over clients are written out here, in float32,
+and Adam is torch's. ``--pooled`` computes one loss of all samples of a round, as DCCO does. A line
+every 25 rounds: training loss, and of the encoder on images that it does not train on, as they are:
+kNN accuracy (10 neighbours) and how many dimensions its features use (the participation ratio of
+their variances).
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ def identity(rows: Iterable[Row]) -> str:
 def decode(path: Path, size: int, channels: int = 3) -> Pixels:
     """An image file as ``[channels, size, size]``: see ``pixels``."""
     with _open_image(path) as image:
-        # JPEG decodes at a fraction of its size for a third of the work (12 megapixels for 224: 36
-        # instead of 98 ms). Pixels differ by a few of 255, so an export's steps say it.
+        # JPEG decodes at a fraction of its size for less work. Pixels differ a little from those of
+        # the whole, so an export's steps say it.
         image.draft(None, (DRAFT * size, DRAFT * size))
         return pixels(image, size, channels)
 
