@@ -546,7 +546,8 @@ def _changed(line: Line, images: bool) -> str:
         for key, value in line["changed"].items()
         if not key.startswith(SHOWN) and f"{key}=" not in searched
     ]
-    shown = [f"`{text}`" for text in [searched, *other] if text]
+    first = sorted(other, key=lambda text: not text.startswith(RATES))
+    shown = [f"`{text}`" for text in [searched, *first] if text]
     return ", ".join(([line["data"]] if images else []) + shown)
 
 
@@ -622,13 +623,18 @@ def verdict(relation: str, pair: Sequence[Row], measures: Sequence[str]) -> list
     if not all(row.lines for row in pair):
         return ["", "", "", "not measured yet"]
     alike = _alike(pair)
-    if not alike:
+    shorter = not alike and relation == ">" and _shorter(pair)
+    if not alike and not shorter:
         return ["", "", "", f"not measured alike yet ({_unlike(pair)})"]
-    sides = [_side(*of) for of in zip(pair, measures, alike, strict=True)]
+    compared = alike or [row.shown for row in pair]
+    sides = [_side(*of) for of in zip(pair, measures, compared, strict=True)]
     lost = relation == "fails" and sides[0].values and sides[0].untrained is None
     if lost or not all(side.values or side.failed for side in sides):
         return ["", "", "", "not measured yet"]
     word = _fails(sides[0]) if relation == "fails" else _ahead(relation, *sides)
+    if shorter and word != "appears":  # which may be for want of rounds
+        return ["", "", "", f"not measured alike yet ({_unlike(pair)})"]
+    word += " with fewer rounds" if shorter else ""
     rounds = dict.fromkeys(f"{side.rounds:,}" for side in sides)
     columns = [[_number(side.mean, True) for side in sides], rounds, [s.seeds for s in sides]]
     return [*(" and ".join(column) for column in columns), word]
@@ -672,6 +678,13 @@ def _like(a: Line, b: Line, other: bool) -> bool:
         return bool(a["data"] == b["data"])
     share = a["rounds"] * b["paper_rounds"] == b["rounds"] * a["paper_rounds"]
     return _trained(a) == _trained(b) and (share or a["rounds"] == b["rounds"])
+
+
+def _shorter(pair: Sequence[Row]) -> bool:
+    """Whether the first row had fewer rounds than the second, and all else was the same."""
+    a, b = (row.shown[0] for row in pair)
+    share = a["rounds"] * b["paper_rounds"] < b["rounds"] * a["paper_rounds"]
+    return _trained(a) == _trained(b) and share and a["rounds"] < b["rounds"]
 
 
 def _unlike(pair: Sequence[Row]) -> str:

@@ -10,9 +10,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from fedssl import config
+from fedssl.objectives.cco import CCO
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = """
@@ -269,6 +271,8 @@ def test_every_run_tells_its_settings(generate: ModuleType, rows: Path) -> None:
     runs = generate.results("mine").partition("Every run")[2]
     for rate in (0.001, 0.1):
         assert runs.count(f"| `server.lr={rate}`, `data.holdout=0.1` |") == 1
+    write(rows, line("noniid-4", 40.0, changed=other["changed"]))  # not searched: told alike
+    assert "- `dcco-4`: `server.lr=0.1`, `data.holdout=0.1`\n" in generate.results("mine")
 
 
 @pytest.mark.parametrize(
@@ -354,6 +358,27 @@ def test_only_runs_of_as_many_rounds_are_compared(generate: ModuleType, rows: Pa
     write(rows, line("noniid-4", 40.0), line("noniid-16", 30.0, rounds=2, paper_rounds=20))
     row = cells(generate.results("mine"), AHEAD)  # the same share of their recipes' rounds
     assert row["rounds"] == "10 and 2" and row[WORD] == "appears"
+
+
+def test_a_row_that_is_ahead_with_fewer_rounds_is_ahead(generate: ModuleType, rows: Path) -> None:
+    longer = {"rounds": 100, "changed": {"rounds": 100}}
+    write(rows, line("noniid-4", 40.0), line("noniid-16", 30.0, **longer))
+    page = generate.results("mine")
+    row = cells(page, AHEAD)
+    assert (row["ours"], row["rounds"]) == ("40.0 and 30.0", "10 and 100")
+    assert row[WORD] == "appears with fewer rounds"
+    assert cells(page, NEAR)[WORD] == "not measured alike yet (10 and 100 rounds)"
+    unlike = "not measured alike yet (100 and 10 rounds)"
+    write(rows, line("noniid-4", 40.0, **longer), line("noniid-16", 30.0))
+    assert cells(generate.results("mine"), AHEAD)[WORD] == unlike
+    write(rows, line("noniid-4", 40.0), line("noniid-16", 39.5, **longer))
+    assert cells(generate.results("mine"), AHEAD)[WORD].startswith("not measured alike yet")
+    other = line("noniid-16", 30.0, rounds=100, changed={"data.holdout": 0.1})
+    write(rows, line("noniid-4", 40.0), other)
+    assert cells(generate.results("mine"), AHEAD)[WORD] == "not measured alike yet (other settings)"
+    small = line("noniid-16", 30.0, rounds=15, paper_rounds=300, changed={"rounds": 15})
+    write(rows, line("noniid-4", 40.0), small)  # fewer, but a larger share of its own
+    assert cells(generate.results("mine"), AHEAD)[WORD].startswith("not measured alike yet")
 
 
 def test_only_runs_of_like_settings_are_compared(generate: ModuleType, rows: Path) -> None:
@@ -494,3 +519,13 @@ def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: P
         values = config.flat(config.to_tree(job.settings))
         changed = {key: values[key] for key in job.changed}
         assert (job.name, changed, job.settings.seed) not in done
+
+
+def test_the_plain_loss_of_cco_is_ours() -> None:
+    """What plain_cco.py finds out is about the loss that the rows have, values and gradients."""
+    plain, cco = load("results/plain_cco.py"), CCO(CCO.Params("cco"))
+    f, g = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    losses = plain.cco(f, g), cco.loss((f, g), None)
+    assert torch.allclose(*losses, rtol=1e-5)
+    for a, b in zip(*(torch.autograd.grad(loss, (f, g)) for loss in losses), strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
