@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import yaml
+from PIL import Image
 
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, RecordDict
 
+from fedssl import __version__, deploy, run
 from fedssl import config as configuration
-from fedssl import deploy
 from fedssl.deployment import Introduction, site_session
 from fedssl.engines import flower
 from fedssl.errors import UserError
@@ -149,6 +150,8 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
             [*WORDS, "evaluate.monitor=collaborative@10%"],
             "evaluate.monitor=collaborative@10%: the server has no client's images; leave it out",
         ),
+        ([*WORDS, "evaluate.drift=true"], "evaluate.drift=true: compares clients' models"),
+        ([*WORDS, "encoder.name=tiny", "encoder.groups=7"], "encoder.groups=7"),
     ],
 )
 def test_refusals_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:
@@ -157,6 +160,36 @@ def test_refusals_in_one_line(tmp_path: Path, words: list[str], said: str) -> No
         deploy.init(folder, "default", words)
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not folder.exists()
+
+
+def test_the_servers_images_are_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, "evaluate.protocols=knn"]
+    deploy.init(tmp_path / "app", "default", [*words, f"data.root={tmp_path / 'no'}"])
+    said = f"data.root={tmp_path / 'no'}: no such folder here; the server needs it"
+    assert capsys.readouterr().err == f"fedssl: {said}\n"
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (16, 16)).save(images / name)
+    with pytest.raises(UserError, match=r"evaluate.protocols=knn: .*label"):
+        deploy.init(tmp_path / "other", "default", [*words, f"data.root={images}"])
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("name", ["ap😀", "größe", 'a"b'])
+def test_what_flower_reads_is_toml_whatever_the_folders_name(name: str, tmp_path: Path) -> None:
+    deploy.init(tmp_path / name, "default", WORDS)
+    project = tomllib.loads((tmp_path / name / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["flwr"]["app"]["config"]["out"] == str(tmp_path / name / "run")
+
+
+def test_real_sites_are_not_simulated(tmp_path: Path) -> None:
+    settings = deploy.settle("default", WORDS)
+    with pytest.raises(UserError, match=r"engine.sites=3: sites are elsewhere; write an app"):
+        run.run(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
@@ -200,7 +233,8 @@ class Nodes(flower.SiteMail):
             node: RecordDict(
                 {
                     flower.HELLO: ConfigRecord(
-                        {"fault": said} if isinstance(said, str) else {"facts": told(said)}
+                        {"version": __version__}
+                        | ({"fault": said} if isinstance(said, str) else {"facts": told(said)})
                     )
                 }
             )
@@ -238,10 +272,53 @@ def test_a_site_that_cannot_take_part_is_named_once_and_left_alone_for_a_while(
     assert mail.asked == [1, 2, 3, 4, 2] and not capsys.readouterr().err
 
 
+def test_a_site_that_is_not_needed_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    mail = Nodes({1: B, 2: A})
+    mail.sites = mail.wait(1, 0.1)
+    grown = Introduction("a", "here", 9, (1,), 16, 16)
+    for _ in range(2):
+        assert mail.place([0]) == {0: 2}
+        mail.met[2] = grown  # the same site, with an image more
+    said = "fedssl: site there has nothing to do: the run has its 1 sites\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_site_with_a_new_state_is_said_to_be_another(capsys: pytest.CaptureFixture[str]) -> None:
+    mail = Nodes({1: A, 2: replace(B, site="new"), 3: Introduction("c", "far", 8, (1,), 16, 16)})
+    mail.sites = [A, B]
+    for _ in range(2):
+        assert mail.place([0, 1]) == {0: 1}
+    there, far = capsys.readouterr().err.splitlines()
+    assert there == (
+        "fedssl: site there has nothing to do: the run has its 2 sites, and their there is another;"
+        " if it is the same, its FEDSSL_STATE is new or its folder was moved: bring that back, or"
+        " start a new run"
+    )
+    assert far == "fedssl: site far has nothing to do: the run has its 2 sites"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("engine.sites=3", "3 of a round's 3 sites"),
+        ("engine.sites=4", "3 of a round's 4 sites"),
+        ("engine.sites=9", "7 of a round's 9 sites"),
+        ("engine.sites=9 cohort.size=5", "4 of a round's 5 sites"),
+    ],
+)
+def test_how_many_a_secure_sum_needs_is_a_number(words: str, said: str) -> None:
+    config = deploy.settle("default", ["cohort.size=null", "privacy.secure=true", *words.split()])
+    assert f"if at least {said} answer." in deploy.protection(config)
+
+
 def test_too_few_sites_end_the_wait() -> None:
     assert Nodes({1: B, 2: A}).wait(2, 0.1) == [A, B]
     with pytest.raises(UserError, match=r"1 of 2 sites came within .*0\.1 seconds \(here\); start"):
-        Nodes({1: A, 2: "refused"}).wait(2, 0.1)
+        Nodes({1: A}).wait(2, 0.1)
+    with pytest.raises(UserError, match=r"1 of 2 .*\(here\); 1 cannot take part, .*; mend"):
+        Nodes({1: A, 2: "refused: x"}).wait(2, 0.1)
+    with pytest.raises(UserError, match=r"1 of 3 .*\(here\); start the others"):
+        Nodes({1: A, 2: "refused: x"}).wait(3, 0.1)
     with pytest.raises(UserError, match="1 more with the same folder on the same machine"):
         Nodes({1: A, 2: A}).wait(2, 0.1)
 
@@ -272,6 +349,22 @@ def test_a_sites_mistakes_are_told_by_the_name_that_it_knows(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=text):
             site_session(config, data)
+
+
+def test_weights_to_start_from_are_the_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init, app = "encoder.init=encoder.safetensors", tmp_path / "app"
+    with pytest.raises(UserError, match=f"encoder.init={tmp_path}/encoder.safetensors: no such"):
+        deploy.init(app, "default", [*WORDS, init])
+    Path("encoder.safetensors").touch()
+    for word in ("algorithm.name=ditto", "algorithm.norm_policy=reset"):
+        with pytest.raises(UserError, match=f"with {word}: sites start from the same weights"):
+            deploy.init(app, "default", [*WORDS, "algorithm.local_epochs=1", init, word])
+    deploy.init(app, "default", [*WORDS, init])
+    tree = yaml.safe_load((app / "fedssl_app" / "recipe.yaml").read_text())
+    assert tree["encoder"]["init"] == str(tmp_path / "encoder.safetensors")
 
 
 def test_a_superlink_that_fails_once_does_not_end_the_run(

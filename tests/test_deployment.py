@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,19 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 from far import BYOL, Here
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
+from fedssl import __version__, deploy, deployment, files, loggers, report, run
 from fedssl import config as configuration
-from fedssl import deploy, deployment, run
+from fedssl.cli import main
 from fedssl.config import Config
 from fedssl.engines import flower
 from fedssl.engines.flower import client_app, read_replies, serve, write_request
 from fedssl.engines.site import Request
 from fedssl.engines.store import History
 from fedssl.errors import UserError
+from fedssl.reevaluate import evaluate
+from fedssl.runs import Run
 
 WORDS = (
     *("engine.sites=3", "cohort.size=null", "encoder.groups=4", "objective.projector=[32,16]"),
@@ -139,21 +145,61 @@ def test_a_site_that_is_gone_is_missed_and_known_again(sites: Path, tmp_path: Pa
     rows = metrics(tmp_path / "far")
     assert [row["missing"] for row in rows] == [0, 0, 1, 0]
     assert rows[2]["faults"] == {"0": "train: not connected"}
+    for way in ("up", "down"):  # what each site moved that was there
+        assert rows[2][f"bytes_{way}"] == rows[1][f"bytes_{way}"] / 3 * 2
+        assert rows[2][f"bytes_{way}_per_client"] == rows[1][f"bytes_{way}_per_client"]
+    sent = sum(row["bytes"] for row in recorded(sites / "lab") if row.get("round") == 3)
+    assert sent == rows[2]["bytes_up_per_client"]
     assert "0" in rows[3]["mu"] and rows[3]["mu"]["0"] == 0  # it sat out: from the global model
 
 
-def test_labelled_images_at_the_server_judge_the_encoder(sites: Path, tmp_path: Path) -> None:
-    for part, count in (("train", 4), ("test", 2)):
-        for label in ("a", "b"):
-            folder = tmp_path / "labelled" / part / label
-            folder.mkdir(parents=True)
-            for k in range(count):
-                shade = 40 if label == "a" else 200
-                Image.new("RGB", (16, 16), (shade + k,) * 3).save(folder / f"{k}.png")
-    words = (f"data.root={tmp_path / 'labelled'}", "evaluate.protocols=knn", "evaluate.k=2")
-    config = settled(*words)
-    summary = serve(grid_of(config, sites), config, tmp_path / "far", False)
+def test_a_site_whose_images_change_is_told_what_to_do(sites: Path, tmp_path: Path) -> None:
+    config = settled("algorithm.name=fedavg", "rounds=2", "cohort.minimum=2")
+    grid = grid_of(config, sites)
+
+    def adds(asked: Any, reply: Any) -> Any:
+        if not (sites / "lab" / "new.png").exists() and asked.metadata.dst_node_id == 13:
+            shutil.copy(sites / "lab" / "0.png", sites / "lab" / "new.png")
+            flower._session.cache_clear()  # a new process, as for every message
+        return reply
+
+    grid.tamper = adds
+    serve(grid, config, tmp_path / "far", False)
+    assert metrics(tmp_path / "far")[1]["faults"]["1"] == (
+        "train: a weight of 7 where there should be 6: the number of its images is not that of the "
+        "run's start; put them back as they were, or start a new run"
+    )
+
+
+@pytest.mark.parametrize("words", [(), (*BYOL, "algorithm.name=ditto")])  # personal: at the sites
+def test_labelled_images_at_the_server_judge_the_encoder(
+    words: tuple[str, ...], sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = labelled(tmp_path / "labelled")
+    judged = ("evaluate.protocols=[knn,unlabeled]", "evaluate.k=2")
+    config = settled(*words, f"data.root={root}", *judged)
+    out = tmp_path / "app" / "run"
+    (tmp_path / "app" / deploy.PACKAGE).mkdir(parents=True)
+    summary = serve(grid_of(config, sites), config, out, False)
     assert 0 < summary["knn_top1"] <= 100 and "untrained" in summary
+    # Afterwards the server's commands know what it was.
+    found = Run(out).evaluate().to_dict("index")
+    assert found == {"untrained": summary["untrained"], "result": summary["result"]}
+    assert found["result"] != found["untrained"]
+    page, command = report.write([out]).read_text(), f"flwr run {tmp_path}/app fedssl --stream"
+    assert f"{command} --run-config &#x27;out=&quot;{out}-again&quot;&#x27;" in page
+    assert "on the sites&#x27; own images" in page and "per-client" not in page
+    assert "images of labelled" not in page and "has none" not in page
+    assert main(["run", "--resume", "--out", str(out)]) == 2
+    said = f"sites are elsewhere; go on with {command} --run-config resume=true\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_a_run_that_nothing_judged_needs_images(sites: Path, tmp_path: Path) -> None:
+    config = settled("rounds=1")
+    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    with pytest.raises(UserError, match=r"data.name=folder: needs data.root"):
+        evaluate(tmp_path / "far", [])
 
 
 def test_too_few_sites_end_with_one_line(sites: Path, tmp_path: Path) -> None:
@@ -202,8 +248,83 @@ def test_two_sites_of_one_name_are_two_clients(sites: Path, tmp_path: Path) -> N
     )
     serve(grid, config, tmp_path / "far", False)
     clients = json.loads((tmp_path / "far" / "clients.json").read_text())
-    assert [c["name"] for c in clients] == ["clinic", "ward", "ward"]
+    assert [c["name"] for c in clients] == ["clinic", "ward", "ward (2)"]
     assert sorted(c["samples"] for c in clients) == [5, 6, 7]
+
+
+def labelled(folder: Path) -> Path:
+    """Images that the server judges with."""
+    for part, count in (("train", 4), ("test", 2)):
+        for label in ("a", "b"):
+            (folder / part / label).mkdir(parents=True)
+            for k in range(count):
+                shade = 40 if label == "a" else 200
+                image = Image.new("RGB", (16, 16), (shade + k,) * 3)
+                image.save(folder / part / label / f"{k}.png")
+    return folder
+
+
+def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
+    sites: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    app, out, judge = tmp_path / "app", tmp_path / "far", labelled(tmp_path / "labelled")
+    mine = tmp_path / "mine.py"
+    own = Path(__file__).parents[1] / "examples/own"
+    mine.write_bytes((own / "algorithm.py").read_bytes() + (own / "protocol.py").read_bytes())
+    names = (f"algorithm.name={mine}:Momentum", f"evaluate.protocols={mine}:nearest_mean@4")
+    deploy.init(app, "default", [*WORDS, "rounds=1", *names, f"data.root={judge}"])
+    with monkeypatch.context() as flowers:
+        flowers.syspath_prepend(app)
+        config = flower._config((app / "fedssl_app" / "recipe.yaml").read_text())
+        summary = serve(grid_of(config, sites), config, out, False)
+        serve(grid_of(config, sites), config, out, True)
+    for name in [name for name in sys.modules if name.startswith("fedssl_app")]:
+        del sys.modules[name]
+    shutil.rmtree(app)
+    mine.unlink()
+    assert Run(out).settings.algorithm.name == f"{out}/own_1.py:Momentum"
+    assert summary["nearest_mean@4_top1"] >= 0
+    assert main(["evaluate", str(out), f"data.root={judge}"]) == 0
+    assert main(["compare", str(out), str(out)]) == 0
+    assert "another version" not in "".join(capsys.readouterr())
+    report.write([out])
+    assert "not known" not in (out / "report.html").read_text()
+
+
+def test_what_the_server_lacks_is_said_before_the_sites_are_asked(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "installed", lambda name: False)
+    for word, said in (("log=wandb", "log=wandb: not installed"), ("data.root=/no", "no such")):
+        config = settled(word, "engine.timeout=0.1")
+        with pytest.raises(UserError, match=said):
+            serve(grid_of(config, sites, "ward"), config, tmp_path / "far", False)
+        assert not (tmp_path / "far" / "config.yaml").exists()
+
+
+def test_a_part_of_a_sites_folder_is_not_left_out_silently(sites: Path) -> None:
+    folder = sites / "ward"
+    (folder / "train").mkdir()
+    (folder / "0.png").rename(folder / "train" / "0.png")
+    for name, kept in (("test", "1"), ("val", "2")):  # documented not to be used
+        (folder / name).mkdir()
+        (folder / f"{kept}.png").rename(folder / name / "0.png")
+    (folder / "2021").mkdir()
+    for k in (3, 4, 5):
+        (folder / f"{k}.png").rename(folder / "2021" / f"{k}.png")
+    hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
+    assert hello["fault"] == (
+        "refused: node-config data: 4 images are not below train/, and only those in there would "
+        "be used; move them there, or rename train; the site's log says more"
+    )
+    (folder / "6.png").unlink()
+    shutil.rmtree(folder / "2021")
+    flower._session.cache_clear()
+    hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
+    assert json.loads(hello["facts"])["samples"] == 1
 
 
 def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
@@ -267,6 +388,7 @@ def test_what_sites_record_is_what_the_server_counts(
     if words == ("privacy.secure=true",):
         assert second["sent"] == {"shares/2": 1.0, "secure/2/keys": "64 bytes"}  # not what they are
     assert '"name": "ward", "samples": 7' in first["sent"]["hello/facts"]
+    assert first["sent"]["hello/version"] == __version__
     if words == ("algorithm.name=fedavg",):
         assert (second["round"], second["task"], second["bytes"]) == (1, "train", 78640 * 8 + 8)
         sent = {"replies/2/change": "float64[78640]", "replies/2/loss": "float64[]", "shares/2": 7}
@@ -332,3 +454,200 @@ def test_a_folder_that_cannot_be_looked_at_is_not_told(sites: Path) -> None:
     grid = grid_of(settled(), sites, "secret")
     told = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
     assert told.startswith("refused: ") and "Errno" not in told
+
+
+@pytest.mark.parametrize("theirs", ["0.0.9", None])
+def test_a_site_with_another_fedssl_is_not_taken(
+    theirs: str | None, sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = grid_of(settled("engine.timeout=0.1"), sites)
+
+    def other(asked: Any, reply: Any) -> Any:
+        if asked.metadata.dst_node_id == 12:
+            hello = reply.content["hello"]
+            del hello["version"]
+            if theirs is not None:
+                hello["version"] = theirs
+        return reply
+
+    grid.tamper = other
+    with pytest.raises(UserError, match="2 of 3 sites came"):
+        serve(grid, settled("engine.timeout=0.1"), tmp_path / "far", False)
+    line = f"has fedssl {theirs or 'of an older version'}, the server {__version__}"
+    assert f"node 12 cannot take part: {line}: install the same\n" in capsys.readouterr().err
+
+
+def test_a_site_may_have_one_image(sites: Path, tmp_path: Path) -> None:
+    for path in sorted((sites / "lab").iterdir())[1:]:
+        path.unlink()
+    config = settled("rounds=1")
+    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    clients = json.loads((tmp_path / "far" / "clients.json").read_text())
+    assert [c["samples"] for c in clients] == [5, 1, 7] and metrics(tmp_path / "far")[0]["loss"]
+
+
+SECRET = "Müller_Hans"
+
+
+def corrupt(folder: Path) -> None:
+    (folder / f"{SECRET}.jpg").write_text("no image")
+
+
+def only_corrupt(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    corrupt(folder)
+
+
+def other_size(folder: Path) -> None:
+    Image.new("RGB", (9, 9)).save(folder / f"{SECRET}.png")
+
+
+def no_cache(folder: Path) -> None:
+    (folder.parents[2] / "cache").write_text("a file")
+
+
+def no_training(folder: Path) -> None:
+    (folder / "test" / SECRET).mkdir(parents=True)
+
+
+def empty_class(folder: Path) -> None:
+    (folder / "train" / SECRET).mkdir(parents=True)
+    (folder / "train" / "x").mkdir()
+    Image.new("RGB", (16, 16)).save(folder / "train" / "x" / "1.png")
+
+
+SIZE = "data.size is not set and the images are not of one square size; set it"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told", "logged"),
+    [
+        (
+            corrupt,
+            "data.corrupt=fail: 1 of 6 images cannot be read; data.corrupt=skip leaves such files "
+            "out",
+            "leaves such files out (a key of the app: the server's operator sets it)",
+        ),
+        (
+            only_corrupt,
+            "node-config data: no image for train can be read",
+            f"node-config data={{folder}}: no image for train can be read: {SECRET}.jpg",
+        ),
+        (other_size, SIZE, "data.size=16 (a key of the app: the server's operator sets it)"),
+        (
+            no_cache,
+            "its cache: cannot be written",
+            "FEDSSL_CACHE={cache}: cannot write there (File exists); set FEDSSL_CACHE to",
+        ),
+        (
+            no_training,
+            "node-config data: its images cannot be used",
+            "node-config data={folder}: there is test/ but no train/",
+        ),
+        (
+            empty_class,
+            "node-config data: its images cannot be used",
+            f"node-config data={{folder}}: the class folder train/{SECRET} holds no image",
+        ),
+    ],
+)
+def test_names_of_files_stay_at_the_site(
+    spoil: Callable[[Path], None],
+    told: str,
+    logged: str,
+    sites: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(sites / "clinic")
+    grid = grid_of(settled("data.size=null"), sites, "clinic")
+    said = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
+    assert said == f"refused: {told}; the site's log says more"
+    log = capsys.readouterr().err
+    assert logged.format(folder=sites / "clinic", cache=sites.parents[1] / "cache") in log
+    assert recorded(sites / "clinic")[0]["sent"]["hello/fault"] == said
+    request = Request("descend", (0,), 0, 0, History(("0123abcd",), (0,), 0), "samples", 1)
+    (reply,) = read_replies(asked(grid, 11, write_request(request), "train.descend")).values()
+    assert reply.fault == said  # also where it went wrong since
+
+
+@pytest.mark.parametrize("where", ["received-0", "1"])  # what came, and what the client keeps
+def test_a_full_disk_at_a_site_is_told_without_its_path(
+    where: str,
+    sites: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = files.save_file
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        if where in path.parts:
+            raise OSError(28, "No space left on device", "/home/secret")
+        real(tensors, path, metadata)
+
+    monkeypatch.setattr(files, "save_file", full)
+    config = settled(*BYOL, "algorithm.name=fedema", "rounds=1", "cohort.minimum=2")
+    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    told = "refused: a file cannot be written; make room; the site's log says more"
+    assert metrics(tmp_path / "far")[0]["faults"]["1"].endswith(told)
+    log = capsys.readouterr().err
+    assert "/home/secret" in log and "make room\n" in log and "--resume" not in log
+
+
+def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
+    sites: Path, tmp_path: Path
+) -> None:
+    words = ("device=cuda:3", f"data.cache={tmp_path}/other", f"encoder.init={tmp_path}/none")
+    session = deployment.site_session(settled(*words), str(sites / "ward"))
+    assert session.work.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
+
+
+def test_a_site_that_cannot_read_the_recipe_says_so_and_records_it(sites: Path) -> None:
+    text = configuration.dump(settled()) + "invented: 1\n"
+    grid = Here(client_app(text), [{"data": str(sites / "ward")}])
+    hello = asked(grid, 11, RecordDict(), "query.hello")["hello"]
+    assert hello["fault"].startswith("refused: invented: unknown key")
+    assert hello["version"] == __version__
+    assert recorded(sites / "ward")[0]["sent"]["hello/fault"] == hello["fault"]
+
+
+def test_of_a_program_that_fails_only_the_kind_is_told(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_failing.py").write_text("raise RuntimeError(__file__)")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = configuration.dump(settled()).replace("name: dcco", "name: own_failing:Own")
+    grid = Here(client_app(text), [{"data": str(sites / "ward")}])
+    told = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
+    where = "refused: algorithm.name=own_failing:Own"
+    assert told == f"{where}: RuntimeError; the site's log says more"
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["false", "true", 0])
+def test_resume_is_true_or_false(
+    given: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(configuration.dump(settled()))
+    context = Context(1, 1, {}, RecordDict(), {"out": str(tmp_path / "far"), "resume": given})
+    with pytest.raises(UserError):
+        flower.server_app(recipe)(grid_of(settled(), tmp_path), context)
+    said = f"fedssl: resume={json.dumps(given)}: must be true or false, unquoted\n"
+    assert capsys.readouterr().err == said
+
+
+def test_where_a_site_keeps_its_state(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FEDSSL_STATE", "~/st")
+    assert deployment.state_folder("/srv/images").parent == tmp_path / "st"
+    long = "ü" * 125 + "x"  # 251 bytes
+    (sites / "ward").rename(sites / long)
+    session = deployment.site_session(settled(), str(sites / long))
+    assert deployment.introduce(session, str(sites / long)).name == long
+    assert deployment.state_folder(str(sites / long)).name.startswith("ü" * 123 + "-")
+    assert deployment.introduce(session, "/").name == "/"

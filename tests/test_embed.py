@@ -108,7 +108,9 @@ def test_embeddings_are_the_encoders_to_the_bit(run: Path, photos: Path, tmp_pat
         assert np.array_equal(rows, load_encoder(run).embed(paths).numpy())
 
 
-def test_a_pattern_and_a_single_file(run: Path, photos: Path, tmp_path: Path) -> None:
+def test_a_pattern_and_a_single_file(
+    run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def found(images: str) -> list[str]:
         embed.embed(run, images, tmp_path / "out.npz", 256, "cpu")
         return [Path(path).name for path in read(tmp_path / "out.npz")[0]]
@@ -120,6 +122,9 @@ def test_a_pattern_and_a_single_file(run: Path, photos: Path, tmp_path: Path) ->
     assert found(f"{photos}/[x]*.png") == ["[x]*.png"]
     odd = (photos / "a.png").rename(photos / "name-without-end")
     assert found(str(odd)) == [odd.name]
+    to = tmp_path / "one.csv"
+    assert main(["embed", str(run), str(odd), "--to", str(to)]) == 0
+    assert capsys.readouterr().out == f"1 image: {to}\n"
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.npz"])

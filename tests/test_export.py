@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 import yaml
 from PIL import Image
@@ -190,10 +191,45 @@ def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
         lines = list(export.export(file, "torchscript", None))
         assert lines[1].endswith("of the run's test images")
     for k in range(3):
-        file = folder / f"personal/export/torchscript/client-{k}.pt"
-        assert json.loads(Path(f"{file}.json").read_text())["model"] == f"personal, client {k}"
-        found, mine = torch.jit.load(str(file)), load_encoder(folder, client=k)
+        script = folder / f"personal/export/torchscript/client-{k}.pt"
+        assert json.loads(Path(f"{script}.json").read_text())["model"] == f"personal, client {k}"
+        found, mine = torch.jit.load(str(script)), load_encoder(folder, client=k)
         torch.testing.assert_close(found(images[:5].float() / 255), mine.embed(images[:5]))
+    # A folder of one stands for it; of several one must be named.
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    list(export.export(file, "safetensors", alone))
+    assert torch.equal(load_encoder(alone).embed(images[:5]), mine.embed(images[:5]))
+    assert load_encoder(alone).note["model"] == "personal, client 2"
+    list(export.export(alone, "torchscript", None))
+    assert (alone / "export/torchscript/client-2.pt").exists()
+    with pytest.raises(UserError, match=r"client=0: .*client-2.safetensors is one model; give"):
+        load_encoder(alone, client=0)
+    said = "holds 3 models; name the file of one: client-0.safetensors, client-1.safetensors, "
+    with pytest.raises(UserError, match=f"^{folder / 'personal'}: {said}"):
+        load_encoder(folder / "personal")
+    # So it is where its file went with the run's note.
+    for part in (folder / "encoder.json", file):
+        shutil.copy(part, tmp_path)
+    assert load_encoder(tmp_path / file.name).note["model"] == "personal, client 2"
+    # A card is about a run.
+    for given in (file, alone, folder / "encoder.safetensors"):
+        with pytest.raises(
+            UserError, match=r"--format hf is for a run's folder.*torchscript, onnx$"
+        ):
+            list(export.export(given, "hf", both))
+    assert not both.exists()
+
+
+def test_an_export_knows_its_tower_by_any_name(
+    folder: Path, two_towers: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    list(export.export(two_towers, "safetensors", tmp_path / "both"))
+    renamed = (tmp_path / "both/encoder-second.safetensors").rename(tmp_path / "b.safetensors")
+    assert load_encoder(renamed).tower == 1
+    expected = load_encoder(two_towers, tower=1).embed(images[..., 4:])
+    assert torch.equal(load_encoder(renamed).embed(images[..., 4:]), expected)
+    list(export.export(folder, "safetensors", tmp_path / "my-second.safetensors"))
+    assert load_encoder(tmp_path / "my-second.safetensors").tower == 0
 
 
 def test_one_towers_file_is_exported_as_that_tower(
@@ -225,6 +261,40 @@ def test_images_of_another_shape_are_refused(folder: Path) -> None:
             encoder.embed(given)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"nowhere\.png: No such file"):
         encoder.preprocess("nowhere.png")
+    with pytest.raises(UserError, match=r"mode=F .*: floating-point pixels"):
+        encoder.preprocess(Image.new("F", (8, 8)))
+
+
+def test_a_folder_in_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load_encoder("~/run").features == 96
+
+
+@pytest.mark.parametrize(
+    ("given", "closed"),
+    [
+        (".", "."),
+        (".", "encoder.safetensors"),
+        ("encoder.safetensors", "encoder.safetensors"),
+        ("export", "export/alone.safetensors"),
+    ],
+)
+def test_what_may_not_be_read_is_said(
+    given: str, closed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shutil.copytree(folder, tmp_path / "run")
+    list(export.export(root, "safetensors", root / "export/alone.safetensors"))
+    may, header = os.access, safetensors.safe_open
+
+    def opened(path: Path, framework: str) -> safetensors.safe_open:
+        if path == root / closed:
+            raise FileNotFoundError(f"No such file or directory: {path}")  # as it says
+        return header(path, framework)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: path != root / closed and may(path, mode))
+    monkeypatch.setattr(safetensors, "safe_open", opened)
+    with pytest.raises(UserError, match=f"^{root / closed}: cannot be read; change its permiss"):
+        load_encoder(root / given)
 
 
 def test_what_holds_no_encoder_is_said(folder: Path, tmp_path: Path) -> None:
@@ -234,8 +304,15 @@ def test_what_holds_no_encoder_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a safetensors file, or damaged; give the folder of"):
         load_encoder(tmp_path / "x.safetensors")
     shutil.copy(folder / "encoder.safetensors", tmp_path / "alone.safetensors")
-    with pytest.raises(UserError, match=r"keep encoder\.json beside it"):
+    with pytest.raises(UserError, match=r"keep encoder\.json beside it, or take a file that"):
         load_encoder(tmp_path / "alone.safetensors")
+    list(export.export(folder, "torchscript", tmp_path / "script"))
+    with pytest.raises(UserError, match=r"what `fedssl export` wrote as safetensors or hf$"):
+        load_encoder(tmp_path / "script")
+    shutil.copy(folder / "encoder.json", tmp_path / "script")
+    missing = tmp_path / "script/encoder.safetensors"
+    with pytest.raises(UserError, match=f"^{missing}: no such file"):
+        load_encoder(tmp_path / "script")
     note = json.loads((folder / "encoder.json").read_text())
     for broken, problem in (
         ({**note, "encoder": {**note["encoder"], "new": 1}}, "encoder.new: unknown key"),

@@ -465,6 +465,35 @@ class Float(Base):
         return {**client.descend(received), "loss": 1.0}
 
 
+class Counts(Base):
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server.state["count"] = server.state.get("count", 0) + 1
+
+
+class Prepares(Base):
+    def prepare(self, server, public):
+        server.state["about"] = "mine"
+
+
+class Remembers(Base):
+    def train(self, client, received):
+        client.state["seen"] = {"names": ["a"]}
+        return super().train(client, received)
+
+
+class Numbered(Base):
+    def train(self, client, received):
+        client.state[client.round] = received.clone()
+        return super().train(client, received)
+
+
+class Slashed(Base):
+    def round(self, server, cohort):
+        super().round(server, cohort)
+        server.state["a/b"] = torch.zeros(1)
+
+
 class Vector(SimCLR):
     def loss(self, encodings, labels, memory=None):
         return encodings[0].sum(1)
@@ -523,6 +552,11 @@ SAYS = {
         "More": "holds change, extra, loss where there should be change, loss",
         "Nothing": "train returned: NoneType where there should be tensors by name",
         "Float": "train returned: loss: float where there should be a tensor",
+        "Counts": "server.state['count'] is of type int, not a tensor; keep torch.tensor(…), then",
+        "Prepares": "server.state['about'] is of type str, not a tensor",
+        "Remembers": "client.state['seen']['names'] is of type list, not a tensor; keep",
+        "Numbered": "client.state[0] has no name that a file can hold; use a text without /, then",
+        "Slashed": "server.state['a/b'] has no name that a file can hold",
     },
     "objective": {
         "Vector": "the loss is a tensor of shape [",
@@ -559,6 +593,69 @@ def test_what_own_code_returns_is_checked_in_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("fedssl: ") and name in lines[-1] and says in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+def test_what_was_done_before_a_state_that_no_file_holds_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told in its round, not when the next checkpoint is due, which may be the last."""
+    file, out = tmp_path / "own.py", tmp_path / "run"
+    late = "        if server.round == 1:\n            server.state['seen'] = {}\n"
+    plain = FEDAVG + "    def round(self, server, cohort):\n        super().round(server, cohort)\n"
+    file.write_text(plain + late.format("7"))
+    words = [*SMALL, f"algorithm.name={file}:Own", "evaluate.protocols=knn", "checkpoint.seconds=0"]
+    assert main(["run", *words, "--out", str(out)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        f"fedssl: algorithm.name={file}:Own: server.state['seen'] is of type int"
+    )
+    assert [line["round"] for line in run_module.read(out)] == [1]
+    file.write_text(plain)
+    assert main(["run", "--resume", "--out", str(out)]) == 0
+    assert "starts again" not in capsys.readouterr().err
+    assert [line["round"] for line in run_module.read(out)] == [1, 2, 3]
+
+
+SHARES = """
+import torch
+from fedssl.algorithms.fedavg import FedAvg
+
+class Own(FedAvg):
+    def round(self, server, cohort):
+        before = server.state.get("before", {"all": server.weights})["all"]
+        super().round(server, cohort)
+        server.weights = torch.lerp(before, server.weights, 0.5)
+        server.state["before"] = {"all": server.weights, "head": server.weights[:10]}
+
+    def train(self, client, received):
+        client.state["first"] = client.state.get("first", received)
+        client.state["again"] = client.state["first"]
+        return super().train(client, received)
+
+    def exact_on_union(self, work):
+        return False
+"""
+
+
+def test_a_state_may_be_the_model_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files hold no memory that two tensors share; a resume ends with the same bits."""
+    file = tmp_path / "own.py"
+    file.write_text(SHARES)
+    words = [*SMALL, f"algorithm.name={file}:Own", "evaluate.protocols=knn", "checkpoint.seconds=0"]
+    assert main(["run", *words, "--out", str(tmp_path / "whole")]) == 0
+    real = run_module.one_round
+
+    def once(session: Any, *rest: Any) -> dict[str, Any]:
+        if session.server.round == 1:
+            raise KeyboardInterrupt
+        return real(session, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "one_round", once)
+        assert main(["run", *words, "--out", str(tmp_path / "cut")]) == 130
+    assert main(["run", "--resume", "--out", str(tmp_path / "cut")]) == 0
+    whole, cut = ((tmp_path / name / "encoder.safetensors") for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
 
 
 def test_noise_is_not_bypassed_by_gathering(

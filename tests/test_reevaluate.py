@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -12,9 +13,12 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedssl import checkpoint, config, run
+from fedssl import checkpoint, config, load_encoder, run
 from fedssl.cli import main
+from fedssl.config import Data
+from fedssl.data import datasets
 from fedssl.errors import UserError
+from fedssl.evaluate.unlabeled import effective_rank
 from fedssl.reevaluate import evaluate
 
 WORDS = [
@@ -140,6 +144,18 @@ def test_a_sweep_is_no_run(tmp_path: Path) -> None:
         evaluate(tmp_path, [])
 
 
+def test_a_run_that_may_not_be_read_is_one_line(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", closed)  # root may read all
+    assert main(["evaluate", str(trained / "run")]) == 2
+    said = f"fedssl: {trained / 'run/config.yaml'}: not allowed; change its permissions\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_run_of_an_older_version_is_judged_again(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "run", tmp_path / "run")
     path = tmp_path / "run" / checkpoint.FILE
@@ -173,20 +189,35 @@ def test_another_data_set_has_other_folders(trained: Path, tmp_path: Path) -> No
     assert evaluate(trained / "run", words)
 
 
+def of_two(root: Path) -> list[str]:
+    """The keys of a run of one round of two clients on ``photos``."""
+    return [
+        *("data.name=folder", f"data.root={root / 'photos'}", f"data.cache={root / 'cache'}"),
+        *("data.size=8", "partition.name=iid", "partition.clients=2", "cohort.size=2", "rounds=1"),
+        *("evaluate.baselines=[]", "engine.threads=1"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def simple(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one round on a folder without sites, and nothing held out."""
     root = tmp_path_factory.mktemp("simple")
     for k in range(16):
         made(root / f"photos/{'test' if k >= 12 else 'train'}/{k % 2}/{k}.png", k)
-    words = [
-        *("data.name=folder", f"data.root={root / 'photos'}", f"data.cache={root / 'cache'}"),
-        *("data.size=8", "partition.name=iid", "partition.clients=2", "cohort.size=2", "rounds=1"),
-        *("objective.projector=16,8", "evaluate.protocols=knn", "evaluate.baselines=[]"),
-        "engine.threads=1",
-    ]
+    words = [*of_two(root), "objective.projector=16,8", "evaluate.protocols=knn"]
     run.run(config.resolve(config.read_recipe(None), words), root / "run")
     return root / "run"
+
+
+def test_an_encoder_alone_is_judged_by_a_run_without_rounds(simple: Path, tmp_path: Path) -> None:
+    file = simple / "encoder.safetensors"
+    with pytest.raises(UserError, match=r"holds no run .*by `fedssl run` with encoder\.init=FILE"):
+        evaluate(file, [])
+    words = [*of_two(simple.parent), f"encoder.init={file}", "rounds=0", "evaluate.protocols=knn"]
+    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    unlabeled = ["evaluate.protocols=unlabeled"]
+    ours, theirs = (evaluate(path, unlabeled) for path in (tmp_path / "run", simple))
+    assert ours["result"] == theirs["result"] != ours["untrained"]
 
 
 def test_what_is_to_be_held_out_is_said_when_the_run_starts(simple: Path) -> None:
@@ -238,3 +269,80 @@ def test_protocols_of_the_runs_own_data(trained: Path, protocol: str, said: str)
     words = ["data.labels=12", f"evaluate.protocols={protocol}"]
     with pytest.raises(UserError, match=f"^evaluate.protocols={protocol}: {said}, so on its own"):
         evaluate(trained / "run", words)
+
+
+def test_images_are_loaded_once(
+    simple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others, and the run's own in another place: what is left out of them is said once."""
+    photos = shutil.copytree(simple.parent / "photos", tmp_path / "moved")
+    (photos / "train/0/broken.png").write_text("no image")
+    words = [f"data.root={photos}", "data.corrupt=skip"]
+    for expected in ("moved", "other"):
+        assert evaluate(simple, words)
+        assert capsys.readouterr().err.count("warning: left out 1 of") == 1, expected
+        made(photos / "train/0/new.png", 3)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A supervised run on images of two classes, ``photos``; ``others`` are of three."""
+    root = tmp_path_factory.mktemp("classifier")
+    for k in range(36):
+        split = "test" if k >= 24 else "train"
+        made(root / f"photos/{split}/{k % 2}/{k}.png", k)
+        made(root / f"others/{split}/{k % 3}/{k}.png", 40 * (k % 3) + k)
+    run.run(config.resolve(config.read_recipe(None), supervised(root)), root / "run")
+    return root
+
+
+def supervised(root: Path) -> list[str]:
+    names = ("objective.name=supervised", "algorithm.name=fedavg", "augment.name=flip")
+    return [*of_two(root), *names, "evaluate.protocols=null"]
+
+
+def test_a_classifiers_encoder_is_judged_on_other_classes(classifier: Path) -> None:
+    root, words = classifier, [f"data.root={classifier / 'others'}"]
+    rows = evaluate(root / "run", words)
+    assert set(rows["result"]) == {"knn_top1", "linear_top1"}  # of its own data head, too
+    assert "head_top1" in evaluate(root / "run", [])["result"]
+    rows = evaluate(root / "run", [*words, "evaluate.protocols=unlabeled"])
+    data = Data("folder", str(root / "others"), 8, cache=str(root / "cache"))
+    features = load_encoder(root / "run").embed(datasets.load(data).train.images[0])
+    assert rows["result"]["effective_rank"] == effective_rank(features)
+    # And where nobody knows classes.
+    flat = [f"data.root={root / 'photos/train/0'}", "evaluate.protocols=unlabeled"]
+    assert evaluate(root / "run", flat)
+
+
+@pytest.mark.parametrize("name", ["2", "one"])
+def test_a_classifier_itself_only_on_its_own_classes(
+    name: str, classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By their names: as many others are no better."""
+    photos = shutil.copytree(classifier / "photos", tmp_path / "photos")
+    for split in ("train", "test"):
+        if name == "2":
+            shutil.copytree(photos / split / "1", photos / split / name)
+        else:
+            (photos / split / "1").rename(photos / split / name)
+    words = [f"data.root={photos}", "evaluate.protocols=[knn,head]"]
+    assert main(["evaluate", str(classifier / "run"), *words]) == 2
+    given = "0, 1, 2" if name == "2" else "0, one"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "fedssl: evaluate.protocols=head: the run's classifier knows the classes 0, 1, and those "
+        f"of data.root={photos} are {given}; name other protocols, such as "
+        "evaluate.protocols=[knn,linear]"
+    )
+    assert evaluate(classifier / "run", [words[0], "evaluate.protocols=knn"])
+
+
+def test_a_classifier_that_started_from_weights_is_judged_on_other_classes(
+    classifier: Path, tmp_path: Path
+) -> None:
+    """What it is compared with, at random, is a network like its own."""
+    words = [*supervised(classifier), f"encoder.init={classifier / 'run'}"]
+    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    others = [f"data.root={classifier / 'others'}", "evaluate.protocols=knn"]
+    ours, theirs = (evaluate(path / "run", others) for path in (tmp_path, classifier))
+    assert ours["untrained"] == theirs["untrained"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from fedssl import __version__, checkpoint, config, reproduce, run
 from fedssl.cli import main
@@ -207,10 +208,65 @@ def test_a_folder_with_another_run_is_not_touched(table: str) -> None:
     folder.mkdir(parents=True)
     settings = config.resolve(config.read_recipe("mine.yaml/simclr/iid"), ["device=cpu"])
     (folder / "config.yaml").write_text(config.dump(settings))
-    reproduce.plan(table, [], "1", Path("a"))  # the device is free
+    free = ["device=auto", "log=[mlflow]", "engine.workers=3"]
+    jobs = reproduce.plan(table, free, "1", Path("a"))
+    assert not any(job.changed for job in jobs)  # nor do they make another result
     for words, scale, key in (([], "0.5", "rounds=10"), (["evaluate.k=3"], "1", "evaluate.k=3")):
         with pytest.raises(UserError, match=f"{key}: the run in a/mine/simclr/iid has"):
             reproduce.plan(table, words, scale, Path("a"))
+
+
+def test_a_table_goes_on_with_images_that_were_moved(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run is finished, one is not; other images are refused for both."""
+    for number in range(12):
+        image = Image.new("RGB", (8, 8), (20 * number, 0, 0))
+        for folder in (Path("photos"), Path("others")):
+            path = folder / ("train" if number < 8 else "test") / str(number % 2) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)
+    Path("others/train/0/0.png").rename("others/train/0/x.png")
+    words = ["data.name=folder", "evaluate.every=0", "partition.name=iid", "partition.clients=2"]
+    command = ["reproduce", f"{table}/*/noniid", "--scale", "0.1", "--out", "a", *words]
+    assert main([*command, "data.root=photos", "data.cache=first"]) == 0
+    done, cut = (Path(f"a/mine/{row}/noniid") for row in ("simclr", "cco"))
+    result = (done / "summary.json").read_bytes()
+    (cut / "summary.json").unlink()
+    Path("photos").rename("moved")
+    for unfinished in (True, False):
+        capsys.readouterr()
+        assert main([*command, "data.root=others", "data.cache=first"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"fedssl: --resume: the training images are not those of {done}")
+        assert main([*command, "data.root=moved", "data.cache=second"]) == 0
+        assert capsys.readouterr().err.count("finished before") == 2 - unfinished
+    assert (done / "summary.json").read_bytes() == result and (cut / "summary.json").exists()
+    for run_folder in (done, cut):
+        data = config.read_yaml(run_folder / "config.yaml")["data"]
+        assert (data["root"], data["cache"]) == (str(tmp_path / "moved"), str(tmp_path / "second"))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("table.jsonl", "{}\n", "a/mine/table.jsonl: line 1 is no run's; mend it or remove it"),
+        ("table.jsonl", '{"recipe', "a/mine/table.jsonl: line 1 is no run's; mend it or remove it"),
+        ("table.jsonl.new/x", "", "--out a: cannot be written (Is a directory)"),
+        ("cco/noniid/summary.json", "{", "a/mine/cco/noniid/summary.json: not readable as JSON"),
+    ],
+)
+def test_a_damaged_file_of_a_table_is_named(
+    file: str, text: str, said: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["reproduce", f"{table}/cco/noniid", "--scale", "0.05", "--out", "a"]
+    assert main(command) == 0
+    path = Path("a/mine") / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    capsys.readouterr()
+    assert main(command) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"fedssl: {said}")
 
 
 def test_recipes_with_a_file_of_their_own(tmp_path: Path) -> None:
@@ -283,6 +339,15 @@ def test_values_and_rounds_are_chosen_on_held_out_images_alone(table: str) -> No
     record = jobs[0].record()
     assert record["ours"] == {"knn_top1": 30.0} and record["last"] == {"knn_top1": 40.0}
     assert (record["round"], record["heldout"]) == (1, 62.0)
+
+
+def test_a_row_may_run_after_its_choices(table: str) -> None:
+    """Their folders are in its own; only --out of a single run must hold no others."""
+    jobs = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1,1.0]"], "0.1", Path("a"))
+    finished(jobs[0], (60.0, 40.0))
+    (job,) = reproduce.plan("mine.yaml/cco", SEARCH, "0.1", Path("a"))
+    assert jobs[0].folder.parent == job.folder
+    run.check_folder(job.settings, job.folder, resume=False)
 
 
 def test_without_held_out_images_the_last_round_counts(table: str) -> None:
@@ -429,7 +494,7 @@ def test_a_line_says_what_the_images_are_and_why_a_run_failed(
         raise TrainingError("round 7: the loss is nan")
 
     monkeypatch.setattr(run, "run", fails)
-    monkeypatch.setattr(reproduce.sweep, "check", lambda runs: None)
+    monkeypatch.setattr(reproduce.sweep, "check", lambda runs: {})
     Path("photos").mkdir()
     Path("photos/about.txt").write_text("photos of\nshoes\n")
     words = ["data.name=folder", "data.root=photos"]

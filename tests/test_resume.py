@@ -284,6 +284,23 @@ def test_a_run_goes_on_with_another_cache(sites: Path, tmp_path: Path) -> None:
     where = (f"data.root={sites / 'photos'}", f"data.cache={tmp_path / 'new'}")
     run.run(of_sites(*where), tmp_path / "run", resume=True)
     assert any((tmp_path / "new").iterdir())
+    shutil.rmtree(tmp_path / "new")
+    again(tmp_path)  # without a word of it
+    assert any((tmp_path / "new").iterdir())
+    before, after = (config.read_yaml(each / "run/config.yaml") for each in (sites, tmp_path))
+    assert before["data"].pop("cache") != after["data"].pop("cache") == str(tmp_path / "new")
+    assert before == after
+
+
+def test_a_cache_is_found_again_from_another_folder(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run.run(of_sites(f"data.root={sites / 'photos'}", "data.cache=own"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again(tmp_path)
+    assert not any((tmp_path / "elsewhere").iterdir())
 
 
 def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:

@@ -267,6 +267,47 @@ def test_a_run_holds_its_folder_while_it_works(
         pass
 
 
+@pytest.mark.parametrize("words", [[], ["seed=[0,1]"]])
+def test_a_folder_of_other_runs_is_left_alone(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """fedssl compare and report would show the new run alone, or a sweep's among the others."""
+    for name, file in (("conf", "config.yaml"), ("runs/a", "sweep.yaml"), ("b/x", "metrics.jsonl")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / file).touch()
+    for folder, other in (("runs", "a"), ("b", "x")):
+        before = sorted((tmp_path / folder).rglob("*"))
+        assert main(["run", *SMALL, *words, "--out", str(tmp_path / folder)]) == 2
+        said = f"fedssl: --out {tmp_path / folder}: holds other runs ({other}); name a folder for"
+        assert capsys.readouterr().err.startswith(said)
+        assert sorted((tmp_path / folder).rglob("*")) == before
+    run.check_alone(tmp_path)  # another program's configuration is no run
+
+
+@pytest.mark.parametrize("words", [[], ["seed=[0]"]])
+def test_ctrl_c_while_a_run_is_judged_says_how_to_go_on(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ["run", *SMALL, *words, "rounds=1", "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "open_run", stopped)
+        patch.setattr("fedssl.sweep.check", stopped)
+        assert main(command) == 130
+        assert capsys.readouterr().err == "fedssl: stopped\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "finish", stopped)
+        assert main(command) == 130
+    said = f"fedssl: stopped; continue with: fedssl run --resume --out {tmp_path / 'out'}\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert main(["run", "--resume", "--out", str(tmp_path / "out")]) == 0
+
+
 def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
@@ -297,7 +338,9 @@ def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:
 
 def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None:
     run.run(small(), tmp_path)
-    summary = run.run(small("evaluate.protocols=knn,linear@10"), tmp_path, resume=True)
+    settings = small("evaluate.protocols=knn,linear@10", "checkpoint.seconds=7")
+    summary = run.run(settings, tmp_path, resume=True)
+    assert config.build(config.read_yaml(tmp_path / "config.yaml")) == settings
     assert "linear@10_top1" in summary
 
 

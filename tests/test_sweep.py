@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -390,7 +392,9 @@ def test_an_out_that_cannot_be_written(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     assert cli.main(["run", *NEW, "--out", out]) == 2
-    assert capsys.readouterr().err == f"fedssl: --out {out}: {why}; choose another folder\n"
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: --out {out}: {why}; ") and said.count("\n") == 1
+    assert said.endswith("choose another folder\n") and "room" not in said
 
 
 def test_a_sweep_goes_on_from_another_folder(
@@ -456,6 +460,56 @@ def test_a_sweep_goes_on_with_images_that_were_moved(
     written = [f"seed={seed}/{place}config.yaml" for seed in (0, 1) for place in below]
     for file in ("sweep.yaml", *written):
         assert config.read_yaml(Path("out") / file)["data"]["root"] == str(tmp_path / "moved")
+
+
+def test_places_that_cannot_be_written_down_are_one_line(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = contents(folders)
+    monkeypatch.setattr(run, "write_text", full)
+    assert cli.main(["run", "--resume", "--out", "sweep", "data.cache=elsewhere"]) == 2
+    said = "fedssl: --out sweep/seed=0: cannot be written (No space left on device); make room"
+    assert capsys.readouterr().err.startswith(said) and contents(folders) == before
+
+
+def test_of_two_sweeps_in_a_folder_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the other ends; one that came and went meanwhile is seen, too."""
+    out, held = tmp_path / "out", tmp_path / "out" / checkpoint.LOCK
+    start = ["run", *SMALL, "seed=[0,1]", "--out", str(out)]
+    goes_on = ["run", "--resume", "--out", str(out)]
+    with checkpoint.locked(held, "", ""):
+        assert cli.main(start) == 2
+    said = rf"fedssl: --out {out}: a sweep is at work there \(process {os.getpid()}\); wait"
+    assert re.match(said, capsys.readouterr().err) and not (out / sweep.FILE).exists()
+
+    def at_work(settings: config.Config, folder: Path, resume: bool) -> object:
+        with pytest.raises(UserError, match="at work"), checkpoint.locked(held, "", ""):
+            pass
+        raise run.Interrupted
+
+    monkeypatch.setattr(run, "run", at_work)
+    assert cli.main(start) == 130
+    before = contents(out)
+    with checkpoint.locked(held, "", ""):
+        assert cli.main([*goes_on, "seed=[0,1,2]"]) == 2
+    assert re.search(said, capsys.readouterr().err) and contents(out) == before
+    shutil.rmtree(out)
+    real = sweep.check
+
+    def meanwhile(waiting: dict[str, config.Config]) -> object:
+        out.mkdir()
+        (out / sweep.FILE).write_text("seed: [7]")
+        return real(waiting)
+
+    monkeypatch.setattr(sweep, "check", meanwhile)
+    assert cli.main(start) == 2
+    assert "holds a sweep; choose" in capsys.readouterr().err
+    assert (out / sweep.FILE).read_text() == "seed: [7]"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,13 +16,13 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
-from fedssl.files import save
+from fedssl.files import save, writing
+from fedssl.runs import LOCK as LOCK
 from fedssl.session import Session
 from fedssl.trees import Tree, flatten, unflatten
 
 FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
-LOCK = "lock"  # a file in the run's folder, held by the process that is at work
 
 
 def write(out: Path, session: Session) -> None:
@@ -49,6 +49,7 @@ def write(out: Path, session: Session) -> None:
     states.changed.clear()
     versions = {str(client): version for client, version in states.versions.items()}
     notes = {"round": str(server.round), "clients": json.dumps(versions), **session.engine.notes()}
+    notes["classes"] = json.dumps(session.dataset.classes)
     if session.site_names is None:  # else they are elsewhere
         notes["files"] = json.dumps(dict(session.dataset.files))
     save(out / FILE, tensors, notes)
@@ -144,10 +145,21 @@ def of_same_images(out: Path, dataset: Dataset) -> bool:
     return bool(before) and before == dict(dataset.files)
 
 
+def classes(out: Path) -> tuple[str, ...] | None:
+    """The classes of the run's data, which its head was made for; not known of older versions."""
+    found = _note(out, "classes")
+    return None if found is None else tuple(found)
+
+
 def _files(out: Path) -> dict[str, str]:
     """A digest of the run's files of each split, as far as it is known."""
+    return _note(out, "files") or {}
+
+
+def _note(out: Path, name: str) -> Any:
+    """What the checkpoint says beside its numbers; none where it does not."""
     path = out / FILE
-    return json.loads(_load(path)[1].get("files", "{}")) if path.exists() else {}
+    return json.loads(_load(path)[1].get(name, "null")) if path.exists() else None
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -167,22 +179,22 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, where: str, hint: str) -> Iterator[None]:
+def locked(path: Path, where: str, hint: str, what: str = "run") -> Iterator[None]:
     """The folder of a lock file for one process at a time, however the one before ended."""
     import fcntl
 
-    try:
+    with writing(where):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{where}: cannot be written ({error.strerror})") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             number = file.read().strip() or "unknown"
-            raise UserError(f"{where}: a run is at work there (process {number}); {hint}") from None
+            raise UserError(
+                f"{where}: a {what} is at work there (process {number}); {hint}"
+            ) from None
         except OSError:
             pass  # some network disks have no locks
         file.truncate(0)

@@ -76,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read us (head, less) has gone; Python must not complain when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except PermissionError as error:
+        print(f"fedssl: {error.filename}: not allowed; change its permissions", file=sys.stderr)
+        return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -381,11 +384,12 @@ def _run(options: argparse.Namespace) -> int:
 
     from fedssl import report, run, tables
 
+    if not options.resume and _held(out) is None:
+        run.check_alone(out)
     try:
         summary = run.run(settings, out, options.resume)
-    except run.Interrupted:
-        print(f"fedssl: stopped; continue with: {go_on(out)}", file=sys.stderr)
-        return 130
+    except (run.Interrupted, KeyboardInterrupt):
+        return _stopped(out)
     print(tables.result(summary, settings))
     report.leave(out)
     print(f"\n{tables.closing(summary)}\n{out}")
@@ -421,6 +425,13 @@ def _held(out: Path) -> Path | None:
     return next((out / file for file in files if run.holds(out, file)), None)
 
 
+def _stopped(out: Path) -> int:
+    """By Ctrl-C, wherever that found the run: how to go on, if it had begun."""
+    hint = "" if _held(out) is None else f"; continue with: {go_on(out)}"
+    print(f"fedssl: stopped{hint}", file=sys.stderr)
+    return 130
+
+
 def _sweep(
     name: str, tree: configuration.Tree, notes: Sequence[str], options: argparse.Namespace
 ) -> int:
@@ -429,9 +440,8 @@ def _sweep(
     out = options.out or _fresh_folder(name)
     try:
         found = sweep.sweep(tree, out, options.resume, notes)
-    except run.Interrupted:
-        print(f"fedssl: stopped; continue with: {go_on(out)}", file=sys.stderr)
-        return 130
+    except (run.Interrupted, KeyboardInterrupt):
+        return _stopped(out)
     if found:
         print(sweep.table(found))
     print(f"\n{len(found)} of {len(sweep.runs(tree))} runs\n{out}")
@@ -487,7 +497,7 @@ def _embed(options: argparse.Namespace) -> int:
     from fedssl import embed
 
     done = embed.embed(options.run, options.images, options.to, options.batch, options.device)
-    print(f"{done} images: {options.to}")
+    print(f"{done} image{'s' * (done != 1)}: {options.to}")
     return 0
 
 

@@ -554,7 +554,9 @@ def placed(config: Config) -> Config:
     return dataclasses.replace(
         config,
         partition=partition,
-        data=dataclasses.replace(config.data, root=_absolute(config.data.root)),
+        data=dataclasses.replace(
+            config.data, root=_absolute(config.data.root), cache=_absolute(config.data.cache)
+        ),
         encoder=dataclasses.replace(config.encoder, init=_absolute(config.encoder.init)),
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,14 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
         raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
     data = config.data
     levels = tuple(level for level in data.levels or () if level != "client") or None
-    root = None if data.root is None else str(Path(data.root).expanduser().absolute())
-    return dataclasses.replace(config, data=dataclasses.replace(data, levels=levels, root=root))
+    own = dataclasses.replace(data, levels=levels, root=_absolute(data.root))
+    encoder = dataclasses.replace(config.encoder, init=_absolute(config.encoder.init))
+    return dataclasses.replace(config, data=own, encoder=encoder)
+
+
+def _absolute(path: str | None) -> str | None:
+    """The server's program starts in another folder."""
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def ship(config: Config) -> tuple[Config, dict[str, str]]:
@@ -112,16 +118,40 @@ def ship(config: Config) -> tuple[Config, dict[str, str]]:
         path, _, own = name.rpartition(":")
         return f"{PACKAGE}.{modules.setdefault(path, f'own_{len(modules) + 1}')}:{own}"
 
+    shipped = _renamed(config, moved)
+    texts = {
+        f"{PACKAGE}/{module}.py": Path(path).read_text(encoding="utf-8")
+        for path, module in modules.items()
+    }
+    return shipped, texts
+
+
+def keep(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
+    """The app's modules of the user's own as files of the run's folder, and their names so.
+
+    Only while Flower runs the app there are modules; the run is judged and reported on later.
+    """
+    texts: dict[Path, str] = {}
+
+    def moved(name: str) -> str:
+        module, _, own = name.rpartition(":")
+        if not module.startswith(f"{PACKAGE}."):
+            return name
+        path = out.resolve() / f"{module.removeprefix(f'{PACKAGE}.')}.py"
+        texts[path] = plugins.source(module)
+        return f"{path}:{own}"
+
+    return _renamed(config, moved), texts
+
+
+def _renamed(config: Config, moved: Callable[[str], str]) -> Config:
+    """The same with other names of what may be the user's own."""
     sections: dict[str, Any] = {}
     for section in ("algorithm", "objective"):
         params = getattr(config, section)
         sections[section] = dataclasses.replace(params, name=moved(params.name))
     sections["evaluate"] = configuration.renamed(config.evaluate, moved)
-    texts = {
-        f"{PACKAGE}/{module}.py": Path(path).read_text(encoding="utf-8")
-        for path, module in modules.items()
-    }
-    return dataclasses.replace(config, **sections), texts
+    return dataclasses.replace(config, **sections)
 
 
 def _check(config: Config) -> None:
@@ -154,6 +184,7 @@ def _check(config: Config) -> None:
             "algorithm.norm_policy=local: normalization layers never leave the sites, so the "
             "server's encoder would have untrained ones; use average or reset"
         )
+    _check_init(config)
     public = getattr(config.algorithm, "public", 0)
     if public and config.data.root is None:
         raise UserError(
@@ -166,7 +197,55 @@ def _check(config: Config) -> None:
         )
     for words in collaborations(config.evaluate):
         raise UserError(f"{words}: the server has no client's images; leave it out")
+    if config.evaluate.drift:
+        raise UserError(
+            "evaluate.drift=true: compares clients' models, and these never come to the server "
+            "whole; leave it out"
+        )
     privacy.average(config, kind(config.algorithm, objective), count, cohort_size(config, count))
+    with plugins.blamed():
+        _rehearse(config, count)
+
+
+def _rehearse(config: Config, count: int) -> None:
+    """Build what the server will, as far as it is known here what images there will be."""
+    import numpy as np
+
+    from fedssl.data import datasets
+    from fedssl.data.dataset import Groups
+    from fedssl.deployment import Introduction, nothing
+    from fedssl.session import assemble
+
+    data, encoder, many = config.data, config.encoder, 1024
+    if data.root is not None and Path(data.root).exists():
+        dataset = datasets.load(data, config.seed)
+    else:
+        if data.root is not None:  # this machine may not be the server
+            text = f"data.root={data.root}: no such folder here; the server needs it"
+            print(f"fedssl: {text}", file=sys.stderr)
+        if data.size is None or data.halves:
+            return
+        # Of the channels that most images have; given weights may be for others.
+        encoder = dataclasses.replace(encoder, init=None)
+        classes = ("a", "b") if algorithm_of(config).objective.needs_labels else ()
+        dataset = nothing(Introduction("0", "site", many, (3,), data.size, data.size, classes))
+    groups = Groups(np.zeros(count * many, dtype=np.int64), np.arange(count + 1) * many)
+    assemble(dataclasses.replace(config, encoder=encoder, device="cpu"), dataset, groups)
+
+
+def _check_init(config: Config) -> None:
+    """The server has the weights; what sites start from by themselves, they would lack."""
+    init, algorithm = config.encoder.init, config.algorithm
+    if init is None:
+        return
+    if not Path(init).exists():
+        raise UserError(f"encoder.init={init}: no such file or folder; the server needs it here")
+    for key, value in (("name", "ditto"), ("norm_policy", "reset")):
+        if getattr(algorithm, key) == value:
+            raise UserError(
+                f"encoder.init={init} with algorithm.{key}={value}: sites start from the same "
+                "weights by themselves, and do not have that file; leave it out"
+            )
 
 
 def pyproject(folder: Path, config: Config) -> str:
@@ -190,9 +269,16 @@ serverapp = "{PACKAGE}.server_app:app"
 clientapp = "{PACKAGE}.client_app:app"
 
 [tool.flwr.app.config]
-out = {json.dumps(str(folder / "run"))}
+out = {json.dumps(str(folder / "run"), ensure_ascii=False)}
 resume = false
 """
+
+
+def command(out: Path, key: str) -> str:
+    """How the app is started whose run is in ``out``, with a ``--run-config``."""
+    app = out.resolve().parent
+    named = shlex.quote(str(app)) if (app / PACKAGE).is_dir() else "APP"
+    return f"flwr run {named} {CONNECTION} --stream --run-config {shlex.quote(key)}"
 
 
 def extras(config: Config) -> str:
@@ -216,8 +302,9 @@ def exchanges(config: Config) -> str:
     if config.cohort.average != "mean":
         shown = f"the server sees each site's own, and takes the {config.cohort.average}"
     lines = [
-        "- before training, and again whenever site or server come back: the folder's name, how "
-        "many images there are, their size, and a random number to know this site by"
+        "- before training, and again whenever site or server come back: the version of fedssl, "
+        "the folder's name, how many images there are, their size, and a random number to know "
+        "this site by"
     ]
     if kind.objective.needs_labels:
         lines[0] += ", and the classes' names"
@@ -237,7 +324,7 @@ def exchanges(config: Config) -> str:
             lines.append(f"- `{task}`, for the log: {about(kind, task)} (single numbers)")
     if public := getattr(config.algorithm, "public", 0):
         lines.append(f"- (the other way: the site gets {public} public images in every round)")
-    lines.append("- when something fails: one line that says what (it may name a folder or a file)")
+    lines.append("- when something fails: one line that says what, and names no file of the site")
     return "\n".join(lines)
 
 
@@ -288,7 +375,7 @@ def protection(config: Config) -> str:
         lines.append(
             "Secure sums are on (`privacy.secure`): what a site sends is masked with keys that the "
             "sites agree on,\nand the server can only unmask the sum, if at least "
-            f"{privacy.threshold:.0%} of the sites answer."
+            f"{_answering(config)} answer."
         )
     elif config.cohort.average != "mean":
         lines.append(
@@ -326,6 +413,17 @@ def protection(config: Config) -> str:
     return "\n\n".join(lines)
 
 
+def _answering(config: Config) -> str:
+    """How many must come through a secure sum: as a number where that of the sites is known."""
+    from fedssl.engines.site import survivors_needed
+    from fedssl.session import cohort_size
+
+    if config.engine.sites is None:
+        return f"{config.privacy.threshold:.0%} of a round's clients, and three,"
+    size = cohort_size(config, config.engine.sites)
+    return f"{survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"
+
+
 def sites(config: Config, recipe: str) -> str:
     """Instructions for a site's administrator."""
     square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
@@ -339,11 +437,14 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
 ## What you need
 
 - Linux, Python 3.11 to 3.13, and a connection out to the server's one port. Nothing connects in.
-- One folder with images, {square}; any format that Pillow reads, at any depth. It is only read.
+- One folder with images, {square}; any format that Pillow reads, at any depth. It is only read;
+  leave it as it is while a run is on. If it has a folder `train`, the images must be in that
+  (`test` and `val` beside it are not used).
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither leaves the site, but
   for the random number that the server knows it by.
   Of a run that is over, what is kept there may be deleted, but for `sent.jsonl` (below).
+- A GPU is used where there is one; `CUDA_VISIBLE_DEVICES` chooses it, or hides it (`=""`).
 - From the server's operator, by a way that you trust: the server's address and `ca.crt`.
 
 ## Install, once
@@ -417,7 +518,7 @@ not readable or holds no images; end the SuperNode and start it again with the r
 
 def server(config: Config, folder: Path) -> str:
     """Instructions for the server's operator."""
-    quoted = shlex.quote(str(folder))
+    quoted, out = (shlex.quote(str(path)) for path in (folder, folder / "run"))
     judged = (
         f"Encoders are judged with the labelled images in `{config.data.root}` (`data.root`)."
         if config.data.root
@@ -430,6 +531,7 @@ def server(config: Config, folder: Path) -> str:
 
 Recipe and all keys: `{PACKAGE}/recipe.yaml`. The run waits for {config.engine.sites} sites \
 (`engine.sites`), a reply for at most {config.engine.timeout:g} s (`engine.timeout`). {judged}
+After the run, `fedssl evaluate {out} data.root=FOLDER` judges with others.
 Written by fedssl {__version__} for Flower {FLOWER}.
 
 ## Install, once
@@ -437,7 +539,7 @@ Written by fedssl {__version__} for Flower {FLOWER}.
 ```sh
 python3 -m venv ~/fedssl
 . ~/fedssl/bin/activate
-pip install 'fedssl[{extras(config)}]=={__version__}' 'flwr=={FLOWER}'
+pip install 'fedssl[{",".join((extras(config), *config.log))}]=={__version__}' 'flwr=={FLOWER}'
 ```
 
 Where fedssl is not on an index that pip knows, `pip wheel --no-deps .` in its repository makes

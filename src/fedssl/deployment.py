@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from fedssl.config import Config, Evaluate
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.errors import UserError
-from fedssl.files import write_text
+from fedssl.files import LONGEST, write_text
 from fedssl.session import Session, assemble
 
 SITES = "sites.json"
@@ -28,7 +29,10 @@ SENT = "sent.jsonl"
 
 @dataclass(frozen=True)
 class Introduction:
-    """All that a site tells before the first round: its name, how many images, and their shape."""
+    """All that a site tells before the first round: its name, how many images, and their shape.
+
+    Only the version of its fedssl goes beside it.
+    """
 
     site: str  # a random number that the site keeps: its name may not be unique
     name: str
@@ -50,32 +54,55 @@ class Introduction:
 
 def state_folder(data: str) -> Path:
     """Where a site keeps what survives a restart: one folder for each folder of images."""
-    root = os.environ.get("FEDSSL_STATE")
-    home = Path(root) if root else Path.home() / ".local" / "state" / "fedssl"
+    home = Path(os.environ.get("FEDSSL_STATE") or "~/.local/state/fedssl").expanduser()
     path = Path(data).expanduser().resolve()
-    return home / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    mark = f"-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+    name = os.fsencode(path.name)[: LONGEST - len(mark)].decode(errors="ignore")
+    return home / f"{name}{mark}"
 
 
 def site_session(config: Config, data: str) -> Session:
-    """A site's session: all of its images are one client's."""
+    """A site's session: all of its images are one client's.
+
+    Of the server's machine and its judging nothing holds here; weights come with each request.
+    """
     if not data:
         raise UserError(
             "node-config data: not given; start the SuperNode with "
             "--node-config 'data=\"/folder/with/images\"'"
         )
-    own = replace(config.data, name="folder", root=data, holdout=0.0)
-    # A new process does each message: compiling would be paid every time.
-    engine = replace(config.engine, compile="off")
-    config = replace(config, data=own, evaluate=Evaluate(), engine=engine)
+    config = replace(
+        config,
+        data=replace(config.data, name="folder", root=data, holdout=0.0, cache=None),
+        device="auto",
+        encoder=replace(config.encoder, init=None),
+        # A new process does each message: compiling would be paid every time.
+        engine=replace(config.engine, compile="off"),
+        evaluate=Evaluate(),
+    )
     try:
-        dataset = datasets.load(own, config.seed)
-    except UserError as error:  # the site's administrator knows it by another name
-        text = str(error).replace("data.root", "data")
-        raise UserError(f"node-config {text}" if text.startswith("data") else text) from None
+        dataset = datasets.load(config.data, config.seed)
+        datasets.check_whole(config.data)
+    except UserError as error:
+        raise _in_its_words(error) from None
     dataset = replace(dataset, test=None, clients=())
     total = len(dataset.train)
     one = Groups(np.arange(total), np.array([0, total]))
     return assemble(config, dataset, one, config.engine.sites)
+
+
+def _in_its_words(error: UserError) -> UserError:
+    """What is wrong with a site's images, by the names that its administrator knows.
+
+    Names of files are for the site's log: nothing that was not made to be told is.
+    """
+    text = str(error).replace("data.root", "data").replace("data.cache", "FEDSSL_CACHE")
+    told = error.told or "its images cannot be used"
+    if str(error).startswith("data.root"):
+        return UserError(f"node-config {text}", f"node-config data: {told}")
+    if text.startswith("data."):
+        text += " (a key of the app: the server's operator sets it)"
+    return UserError(text, told)
 
 
 def introduce(session: Session, data: str) -> Introduction:
@@ -95,7 +122,7 @@ def introduce(session: Session, data: str) -> Introduction:
 
 
 def _printable(name: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in name)[:255]
+    return "".join(c if c.isprintable() else "?" for c in name)[:255] or "/"
 
 
 def identity(folder: Path) -> str:
@@ -130,15 +157,24 @@ def server_session(config: Config, sites: Sequence[Introduction]) -> Session:
                     f"site {other.name}: its images have {what} {theirs} where those of "
                     f"{first.name} have {ours}; set data.size, or mend the site's folder"
                 )
-    dataset = _nothing(first) if config.data.root is None else _own(config, first)
+    dataset = nothing(first) if config.data.root is None else _own(config, first)
     sizes = np.array([site.samples for site in sites])
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     session = assemble(config, dataset, Groups(np.zeros(offsets[-1], dtype=np.int64), offsets))
-    session.site_names = [site.name for site in sites]
+    session.site_names = numbered([site.name for site in sites])
     return session
 
 
-def _nothing(site: Introduction) -> Dataset:
+def numbered(names: Sequence[str]) -> list[str]:
+    """Names that tell all of them apart: the second of two sites ``ward`` is ``ward (2)``."""
+    found: list[str] = []
+    for name in names:
+        others = (f"{name} ({k})" for k in itertools.count(2))
+        found.append(next(n for n in itertools.chain([name], others) if n not in found))
+    return found
+
+
+def nothing(site: Introduction) -> Dataset:
     """Images of the sites' shape, none of them here."""
     images = tuple(
         torch.empty((0, c, site.height, site.width), dtype=torch.uint8) for c in site.channels

@@ -25,7 +25,7 @@ from fedssl.models.network import load_weights
 NOTE = "encoder.json"
 HEADER = "fedssl"  # where an exported file's own header, or config.json, holds the note
 SUFFIXES = ("", "-second")  # of a tower's file
-ACCEPTED = "give the folder of a run or of `fedssl export`, or a .safetensors file"
+ACCEPTED = "give the folder of a run, or what `fedssl export` wrote as safetensors or hf"
 AnImage = str | Path | Image.Image | Tensor
 Note = dict[str, Any]
 
@@ -103,18 +103,18 @@ class ImageEncoder(nn.Module):
             if image.shape != shape or image.dtype != torch.uint8:
                 raise UserError(_mismatch(image, shape))
             return image
-        if isinstance(image, Image.Image):
-            found = files.pixels(image, self.height, self.channels)
-        elif isinstance(image, (str, os.PathLike)):
-            try:
-                found = files.decode(Path(image), self.height, self.channels)
-            except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-                raise UserError(f"{image}: {files.reason(error)}") from None
-        else:
+        if not isinstance(image, (str, os.PathLike, Image.Image)):
             raise UserError(
                 f"an image of type {type(image).__name__}: expected a file's name, a Pillow image "
                 "(PIL.Image.fromarray) or a torch tensor of uint8 (torch.from_numpy)"
             )
+        try:
+            if isinstance(image, Image.Image):
+                found = files.pixels(image, self.height, self.channels)
+            else:
+                found = files.decode(Path(image), self.height, self.channels)
+        except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+            raise UserError(f"{image}: {files.reason(error)}") from None
         return self.crop(torch.from_numpy(np.array(found, order="C"))).contiguous()
 
 
@@ -131,18 +131,19 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
 
     ``tower=1`` is the second of two (``encoder.towers=2``); ``client`` names a personal model.
     """
-    path = Path(path)
-    if path.is_file() and path.stem.endswith(SUFFIXES[1]):
-        tower = 1
+    path = place(Path(path).expanduser())
     note = read_note(path)
     settings = described(note, path)
+    if path.is_file():  # an export says which tower it is, a run's own file by its name
+        tower = note.get("tower", 1 if path.stem.endswith(SUFFIXES[1]) else tower)
     if not 0 <= tower < settings.towers:
         raise UserError(f"tower={tower}: {path} has {settings.towers}, counted from 0")
     file = weights_file(path, note, tower, client)
+    _check_readable(file)
     note = _of_model(note, file)
     channels = note["channels"][tower % len(note["channels"])]
     body = make_encoder(settings, channels, min(note["size"]))
-    load_weights(body, file, str(path))
+    load_weights(body, file, str(file))
     # It is of single precision, whatever the weights were, as where a run judges its encoder.
     return ImageEncoder(body, note, tower).eval()
 
@@ -150,8 +151,7 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
 def _of_model(note: Note, file: Path) -> Note:
     """A run's note is about its result; of a client's own model it says whose that is."""
     name = file.stem.removesuffix(SUFFIXES[1])
-    own = f"{file.parent.name}/{name}.safetensors"
-    if own not in note.get("personal", ()):
+    if f"personal/{name}.safetensors" not in note.get("personal", ()):
         return note
     return {**note, "model": f"personal, client {name.removeprefix('client-')}"}
 
@@ -178,6 +178,8 @@ def _counts(given: Any) -> bool:
 def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = None) -> Path:
     """Where a tower's weights are."""
     if path.is_file():
+        if client is not None:
+            raise UserError(f"client={client}: {path} is one model; give the folder of its run")
         return path
     hub = path / f"model{SUFFIXES[tower]}.safetensors"
     name = "encoder" if client is None else f"personal/client-{client}"
@@ -199,6 +201,25 @@ def home(file: Path) -> Path:
     return file.parent.parent if file.parent.name == "personal" else file.parent
 
 
+def place(path: Path) -> Path:
+    """A folder that holds one model under a name of its own, as of a client, stands for it."""
+    _check_readable(path)
+    known = (NOTE, "config.json", "config.yaml")
+    if not path.is_dir() or any((path / name).exists() for name in known):
+        return path
+    models = sorted(path.glob("*.safetensors"))
+    if len(models) > 1:
+        names = files.few([model.name for model in models], 5)
+        raise UserError(f"{path}: holds {len(models)} models; name the file of one: {names}")
+    return place(models[0]) if models else path
+
+
+def _check_readable(path: Path) -> None:
+    """Say it as it is: safetensors calls a file that may not be read one that is not there."""
+    if path.exists() and not os.access(path, os.R_OK | os.X_OK * path.is_dir()):
+        raise UserError(f"{path}: cannot be read; change its permissions")
+
+
 def read_note(path: Path) -> Note:
     """What an encoder is, from where a run or an export says it."""
     if path.is_file():
@@ -207,7 +228,10 @@ def read_note(path: Path) -> Note:
             return inside
         if (home(path) / NOTE).is_file():
             return _read(home(path) / NOTE)
-        raise UserError(f"{path}: nothing says what it is; keep {NOTE} beside it")
+        raise UserError(
+            f"{path}: nothing says what it is; keep {NOTE} beside it, or take a file that "
+            "`fedssl export` wrote as safetensors"
+        )
     if (path / NOTE).is_file():
         return _read(path / NOTE)
     if (path / "config.json").is_file() and HEADER in (known := _read(path / "config.json")):

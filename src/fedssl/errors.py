@@ -7,7 +7,14 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one line that names the key, the value and the fix."""
+    """A mistake that the user can mend: one line that names the key, the value and the fix.
+
+    ``told`` says it without names of files and folders: what a site tells its server.
+    """
+
+    def __init__(self, text: str, told: str | None = None) -> None:
+        super().__init__(text)
+        self.told = told
 
 
 class TrainingError(Exception):

@@ -28,6 +28,7 @@ from fedssl.encoder import (
     described,
     home,
     load_encoder,
+    place,
     read_note,
 )
 from fedssl.errors import TrainingError, UserError
@@ -45,6 +46,12 @@ Writer = Callable[[ImageEncoder, Path], Infer]
 def export(run: Path, format: str, out: Path | None) -> Iterator[str]:
     """Write the encoder in a format; lines that say what was written, and what was checked."""
     _require(format)
+    run = place(run)
+    if format == "hf" and run.is_file():
+        raise UserError(
+            f"{run}: --format hf is for a run's folder, whose data and results the card states; "
+            f"use another format for one model: {', '.join(ENDINGS)}"
+        )
     note = read_note(run)
     towers = described(note, run).towers if run.is_dir() else 1  # a file is of one
     encoders = [load_encoder(run, tower) for tower in range(towers)]
@@ -91,10 +98,10 @@ def _require(format: str) -> None:
 def _place(run: Path, format: str, out: Path | None) -> Path:
     """The first tower's file; of a model's file it has the name, so that no two share a place."""
     ending, name = ENDINGS[format], run.stem if run.is_file() else "encoder"
-    place = (run if run.is_dir() else run.parent) / "export" / format if out is None else out
-    if place.suffix != ending and place.suffix in ENDINGS.values():
+    where = (run if run.is_dir() else run.parent) / "export" / format if out is None else out
+    if where.suffix != ending and where.suffix in ENDINGS.values():
         raise UserError(f"--out {out}: a file of --format {format} ends in {ending}")
-    path = place if place.suffix == ending else place / f"{name}{ending}"
+    path = where if where.suffix == ending else where / f"{name}{ending}"
     if (home(path) / "config.yaml").exists():
         raise UserError(f"--out {out}: is in a run's own folder; name another")
     outputs.folder(path.parent, "--out")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,51 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedssl.errors import UserError
+from fedssl.outputs import FULL
+
+LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
+RESUME = "make room, then continue with --resume. What was saved before is kept"
 
 
-def save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+@contextlib.contextmanager
+def writing(where: str) -> Iterator[None]:
+    """What the disk refuses of a run's folder is one line."""
+    try:
+        yield
+    except OSError as error:
+        fix = "make room" if error.errno in FULL else "make it writable"
+        raise UserError(
+            f"{where}: cannot be written ({error.strerror}); {fix}, or choose another folder"
+        ) from None
+
+
+def save(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], remedy: str = RESUME
+) -> None:
     """Write a safetensors file so that a reader sees the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     try:
-        save_file(tensors, new, metadata)
+        save_file(_apart(tensors), new, metadata)
         with new.open("rb") as file:
             os.fsync(file.fileno())
         new.replace(path)
     except (SafetensorError, OSError) as error:
         new.unlink(missing_ok=True)
         raise UserError(
-            f"{path}: cannot be written ({error}); make room, then continue with --resume. "
-            "The last good checkpoint is kept"
+            f"{path}: cannot be written ({error}); {remedy}", "a file cannot be written; make room"
         ) from None
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each with memory of its own, as the format wants it: one may be a part of another."""
+    places: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in places else tensor
+        places.add(place)
+    return found
 
 
 def write_json(path: Path, content: Any) -> None:

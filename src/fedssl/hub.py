@@ -247,7 +247,8 @@ def _results(run: Run) -> str:
 def _limits(run: Run, encoder: ImageEncoder) -> str:
     lines = [
         f"It has seen images of `{run.settings.data.name}` only; on others, judge it before use "
-        "(`fedssl evaluate`).",
+        "(`fedssl evaluate`; without the run's folder, `fedssl run` with "
+        "`encoder.init=model.safetensors rounds=0`).",
         "The numbers above are of one run and one seed.",
         "It was not examined for what it treats unequally, nor for what it may reveal of its "
         "training images.",

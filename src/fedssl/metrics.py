@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 LARGEST = 2**63  # of whole numbers: what arrays hold
+SHARED = {"up": "replied", "down": "reached"}  # the clients that an exchange's bytes are of
 BOARD_POINTS = 2000  # loggers show no more, and a point costs as much as a small round
 
 
@@ -111,6 +112,18 @@ def is_number(value: Any) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return math.isfinite(value) if isinstance(value, float) else abs(value) < LARGEST
+
+
+def for_one(moved: Any, way: str, asked: int) -> float:
+    """An exchange's bytes for one of the clients that they are of, in the mean.
+
+    Lines of older versions say only how many were asked.
+    """
+    known = moved if isinstance(moved, dict) else {}
+    count, clients = known.get(way), known.get(SHARED[way])
+    if not is_number(count):
+        return 0.0
+    return count / max(1, clients if is_number(clients) and clients else asked)
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:

@@ -52,6 +52,12 @@ def settled(name: str) -> str:
     return f"{Path(path).expanduser().resolve()}:{own}"
 
 
+def source(module: str) -> str:
+    """The text of a module's file."""
+    file = inspect.getfile(importlib.import_module(module))
+    return Path(file).read_text(encoding="utf-8")
+
+
 def label(name: str) -> str:
     """A name for people: ``Momentum`` of ``path/to/file.py:Momentum``; others as they are."""
     return name.rpartition(":")[2]
@@ -146,7 +152,8 @@ def _one_line(where: str, path: Path | None = None) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{where}: {_place(error, path)}{_described(error)}") from None
+        text = f"{where}: {_place(error, path)}{_described(error)}"
+        raise UserError(text, f"{where}: {type(error).__name__}") from None
 
 
 @contextlib.contextmanager

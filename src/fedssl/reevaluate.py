@@ -12,11 +12,13 @@ from typing import Any
 
 from fedssl import checkpoint, config
 from fedssl.data import datasets
+from fedssl.data import images as files
+from fedssl.data.dataset import Dataset
 from fedssl.errors import UserError
-from fedssl.evaluate import parse
+from fedssl.evaluate import parse, protocols
 from fedssl.run import check_clients
 from fedssl.runs import Run, section
-from fedssl.session import prepare
+from fedssl.session import deployed, prepare
 from fedssl.tables import models
 
 FILE = "evaluations.jsonl"
@@ -32,8 +34,12 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     """The rows of a run's result and of an untrained network; also appended to the run's folder."""
     known = run / "config.yaml"
     if not known.is_file():
-        hint = "a sweep; name one of its runs" if (run / "sweep.yaml").exists() else "no run"
-        raise UserError(f"{run}: holds {hint} (no config.yaml in it)")
+        if (run / "sweep.yaml").exists():
+            raise UserError(f"{run}: holds a sweep; name one of its runs")
+        raise UserError(
+            f"{run}: holds no run (no config.yaml in it); an encoder alone is judged by `fedssl "
+            "run` with encoder.init=FILE rounds=0"
+        )
     for word in words:
         if not word.startswith(("evaluate.", "data.", "device=")):
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
@@ -42,12 +48,23 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     tree = config.read_yaml(known)
     settings = config.resolve(tree, words)
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES
-    if given == {"data.root"} and _moved(run, settings):
-        given = set()
+    sites = deployed(settings)
+    if sites:  # it was trained on images that are elsewhere: the server's are others
+        given |= {"data.root"}
+    dataset, classes = None, None
+    if given == {"data.root"}:
+        # Whole: of labels to draw, others may have too few.
+        dataset = datasets.load(replace(settings.data, labels=None))
+        if checkpoint.of_same_images(run, dataset):  # which were moved
+            given, dataset = set(), dataset if settings.data.labels is None else None
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
-        _check_data(run, settings)
-    session = prepare(settings, trains=False)
+        dataset = dataset or datasets.load(settings.data, settings.seed)
+        _check_data(run, settings.data, dataset)
+        settings, classes = _of_other_classes(settings, dataset, checkpoint.classes(run))
+    session = prepare(settings, trains=False, dataset=dataset, classes=classes)
+    if sites:
+        session.site_names = [row["name"] for row in Run(run).clients]
     if not given and checkpoint.of_other_images(run, session.dataset):
         check_clients(session, run, "evaluate", "judge on other images with data.root=…")
     if not given and checkpoint.of_other_images(run, session.dataset, "test"):
@@ -60,31 +77,23 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     if done < rounds:
         print(f"fedssl: evaluate: round {done} of {rounds}: it has not ended", file=sys.stderr)
     rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
-    line: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "rounds": session.server.round,
-        "changed": list(words),
-        "rows": rows,
-    }
+    _append(run, {"rounds": session.server.round, "changed": list(words), "rows": rows})
+    shown = models("result", rows["result"], session.judges)
+    return {"untrained": rows["untrained"], **shown}
+
+
+def _append(run: Path, found: dict[str, Any]) -> None:
+    line = {"date": time.strftime("%Y-%m-%dT%H:%M:%S"), **found}
     try:
         with (run / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:  # the numbers are still worth seeing
         print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
-    shown = models("result", rows["result"], session.algorithm.judges)
-    return {"untrained": rows["untrained"], **shown}
 
 
-def _moved(run: Path, settings: config.Config) -> bool:
-    """Whether what is in another place are the run's own images."""
-    whole = replace(settings.data, labels=None, halves=False)  # which others may not allow
-    return checkpoint.of_same_images(run, datasets.load(whole))
-
-
-def _check_data(run: Path, settings: config.Config) -> None:
+def _check_data(run: Path, data: config.Data, dataset: Dataset) -> None:
     """Other images must be such as the run's encoder takes, and enough to say anything."""
-    data, train = settings.data, datasets.load(settings.data, settings.seed).train
-    where = f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
+    where, train = _where(data), dataset.train
     if len(train) < 2:
         raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
     # None: the run has not ended, and its checkpoint will say that something differs.
@@ -94,6 +103,32 @@ def _check_data(run: Path, settings: config.Config) -> None:
             f"{where}: its images have {now} channel{'s' * (now != 1)} and the run's encoder takes "
             f"{before[0]}; judge on images of {before[0]}"
         )
+
+
+def _where(data: config.Data) -> str:
+    return f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
+
+
+def _of_other_classes(
+    settings: config.Config, dataset: Dataset, before: tuple[str, ...] | None
+) -> tuple[config.Config, int | None]:
+    """The protocols without the run's own classifier, where images are not of its classes.
+
+    And how many those are, if that is known: the network is one that tells so many apart.
+    """
+    needs = config.variant("objective", settings.objective.name).needs_labels
+    if not needs or before is None or before == dataset.classes:
+        return settings, None
+    named = protocols(settings.evaluate, dataset.train, dataset.test)
+    if "head" in named and dataset.classes:  # without any, no protocol with labels will do
+        known, given = (files.few(names, 5) for names in (before, dataset.classes))
+        raise UserError(
+            f"evaluate.protocols=head: the run's classifier knows the classes {known}, and those "
+            f"of {_where(settings.data)} are {given}; name other protocols, such as "
+            "evaluate.protocols=[knn,linear]"
+        )
+    judged = replace(settings.evaluate, protocols=named)
+    return replace(settings, evaluate=judged), len(before)
 
 
 def _on_other_data(settings: config.Config, given: Set[str], own: object) -> config.Config:

@@ -20,17 +20,21 @@ from fedssl import __version__, config, metrics, run, sweep, tables
 from fedssl.config import Config
 from fedssl.errors import TrainingError, UserError
 from fedssl.evaluate import check_heldout, chooser
-from fedssl.files import write_text
+from fedssl.files import write_text, writing
 from fedssl.run import Interrupted as Interrupted
+from fedssl.runs import read_json
 from fedssl.session import pick_device
 from fedssl.workspace import precision_on
 
 ROOT = Path("runs") / "reproduce"
 # Keys that change neither what is trained nor how it is judged.
-FREE = ("about", "paper", "device", "checkpoint.", "engine.chunk")
+FREE = (
+    *("about", "paper", "device", "checkpoint.", "log", "data.cache"),
+    *("engine.chunk", "engine.workers", "engine.timeout"),
+)
 # Keys that a result may differ in and still be compared with the paper's.
 COMPARABLE = (
-    *FREE, "engine.", "data.root", "data.cache", "seed", "precision",
+    *FREE, "engine.", "data.root", "seed", "precision",
     "evaluate.every", "evaluate.monitor",
 )  # fmt: skip
 
@@ -77,8 +81,7 @@ class Job:
 
     def summary(self) -> dict[str, Any] | None:
         """What the finished run reports; none: it is not finished."""
-        path = self.folder / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return read_json(self.folder / "summary.json", {}) or None
 
     @cached_property
     def chooser(self) -> str:
@@ -229,7 +232,10 @@ def described(data: config.Data) -> str:
 
 def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished; a run that diverges is said and passed over. Returns those."""
-    sweep.check({job.label: job.settings for job in jobs if job.summary() is None})
+    begun = {job.folder: job.settings for job in jobs if _started(job)}
+    waiting = {job.label: job.settings for job in jobs if job.summary() is None}
+    sweep.check_images(begun, sweep.check(waiting))
+    sweep.note_places(begun)
     failed, commit = [], _commit()
     for number, job in enumerate(jobs, 1):
         label = f"[{number}/{len(jobs)}] {job.label}"
@@ -399,12 +405,12 @@ def _started(job: Job) -> bool:
 
 
 def _check_folder(job: Job) -> None:
-    """A folder that holds a run holds this one."""
+    """A folder that holds a run holds this one; ``work`` compares images that were moved."""
     if not _started(job):
         return
     before = config.placed(config.build(config.read_yaml(job.folder / "config.yaml")))
     now = config.placed(job.settings)
-    for key in _differences(before, now, FREE):
+    for key in _differences(before, now, (*FREE, "data.root")):
         old, new = (config.flat(config.to_tree(c)).get(key) for c in (before, now))
         raise UserError(
             f"{key}={new}: the run in {job.folder} has {old}; choose another folder with --out, "
@@ -426,7 +432,17 @@ def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
     """What its table's file has, by recipe and choice."""
     path = job.root / job.table / TABLE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {(row["recipe"], row.get("choice", "")): row for row in map(json.loads, lines)}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            found[row["recipe"], row.get("choice", "")] = row
+        except (ValueError, LookupError, TypeError):
+            raise UserError(
+                f"{path}: line {number} is no run's; mend it or remove it: finished runs are "
+                "written there again"
+            ) from None
+    return found
 
 
 def _write(job: Job, commit: str | None, failed: str = "") -> None:
@@ -434,5 +450,6 @@ def _write(job: Job, commit: str | None, failed: str = "") -> None:
     rows = _lines(job) | {(job.name, job.choice): job.record(commit, failed)}
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
     path = job.root / job.table / TABLE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    with writing(f"--out {job.root}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedssl import __version__, checkpoint, config, loggers, plugins
+from fedssl import __version__, checkpoint, config, deploy, loggers, plugins
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.api import give_back
 from fedssl.config import Config
@@ -28,17 +28,19 @@ from fedssl.data.dataset import Dataset
 from fedssl.encoder import SUFFIXES
 from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
-from fedssl.files import save, write_json, write_text
-from fedssl.metrics import Metrics, read
+from fedssl.files import save, write_json, write_text, writing
+from fedssl.metrics import Metrics, for_one, read
 from fedssl.progress import Progress
 from fedssl.runs import Run
-from fedssl.session import Session, prepare
+from fedssl.session import Session, deployed, prepare
 
 FREE_ON_RESUME = (
     *("device", "about", "paper", "evaluate.", "checkpoint.", "log"),
     *("engine.chunk", "engine.workers", "engine.timeout", "data.cache"),
 )
 MOST_PERSONAL_FILES = 100
+TRACES = ("metrics.jsonl", "sweep.yaml")  # of a run and of a sweep; others have a config.yaml too
+WAIT = "wait for its end, or end it"
 
 
 class Interrupted(Exception):
@@ -64,9 +66,8 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
         raise
     with contextlib.ExitStack() as stack:
         for folder in folders:
-            hint = "wait for its end, or end it"
             stack.enter_context(
-                checkpoint.locked(folder / checkpoint.LOCK, f"--out {folder}", hint)
+                checkpoint.locked(folder / checkpoint.LOCK, f"--out {folder}", WAIT)
             )
         for folder, own in folders.items():
             start_folder(sessions[folder], own, folder, resume)
@@ -107,6 +108,11 @@ def _metrics(
 
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
     """A session for a folder that is free, or that holds the same run when resuming."""
+    if deployed(settings):
+        fix = "write an app for them with fedssl deploy init, or leave it out"
+        if resume:
+            fix = f"go on with {deploy.command(out, 'resume=true')}"
+        raise UserError(f"engine.sites={settings.engine.sites}: sites are elsewhere; {fix}")
     check_folder(settings, out, resume)
     loggers.require(settings)
     if settings.engine.name == "flower":
@@ -144,6 +150,15 @@ def check_folder(settings: Config, out: Path, resume: bool) -> None:
         )
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
+
+
+def check_alone(out: Path) -> None:
+    """Refuse a folder of other runs: whoever reads it would take it for this one, or mix them."""
+    for file in sorted(file for name in TRACES for file in out.glob(f"*/{name}")):
+        raise UserError(
+            f"--out {out}: holds other runs ({file.parent.name}); name a folder for this one, as "
+            f"in --out {out / 'NAME'}"
+        )
 
 
 def _check_place(data: config.Data, out: Path) -> None:
@@ -188,16 +203,14 @@ def _taken(out: Path) -> UserError:
 
 
 def start_folder(session: Session, settings: Config, out: Path, resume: bool) -> None:
-    """Write the configuration as it was given, and go to the checkpoint if there is one."""
-    try:
+    """Write the configuration as it is given, and go to the checkpoint if there is one."""
+    with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         if resume and started(out):
-            note_place(settings, out)
+            _note(settings, out)
         else:
             _claim(out, config.dump(config.placed(settings)))
             write_json(out / "clients.json", clients(session))
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
     session.engine.open(out)
     if resume and not checkpoint.read(out, session) and any(read(out)):
         print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
@@ -292,13 +305,18 @@ def check_moved(settings: Config, out: Path, dataset: Dataset) -> None:
         raise _changed("data.root", *places, out)
 
 
-def note_place(settings: Config, out: Path) -> None:
-    """Write down where the images are now, if that is elsewhere than before."""
-    places = moved(settings, out)
-    if places is not None:
-        before = Run(out).settings
-        now = replace(before, data=replace(before.data, root=places[1]))
+def _note(settings: Config, out: Path) -> None:
+    """Write down what a run goes on with, if that is something else than before."""
+    before, now = (config.placed(each) for each in (Run(out).settings, settings))
+    if now != before:
         write_text(out / "config.yaml", config.dump(now))
+
+
+def note_place(settings: Config, out: Path) -> None:
+    """Of a run that may be finished: where its images and their cache are now, and nothing else."""
+    before, given = Run(out).settings, settings.data
+    data = replace(before.data, root=given.root, cache=given.cache)
+    _note(replace(before, data=data), out)
 
 
 def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> None:
@@ -317,10 +335,12 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
         if not (out / checkpoint.FILE).exists():
             with session.timed("prepare"):
                 session.algorithm.prepare(server, session.public)
+            session.engine.check_state("server", server.state)
             with session.timed("checkpoint"):
                 checkpoint.write(out, session)  # one to go back to, from the first round on
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
+            session.engine.check_state("server", server.state)
             every, monitor = settings.evaluate.every, settings.evaluate.monitor
             # At the end all protocols run anyway.
             more = monitor is not None or server.round < settings.rounds
@@ -419,14 +439,25 @@ def draw(session: Session, round: int) -> NDArray[np.int64]:
 
 
 def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
-    """Bytes over all clients, for one of them, and by exchange."""
-    up, down = cohort.traffic.up, cohort.traffic.down
+    """Bytes over all clients, for one that took part in every exchange, and by exchange."""
+    moved = cohort.traffic
+    exchanges = {
+        task: {
+            **{"up": moved.up[task], "down": moved.down[task]},
+            **{"replied": len(moved.replied[task]), "reached": len(moved.reached[task])},
+        }
+        for task in moved.down
+    }
+    one = {
+        way: round(sum(for_one(own, way, clients) for own in exchanges.values()))
+        for way in ("up", "down")
+    }
     return {
-        "bytes_up": sum(up.values()),
-        "bytes_down": sum(down.values()),
-        "bytes_up_per_client": round(sum(up.values()) / clients),
-        "bytes_down_per_client": round(sum(down.values()) / clients),
-        "exchanges": {task: {"up": up[task], "down": down[task]} for task in down},
+        "bytes_up": sum(moved.up.values()),
+        "bytes_down": sum(moved.down.values()),
+        "bytes_up_per_client": one["up"],
+        "bytes_down_per_client": one["down"],
+        "exchanges": exchanges,
     }
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fedssl.encoder import ImageEncoder
 
 
-BESIDE = ("sweep.yaml", "table.jsonl", "report.html")  # files in a folder of runs
+LOCK = "lock"  # a file in a run's folder, or a sweep's, held by the process that is at work
+BESIDE = ("sweep.yaml", "table.jsonl", "report.html", LOCK)  # files in a folder of runs
 
 
 class Run:
@@ -156,18 +157,22 @@ class Run:
         return [Run(p.parent) for p in sorted(self.path.glob("baselines/*/config.yaml"))]
 
     def _json(self, name: str, otherwise: Any) -> Any:
-        path = self.path / name
-        if not path.is_file():
-            return otherwise
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: not readable as JSON ({error})") from None
-        if not isinstance(found, type(otherwise)):
-            wanted = "keys and values" if isinstance(otherwise, dict) else "a list"
-            said = json.dumps(found)[:40]
-            raise UserError(f"{path}: holds {said}, not {wanted}; is it of another version?")
-        return found
+        return read_json(self.path / name, otherwise)
+
+
+def read_json(path: Path, otherwise: Any) -> Any:
+    """What a file holds, of the type of ``otherwise``, which stands for a missing one."""
+    if not path.is_file():
+        return otherwise
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(found, type(otherwise)):
+        wanted = "keys and values" if isinstance(otherwise, dict) else "a list"
+        said = json.dumps(found)[:40]
+        raise UserError(f"{path}: holds {said}, not {wanted}; is it of another version?")
+    return found
 
 
 def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

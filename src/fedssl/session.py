@@ -65,6 +65,7 @@ class Session:
     # Each client's accuracy in the last ``judge_clients``, by model.
     client_scores: dict[str, dict[str, float]] = field(default_factory=dict)
     site_names: list[str] | None = None  # of a deployment
+    classes: int | None = None  # that the network was built for, where the data has others
     # The federations of few labels that ``collaborative`` fine-tunes in, by protocol.
     tuned: dict[str, Session] = field(default_factory=dict)
     # Seconds that went elsewhere than into rounds, by what for, since the last line of metrics.
@@ -262,7 +263,7 @@ class Session:
         fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
         images = self.dataset.train.images
         channels = tuple(i.shape[1] for i in images)
-        size, classes = min(images[0].shape[2:]), len(self.dataset.classes)
+        size, classes = min(images[0].shape[2:]), self.classes or len(self.dataset.classes)
         network = build_network(fresh, self.work.objective, channels, size, classes)
         return Flat(network).vector.to(self.work.initial)
 
@@ -427,12 +428,21 @@ def load_data(config: Config, size: int | None = None) -> Dataset:
     return sources.altered(config, datasets.load(config.data, config.seed, size))
 
 
-def prepare(config: Config, trains: bool = True) -> Session:
-    """Load the data, build the network, and refuse what could not run."""
+def prepare(
+    config: Config,
+    trains: bool = True,
+    dataset: Dataset | None = None,
+    classes: int | None = None,
+) -> Session:
+    """Load the data, build the network, and refuse what could not run.
+
+    ``dataset`` is the data where it was loaded already; of ``classes`` see ``assemble``.
+    """
     for spec in config.evaluate.protocols or ():
         parse(spec)  # before images are decoded, which may take long
-    dataset = load_data(config)
-    session = assemble(config, dataset, client_data(config, dataset), trains=trains)
+    dataset = load_data(config) if dataset is None else sources.altered(config, dataset)
+    groups = client_data(config, dataset)
+    session = assemble(config, dataset, groups, trains=trains, classes=classes)
     labels, groups = dataset.train.labels, session.engine.groups
     if labels is not None and bool((labels[groups.members] >= 0).all()):
         census = Census(labels.to(session.work.device), groups, len(dataset.classes))
@@ -449,11 +459,13 @@ def assemble(
     network: Network | None = None,
     trains: bool = True,
     weights: bool = True,
+    classes: int | None = None,
 ) -> Session:
     """A session of data that is here, or of a deployment's server, whose data is elsewhere.
 
     On a site, ``groups`` is its own data alone, one client of the ``federation``'s. Without a
-    ``network`` one is made. What only judges (not ``trains``) need not have the run's clients.
+    ``network`` one is made. What only judges (not ``trains``) need not have the run's clients,
+    nor its ``classes``, which are then how many its head tells apart.
     Without ``weights`` nothing can be run: all is refused that would be, at no cost of memory.
     """
     check_deployment(config)
@@ -474,7 +486,7 @@ def assemble(
         config, groups = pooled(config, groups, size)
         clients = size = 1
     algorithm = algorithm_class(config.algorithm, objective)
-    check_objective(objective, train, config)
+    check_objective(objective, train, config, trains)
     algorithm.check_clients(groups.sizes)
     if federation is None:
         check_cohort(config, objective, groups, size)
@@ -486,11 +498,12 @@ def assemble(
     if network is None:
         small = min(height, width)
         with torch.device("cpu" if weights else "meta"):
-            network = build_network(config, objective, channels, small, len(dataset.classes))
+            known = classes or len(dataset.classes)
+            network = build_network(config, objective, channels, small, known)
     check_norms(config, network)
     place = device if weights else torch.device("meta")
     work = Workspace(config, network, objective, augmentation, train, place)
-    if len(train):
+    if len(train) and federation is None:  # a site judges nothing
         check_evaluation(config, dataset, objective, held)
     work.compiles = compiles(config, algorithm, work, groups, size)
     average = privacy.average(config, algorithm, clients, size)
@@ -500,7 +513,7 @@ def assemble(
     if compiles_passes(config, engine):
         work.compile_passes()
     check_compiled(config, work)
-    return Session(config, dataset, engine, Server(work), size)
+    return Session(config, dataset, engine, Server(work), size, classes=classes)
 
 
 def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
@@ -688,14 +701,15 @@ def check_cohort(config: Config, objective: Objective, groups: Groups, size: int
         )
 
 
-def check_objective(objective: Objective, train: Split, config: Config) -> None:
-    """Labels where the objective needs them, and a use for every tower."""
+def check_objective(objective: Objective, train: Split, config: Config, trains: bool) -> None:
+    """Labels where the objective trains with them, and a use for every tower."""
     if config.encoder.towers > objective.inputs:
         raise UserError(
             f"encoder.towers={config.encoder.towers}: objective.name={config.objective.name} looks "
             "at one input, so a second tower would learn nothing; use encoder.towers=1"
         )
-    if objective.needs_labels and (train.labels is None or bool((train.labels < 0).any())):
+    labelled = train.labels is not None and bool((train.labels >= 0).all())
+    if objective.needs_labels and trains and not labelled:
         raise UserError(
             f"objective.name={objective.params.name}: needs a label for every training image; "
             "use labelled data, or another objective such as cco"
@@ -711,9 +725,14 @@ def check_norms(config: Config, network: Network) -> None:
         )
 
 
+def deployed(config: Config) -> bool:
+    """Whether clients are real sites."""
+    return config.engine.name == "flower" and config.engine.sites is not None
+
+
 def check_deployment(config: Config) -> None:
     """A deployment's server holds none of its clients' images."""
-    if config.engine.name == "flower" and config.engine.sites is not None:
+    if deployed(config):
         source = getattr(config.partition, "source", "labels")
         if source != "labels":
             raise UserError(

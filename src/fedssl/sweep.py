@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
@@ -17,13 +18,12 @@ from fedssl.config import Config
 from fedssl.data import datasets, sources
 from fedssl.data.dataset import Dataset
 from fedssl.errors import TrainingError, UserError
-from fedssl.files import write_text
+from fedssl.files import LONGEST, write_text, writing
 from fedssl.runs import Run
 from fedssl.session import assemble, client_data
 
 FILE = "sweep.yaml"
 Place = tuple[config.Data, int]  # what data is loaded by, and the seed
-LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
 
 
 def runs(tree: config.Tree) -> dict[str, Config]:
@@ -61,25 +61,36 @@ def sweep(
     ``notes`` are said once all are checked. A run that diverges is said and passed over.
     """
     _check_folder(tree, out, resume)
-    before = _read(out) if resume else None
-    if before is not None:
-        _check_lists(tree, before, out)
-        tree = _in_order(tree, before)
-    settings = runs(tree)
-    waiting = {label: own for label, own in settings.items() if _summary(out / label) is None}
-    for label, own in settings.items():
-        run.check_folder(own, out / label, run.started(out / label))
-    if before is not None:
-        _check_judged(settings, runs(before), settings.keys() - waiting, out)
-    begun = {out / label: own for label, own in settings.items() if run.started(out / label)}
-    _check_images(begun, check(waiting))
-    for folder, own in begun.items():
-        for each in (folder, *(folder / "baselines").glob("*")):
-            if run.started(each):
-                run.note_place(own, each)
-    _write(_placed(tree, next(iter(settings.values()))), out)
-    for note in notes:
-        print(f"fedssl: {note}", file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        held = checkpoint.locked(out / checkpoint.LOCK, f"--out {out}", run.WAIT, "sweep")
+        before = None
+        if resume:  # before it is read: another may be about to add to its lists
+            stack.enter_context(held)
+            before = _read(out)
+            _check_lists(tree, before, out)
+            tree = _in_order(tree, before)
+        settings = runs(tree)
+        waiting = {label: own for label, own in settings.items() if _summary(out / label) is None}
+        for label, own in settings.items():
+            run.check_folder(own, out / label, run.started(out / label))
+        if before is not None:
+            _check_judged(settings, runs(before), settings.keys() - waiting, out)
+        begun = {out / label: own for label, own in settings.items() if run.started(out / label)}
+        check_images(begun, check(waiting))
+        if not resume:  # only now: what is refused leaves no folder
+            stack.enter_context(held)
+            _check_folder(tree, out, resume)  # another may have come and gone
+        note_places(begun)
+        _write(_placed(tree, next(iter(settings.values()))), out)
+        for note in notes:
+            print(f"fedssl: {note}", file=sys.stderr)
+        _work(settings, waiting, out)
+    found = {label: _summary(out / label) for label in settings}
+    return {label: summary for label, summary in found.items() if summary is not None}
+
+
+def _work(settings: Mapping[str, Config], waiting: Collection[str], out: Path) -> None:
+    """One run after another, but for those that are finished."""
     for number, (label, own) in enumerate(settings.items(), 1):
         done = "" if label in waiting else ": finished before"
         print(f"[{number}/{len(settings)}] {label}{done}", file=sys.stderr)
@@ -88,8 +99,6 @@ def sweep(
                 run.run(own, out / label, run.started(out / label))
             except TrainingError as error:
                 print(f"[{number}/{len(settings)}] {label}: {error}", file=sys.stderr)
-    found = {label: _summary(out / label) for label in settings}
-    return {label: summary for label, summary in found.items() if summary is not None}
 
 
 def _check_folder(tree: config.Tree, out: Path, resume: bool) -> None:
@@ -111,6 +120,7 @@ def _check_folder(tree: config.Tree, out: Path, resume: bool) -> None:
         )
     if resume:
         raise UserError(f"--resume: {out} holds no run or sweep; start it without --resume")
+    run.check_alone(out)
 
 
 def _read(out: Path) -> config.Tree:
@@ -180,29 +190,33 @@ def _placed(tree: config.Tree, one: Config) -> config.Tree:
 
 
 def _write(tree: config.Tree, out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(f"--out {out}"):
         write_text(out / FILE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise UserError(
-            f"--out {out}: cannot be written ({error.strerror}); choose another folder"
-        ) from None
 
 
-def _check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
-    """Runs of one table have the same images, those that are finished too."""
+def note_places(begun: Mapping[Path, Config]) -> None:
+    """Write down where the images of runs and their baselines are, finished ones too."""
     for folder, own in begun.items():
-        dataset = next((known for (data, _), known in loaded.items() if data == own.data), None)
-        if dataset is None and run.moved(own, folder):
-            dataset = datasets.load(own.data, own.seed)
-        if dataset is None:
+        for each in (folder, *(folder / "baselines").glob("*")):
+            if run.started(each):
+                with writing(f"--out {each}"):
+                    run.note_place(own, each)
+
+
+def check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
+    """Runs of one table have the same images, those that are finished too."""
+    known = {data: dataset for (data, _), dataset in loaded.items()}
+    for folder, own in begun.items():
+        if own.data not in known and run.moved(own, folder):
+            known[own.data] = datasets.load(own.data, own.seed)
+        if own.data not in known:
             continue
-        if checkpoint.of_other_images(folder, dataset):
+        if checkpoint.of_other_images(folder, known[own.data]):
             raise UserError(
                 f"--resume: the training images are not those of {folder}; put them back as they "
-                "were, or start a new sweep in another folder"
+                "were, or start anew in another folder"
             )
-        run.check_moved(own, folder, dataset)
+        run.check_moved(own, folder, known[own.data])
 
 
 def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:

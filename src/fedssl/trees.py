@@ -86,6 +86,17 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
     return out
 
 
+def misfits(tree: object, name: str) -> Iterator[str]:
+    """What a file cannot hold of ``tree``, which somebody's code made and calls ``name``."""
+    if not isinstance(tree, (Tensor, Mapping)):
+        yield f"{name} is of type {type(tree).__name__}, not a tensor; keep torch.tensor(…)"
+    for key, child in tree.items() if isinstance(tree, Mapping) else ():
+        own = f"{name}[{key!r}]"
+        if not isinstance(key, str) or "/" in key:
+            yield f"{own} has no name that a file can hold; use a text without /"
+        yield from misfits(child, own)
+
+
 def unflatten(flat: dict[str, Tensor]) -> dict[str, Tree]:
     """The inverse of :func:`flatten`."""
     out: dict[str, Tree] = {}

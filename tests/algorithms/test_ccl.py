@@ -447,9 +447,11 @@ def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
     for round in range(2):
         lines.append(run.traffic_line(step(engine, server, round), 3)["exchanges"])
     bank = [8 * 16 * rows for rows in (5, 6, 4)]
-    models = {"up": 3 * (model + momentum + 8), "down": 3 * (model + momentum)}
-    assert lines[0] == {"train": models, "share": {"up": sum(bank), "down": 0}}
-    assert lines[1] == {"train": models, "share": {"up": sum(bank), "down": 2 * sum(bank)}}
+    all = {"replied": 3, "reached": 3}
+    models = {"up": 3 * (model + momentum + 8), "down": 3 * (model + momentum), **all}
+    share = {"up": sum(bank), **all}
+    assert lines[0] == {"train": models, "share": {**share, "down": 0}}
+    assert lines[1] == {"train": models, "share": {**share, "down": 2 * sum(bank)}}
 
 
 def test_kept_layers_of_the_momentum_model_do_not_travel() -> None:

@@ -288,11 +288,13 @@ def test_bytes_of_the_dictionary_stand_beside_those_of_the_model() -> None:
     engine, server = made("algorithm.dictionary=6")
     width = server.state["base"].shape[1]  # type: ignore[union-attr]
     down = 8 * len(server.weights) + len(PUBLIC) * (8 * 8 + 8 * width)
-    models = {"up": 3 * (8 * len(server.weights) + 8), "down": 3 * down}
+    all = {"replied": 3, "reached": 3}
+    models = {"up": 3 * (8 * len(server.weights) + 8), "down": 3 * down, **all}
     rows = 5 + 6 + 4
     for round, held in enumerate((0, rows)):
         line = run.traffic_line(step(engine, server, round), 3)["exchanges"]
-        assert line == {"train": models, "share": {"up": 8 * 16 * rows, "down": 3 * 8 * 16 * held}}
+        share = {"up": 8 * 16 * rows, "down": 3 * 8 * 16 * held, **all}
+        assert line == {"train": models, "share": share}
 
 
 SMALL = (
@@ -535,7 +537,8 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
 def test_a_deployment_says_what_is_shown_to_whom(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"algorithm\.public=5: .* name their folder in data\.root"):
         deploy.init(tmp_path / "app", "default", SITES)
-    deploy.init(tmp_path / "app", "default", [*SITES, f"data.root={tmp_path}"])
+    own = make_images(tmp_path / "own", 5)
+    deploy.init(tmp_path / "app", "default", [*SITES, f"data.root={own}"])
     assert "**5 of these images are public**" in (tmp_path / "app" / "SERVER.md").read_text()
     sites = (tmp_path / "app" / "SITES.md").read_text()
     (line,) = [line for line in sites.splitlines() if "`share`" in line]

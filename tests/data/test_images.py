@@ -208,6 +208,22 @@ def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
         load(tmp_path, tmp_path / "cache", None)
 
 
+def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    save(root / "train/a.png")
+    for name in ("train/b.png", "test/x.png"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("no")
+    parts = {split: rows(root, split) for split in ("train", "test")}
+    said = r"no image for test can be read: test/x\.png \([^,]*\); mend or replace some, or remove"
+    with pytest.raises(UserError, match=said):
+        images.load(root, parts, 8, tmp_path / "cache", "test", {})
+    save(root / "test/y.png")
+    parts["test"] = rows(root, "test")
+    found = images.load(root, parts, 8, tmp_path / "cache", "test", {})
+    assert list(found.unreadable) == ["train/b.png", "test/x.png"]
+
+
 # Sizes
 
 

@@ -121,6 +121,57 @@ def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     assert relative(far.server.weights, near.server.weights) < 1e-10
 
 
+def traffic(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in line if name.startswith(("bytes", "exchanges"))}
+
+
+TASKS = ("locate", "encode", "descend")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_who_is_missing_makes_no_others_bytes_fewer(task: str, tmp_path: Path) -> None:
+    lines = []
+    for tamper in (None, spoiling(lambda r: None, task)):
+        folder = tmp_path / str(len(lines))
+        far, _ = far_session(small("engine.timeout=1"), folder, nodes=5, tamper=tamper)
+        lines.append(traffic(one_round(far, folder)))
+    whole, less = lines
+    assert whole == traffic(one_round(prepare(small()), tmp_path))
+    for name, moved in whole["exchanges"].items():
+        there = 4 if TASKS.index(name) >= TASKS.index(task) else 5
+        assert less["exchanges"][name] == {key: n * there / 5 for key, n in moved.items()}
+    for way in ("up", "down"):
+        one = f"bytes_{way}_per_client"
+        assert less[one] == whole[one] == whole[f"bytes_{way}"] / 5
+
+
+def test_who_refuses_has_got_what_was_sent(tmp_path: Path) -> None:
+    far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(heavier))
+    moved = one_round(far, tmp_path)["exchanges"]["descend"]
+    assert (moved["replied"], moved["reached"]) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("algorithm.name=ccl", "objective.name=moco", "algorithm.features=6"),
+        ("algorithm.name=fedca", "objective.name=simclr", "algorithm.public=5"),
+    ],
+)
+def test_what_travels_with_the_model_and_is_counted_apart(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    epochs = ("algorithm.local_epochs=1", "algorithm.batch=3", "engine.timeout=1")
+    far, grid = far_session(small(*epochs, *words), tmp_path, nodes=5)
+    far.algorithm.prepare(far.server, far.public)
+    one_round(far, tmp_path)
+    whole = one_round(far, tmp_path)["exchanges"]
+    grid.tamper = spoiling(lambda r: None, "train")
+    less = one_round(far, tmp_path)["exchanges"]
+    assert whole["share"]["down"] > 0 and whole["share"]["reached"] == 5
+    assert less == {task: {k: n * 4 / 5 for k, n in own.items()} for task, own in whole.items()}
+
+
 class Without:
     """A cohort in which one client does not answer one task."""
 
@@ -169,6 +220,23 @@ def test_a_task_that_fails_tells_the_kind_of_error_and_no_more(
     monkeypatch.setattr(kind, "encode", fails)
     line = one_round(far, tmp_path)
     assert line["faults"] == {"3": "encode: failed: ValueError"}
+
+
+def test_a_state_that_no_file_holds_is_said_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, _ = far_session(small(), tmp_path, nodes=5)
+    kind = type(far.algorithm)
+    real = kind.encode
+
+    def counts(self: Any, client: Any, *payload: Any) -> Any:
+        if client.id == BAD:
+            client.state["count"] = 1
+        return real(self, client, *payload)
+
+    monkeypatch.setattr(kind, "encode", counts)
+    (said,) = one_round(far, tmp_path)["faults"].values()
+    assert said.startswith("encode: refused: algorithm.name=dcco: client.state['count'] is of type")
 
 
 def site_of(session: Session, folder: Path) -> Site:
@@ -226,7 +294,7 @@ def huge_loss(reply: Message) -> Message:
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [(heavier, "a weight of 1e+12"), (huge_loss, "too large to be averaged")],
+    [(heavier, "put them back as they were, or start"), (huge_loss, "too large to be averaged")],
 )
 def test_a_client_cannot_outweigh_the_others(how: Any, reason: str, tmp_path: Path) -> None:
     far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(how))

@@ -83,6 +83,11 @@ def test_dropouts_cost_only_themselves(step: str, lost: tuple[int, ...], tmp_pat
     assert set(line["faults"]) == {str(k) for k in lost}
     # Who is lost after the masked vector came is in the sum all the same.
     assert line["missing"] == (0 if step == "unmask" else len(lost))
+    # What the lost sent before they went is put on the others: a client's are never less.
+    moved, there = line["exchanges"]["descend"], 5 - line["missing"]
+    vector = 8 * (len(far.server.weights) + 3)  # with the loss, the weight and a check
+    assert (moved["replied"], moved["reached"]) == (there, there)
+    assert vector < moved["up"] / there < vector + 2000
     near = prepare(small("engine.merge=off"))
     cohort = near.engine.cohort(np.arange(5), 0)
     moments = _moments(near, cohort)
@@ -106,7 +111,19 @@ def test_below_the_threshold_the_round_is_skipped(step: str, tmp_path: Path) -> 
     line = one_round(far, tmp_path)
     assert line["skipped"] and torch.equal(far.server.weights, before)
     # The next round is a new sum with new keys.
-    assert any("skipped" in said for said in line["said"])
+    said = "round 1 skipped: encode: 3 clients are left of the 4 that a secure sum needs"
+    assert said in line["said"]
+    assert line["missing"] == (0 if step == "unmask" else 2)
+
+
+def test_what_was_not_sent_is_not_counted(tmp_path: Path) -> None:
+    """A sum that is lost before the vectors moves keys: 64 bytes of each that was there."""
+    far, _ = far_session(
+        small(SECURE, SOON), tmp_path, nodes=5, tamper=silent("keys", 1, 2, task="encode")
+    )
+    line = one_round(far, tmp_path)
+    assert line["exchanges"] == {"encode": {"up": 192, "down": 0, "replied": 3, "reached": 3}}
+    assert line["bytes_up_per_client"] == 64
 
 
 def test_a_spoiled_vector_skips_the_round(tmp_path: Path) -> None:

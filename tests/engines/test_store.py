@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedssl import files
 from fedssl.engines.codec import Malformed
+from fedssl.engines.site import describe
 from fedssl.engines.store import History, Store
+from fedssl.errors import UserError
 
 FIRST = History(("a",), (0,), 0)
 
@@ -108,3 +111,16 @@ def test_a_state_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(Malformed, match="not finite"):
         store.save(7, {"it": torch.tensor(float("nan"))}, 1, FIRST)
     assert kept(store, 1, FIRST) == 1
+
+
+def test_a_full_disk_is_no_reason_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(UserError, match=r"No space left on device.*; make room$") as caught:
+        put(Store(tmp_path), 0, FIRST, 1)
+    assert str(tmp_path) in describe(caught.value, far=False)  # a simulation hides nothing
+    assert str(tmp_path) not in describe(caught.value)

@@ -54,7 +54,7 @@ def test_files_that_lie_beside_runs_are_passed_over(
 ) -> None:
     for seed in (0, 1):
         made(tmp_path / f"seed={seed}", (f"seed={seed}",), scored(81))
-    for name in ("sweep.yaml", "table.jsonl", "report.html"):
+    for name in ("sweep.yaml", "table.jsonl", "report.html", "lock"):
         (tmp_path / name).touch()
     everything = [str(path) for path in sorted(tmp_path.iterdir())]
     assert main([command, *everything]) == 0

@@ -44,9 +44,8 @@ def test_what_a_metrics_file_becomes(tmp_path: Path) -> None:
         line(2, mu={"0": 0.25, "7": 0.75}, odd="text", linear_top1=60.0),
     )
     history = curves.read(Run(made(tmp_path / "a", (), None, lines)))
-    assert (history.rounds, history.asked, history.exchanges) == (
-        2, 4, {"train": {"up": 10, "down": 14, "rounds": 2, "asked": 4}},
-    )  # fmt: skip
+    moved = curves.Moved(10, 14, 2.5, 3.5, 2)
+    assert (history.rounds, history.exchanges, history.moved) == (2, {"train": moved}, moved)
     assert set(history.plain) == {"loss", "images_per_second", "epsilon", "linear_top1"}
     panels = {panel["of"][0]: panel for panel in curves.panels([("a", history)])}
     assert list(panels) == ["loss", "linear_top1", "mu", "images_per_second", "epsilon"]

@@ -68,8 +68,8 @@ def test_every_algorithm_gets_its_page(name: str, tmp_path: Path) -> None:
 
 def test_bytes_are_sums_and_shares(tmp_path: Path) -> None:
     path = made(tmp_path / "a", WORDS["fedavg"], None, lines(WORDS["fedavg"]))
-    own = sheet_of(path).exchanges[0]
-    assert (own.rounds, own.up, own.down) == (2, 2000, 60)
+    moved = sheet_of(path).exchanges[0].moved
+    assert (moved.rounds, moved.up, moved.down) == (2, 2000, 60)
     text = report.write([path], None).read_text()
     row = re.search(r"<code>train</code>.*?</tr>", text, re.S)
     assert row is not None and "<td class=n>200 B</td><td class=n>6 B</td>" in row[0]
@@ -83,7 +83,6 @@ def test_an_exchange_of_one_round_is_shared_by_those_asked_for_it(tmp_path: Path
         for k, more in ((1, {"locate": once}), (2, {}), (3, {}))
     )
     path = made(tmp_path / "a", WORDS["dcco"], None, rounds)
-    assert {own.name: own.asked for own in sheet_of(path).exchanges} == {"locate": 32, "encode": 96}
     text = report.write([path], None).read_text()
     shares = {
         name: re.findall(r"<td class=n>([^<]*)</td>", row)
@@ -92,12 +91,50 @@ def test_an_exchange_of_one_round_is_shared_by_those_asked_for_it(tmp_path: Path
     assert shares == {"locate": ["1", "1.0 kB", "2 B"], "encode": ["3", "10 B", "1 B"]}
 
 
+def test_who_was_missing_makes_no_reply_smaller(tmp_path: Path) -> None:
+    """A client's bytes are those of a client that sent some, in a round that was not cut short."""
+    rounds = (
+        {"train": {"up": 900, "down": 600, "replied": 3, "reached": 3}},
+        {"train": {"up": 600, "down": 400, "replied": 2, "reached": 2}},
+        {"train": {"up": 20, "down": 0, "replied": 2, "reached": 0}},  # a secure sum that was lost
+        {"train": {"up": 0, "down": 0, "replied": 0, "reached": 0}},
+    )
+    lines = tuple({"round": k, "clients": 3, "exchanges": own} for k, own in enumerate(rounds, 1))
+    path = made(tmp_path / "a", WORDS["fedavg"], None, lines)
+    moved = sheet_of(path).exchanges[0].moved
+    assert (moved.one_up, moved.one_down, moved.up, moved.down) == (300, 200, 1520, 1000)
+    row = re.search(r"<code>train</code>.*?</tr>", report.write([path], None).read_text(), re.S)
+    assert row is not None and "<td class=n>300 B</td><td class=n>200 B</td>" in row[0]
+
+
+def test_a_client_of_a_round_of_several_exchanges(tmp_path: Path) -> None:
+    own = {
+        "encode": {"up": 30, "down": 3, "replied": 3, "reached": 3},
+        "descend": {"up": 40, "down": 4, "replied": 2, "reached": 2},
+    }
+    lines = ({"round": 1, "clients": 3, "exchanges": own},)
+    text = report.write([made(tmp_path / "a", WORDS["dcco"], None, lines)], None).read_text()
+    row = re.search(r"<td>all</td>.*?</tr>", text, re.S)
+    assert row is not None and "<td class=n>1</td><td class=n>30 B</td><td class=n>3 B" in row[0]
+
+
 def test_secure_sums(tmp_path: Path) -> None:
     words = (*WORDS["fedavg"], "engine.name=flower", "privacy.secure=true")
     found = sheet_of(made(tmp_path / "a", words, None, lines(words)))
     assert found.verdict == "No image left a client; the server learned only sums over the clients."
     assert [own.kind for own in found.exchanges] == ["masked"]
-    assert found.protection[0][1].startswith("yes") and "67%" in found.protection[0][1]
+    said = found.protection[0][1]
+    assert said.startswith("yes") and said.endswith("at least 4 of the 5 clients of a round answer")
+    early = dict(sheet_of(made(tmp_path / "b", words)).protection)["Secure sum"]
+    assert early.endswith("at least 67% of a round's clients, and three, answer")
+
+
+def test_of_three_sites_a_secure_sum_needs_all(tmp_path: Path) -> None:
+    words = ("engine.name=flower", "engine.sites=3", "cohort.size=null", "privacy.secure=true")
+    own = {"round": 1, "clients": 3, "exchanges": {"encode": {"up": 1, "down": 1}}}
+    found = sheet_of(made(tmp_path / "a", words, None, (own,)))
+    assert "at least 3 of the 3 clients" in dict(found.protection)["Secure sum"]
+    assert any("if at least 3 of a round's 3 sites answer" in note for note in found.notes)
 
 
 def test_noise_and_what_it_spent(tmp_path: Path) -> None:
@@ -115,6 +152,7 @@ def test_noise_and_what_it_spent(tmp_path: Path) -> None:
         "differentially private for a client's whole data; the server itself is trusted."
     )
     assert all("and the server adds noise before use" in own.seen for own in found.exchanges)
+    assert exchanges.PUBLISHED in found.notes
 
 
 @pytest.mark.parametrize(
@@ -158,6 +196,7 @@ def test_alone_a_client_sends_its_loss(tmp_path: Path) -> None:
 def test_without_either_it_says_no(tmp_path: Path) -> None:
     found = sheet_of(made(tmp_path / "a", WORDS["fedavg"], None, lines(WORDS["fedavg"])))
     assert [text for _, text in found.protection] == ["no", "no"]
+    assert exchanges.PUBLISHED not in found.notes
     assert "replies that it could have looked at" in found.verdict
     assert exchanges.ONE_PROCESS in found.notes
 
@@ -188,7 +227,7 @@ def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
     assert exchanges.ONE_PROCESS not in notes
     assert any("Besides the table, before training" in n and "folder's name" in n for n in notes)
     assert any("Besides the table, with each reply" in n and "the loss" in n for n in notes)
-    assert any("it may name a folder or a file" in note for note in notes)
+    assert any("names no file of the site" in note for note in notes)
     text = report.write([path], None).read_text()
     assert "the images are at their sites" in text and '"sizes":[7,9]' in text
 

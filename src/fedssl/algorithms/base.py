@@ -128,6 +128,8 @@ class Traffic:
 
     up: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     down: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    replied: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # whose up is
+    reached: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # and down
     missing: int = 0
     faults: dict[int, str] = field(default_factory=dict)  # why a client's reply did not count
 
@@ -225,9 +227,7 @@ class Cohort(ABC):
             pass
         except TooFewReplies as error:
             lost = error
-        self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0])
-        if lost is not None:
-            raise lost
+        self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0], lost)
         return result
 
     def gather(self, task: str, *payload: Any, log: bool = False) -> dict[int, Any]:
@@ -245,22 +245,43 @@ class Cohort(ABC):
         for ids, _, reply in asked:
             replies[int(ids[0])] = reply
             self._count_up(task, reply, 1)
+        answered = np.array(sorted(replies), dtype=np.int64)
         if log:  # a line that does not come takes nobody out of the round
-            self.traffic.down[task] += 0
-            return replies
-        self._close(task, payload, np.array(sorted(replies), dtype=np.int64))
+            self._count(task, payload, answered)
+        else:
+            self._close(task, payload, answered)
         return replies
 
-    def _close(self, task: str, payload: tuple[Any, ...], answered: NDArray[np.int64]) -> None:
-        """Count what was sent, drop who did not answer, and stop if too few are left."""
-        if self._counts:
-            self.traffic.down[task] += self._payload_bytes(payload)
+    def _close(
+        self,
+        task: str,
+        payload: tuple[Any, ...],
+        answered: NDArray[np.int64],
+        lost: TooFewReplies | None = None,
+    ) -> None:
+        """Count what was sent, drop who did not answer, and stop if too few are left.
+
+        Where the replies gave no mean, the reason is that of ``lost``.
+        """
+        self._count(task, payload, answered)
         self.traffic.missing += len(self.ids) - len(answered)
         self.ids = answered
+        if lost is not None:
+            raise lost
         if len(answered) < self.minimum:
             raise TooFewReplies(
                 f"{len(answered)} replies to {task}, fewer than cohort.minimum={self.minimum}"
             )
+
+    def _reached(self) -> NDArray[np.int64]:
+        """Who got what was asked last: all, unless messages can be lost."""
+        return self.ids
+
+    def _count(self, task: str, payload: tuple[Any, ...], answered: NDArray[np.int64]) -> None:
+        if self._counts:
+            self.traffic.down[task] += self._payload_bytes(payload)
+            self.traffic.replied[task].update(answered.tolist())
+            self.traffic.reached[task].update(self._reached().tolist())
 
     def _count_up(self, task: str, reply: Tree, clients: int) -> None:
         if self._counts:
@@ -268,15 +289,15 @@ class Cohort(ABC):
 
     def _payload_bytes(self, payload: tuple[Any, ...]) -> int:
         """What goes down; a tensor that clients already have from this round is not sent again."""
-        total = 0
+        total, reached = 0, self._reached()
         for item in payload:
             if isinstance(item, PerClient):
-                total += sum(count_bytes(item.values[int(i)]) for i in self.ids)
+                total += sum(count_bytes(item.values[int(i)]) for i in reached)
                 continue
             for leaf in leaves(item):
                 if not any(leaf is sent for sent in self._sent):
                     self._sent.append(leaf)
-                    total += count_bytes(leaf) * len(self.ids)
+                    total += count_bytes(leaf) * len(reached)
         return total
 
 

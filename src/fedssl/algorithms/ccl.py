@@ -148,9 +148,11 @@ class CCL(Algorithm):
         if server.census is not None:
             server.state["classes"] = {**classes, **{k: self.classes(server, int(k)) for k in new}}
         # Banks travel with the models of `train`, and are counted with those that come back.
-        down, sent = cohort.traffic.down, sum(map(count_bytes, remote.values()))
-        down["train"] -= sent
-        down["share"] += sent
+        traffic = cohort.traffic
+        sent = sum(count_bytes(remote[k]) for k in traffic.reached["train"])
+        traffic.down["train"] -= sent
+        traffic.down["share"] += sent
+        traffic.reached["share"] |= traffic.reached["train"]
 
     def others(self, banks: Mapping[str, Tensor], client: int, like: Tensor) -> Tensor:
         """Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2), in the order of the clients."""

@@ -126,7 +126,7 @@ class FedCA(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Model and dictionary down, models up and averaged, each client's projections up."""
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
-        dictionary, asked = self.joined(banks, server.weights), len(cohort.ids)
+        dictionary, traffic = self.joined(banks, server.weights), cohort.traffic
         shown = [server.state[name] for name in ("public", "base") if self.params.align]
         server.apply(cohort.mean("train", server.sent, dictionary, *shown))
         if not self.params.dictionary:
@@ -134,9 +134,10 @@ class FedCA(Algorithm):
         cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
         server.state["banks"] = {**banks, **finite(cohort.gather("share"), server)}
         # It travels with the model of `train`, and is counted with the projections that come back.
-        down, sent = cohort.traffic.down, asked * count_bytes(dictionary)
-        down["train"] -= sent
-        down["share"] += sent
+        sent = len(traffic.reached["train"]) * count_bytes(dictionary)
+        traffic.down["train"] -= sent
+        traffic.down["share"] += sent
+        traffic.reached["share"] |= traffic.reached["train"]
 
     def joined(self, banks: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The dictionary: all banks, in the order of the clients; empty before the first ones."""

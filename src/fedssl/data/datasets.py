@@ -62,7 +62,8 @@ def load(data: config.Data, seed: int = 0, size: int | None = None) -> Dataset:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         key = f"data.size={data.size}" if size is None else f"evaluate.size={size}"
-        raise UserError(f"{key}: images of that size do not fit into memory; lower it") from None
+        text = f"{key}: images of that size do not fit into memory; lower it"
+        raise UserError(text, text) from None
     if data.labels is not None:
         dataset = _keep_labels(dataset, data.labels, seed)
     if data.halves:
@@ -169,11 +170,12 @@ def _check(data: config.Data) -> None:
         root = _root(data)
         if not root.exists():
             full = "" if root.is_absolute() else f" (looked for {root.absolute()})"
-            raise UserError(f"data.root={data.root}: no such folder{full}")
+            raise UserError(f"data.root={data.root}: no such folder{full}", "no such folder")
         if not root.is_dir():
-            raise UserError(f"data.root={data.root}: a file, not a folder")
+            raise UserError(f"data.root={data.root}: a file, not a folder", "a file, not a folder")
         if not os.access(root, os.R_OK | os.X_OK):
-            raise UserError(f"data.root={data.root}: not readable; change its permissions")
+            text = "not readable; change its permissions"
+            raise UserError(f"data.root={data.root}: {text}", text)
 
 
 def _root(data: config.Data) -> Path:
@@ -586,6 +588,22 @@ def _splits(root: Path) -> dict[str, str]:
     return {"train": ""}
 
 
+def check_whole(data: config.Data) -> None:
+    """Refuse a site's folder of which a part would be left out: nobody there sees our notes."""
+    root = _root(data)
+    used = ("train", "test", *UNUSED)  # or known not to be, as everywhere
+    if not (root / "train").is_dir():
+        return
+    files, _ = images.find(root)
+    lost = [file.path for file in files if file.path.split("/")[0] not in used]
+    if lost:
+        text = f"{len(lost)} images are not below train/, and only those in there would be used"
+        fix = "move them there, or rename train"
+        raise UserError(
+            f"data.root={data.root}: {text} ({images.few(lost, 3)}); {fix}", f"{text}; {fix}"
+        )
+
+
 def unused(data: config.Data) -> Iterator[str]:
     """A line for a folder beside train/ that many data sets have, and nothing here looks into."""
     root = _root(data)
@@ -655,7 +673,8 @@ def _check_found(data: config.Data, split: str, part: _Found, levels: tuple[str,
         pairs = "pairs of " if data.name == "paired" else ""
         raise UserError(
             f"data.root={data.root}: no {pairs}images for {split} (any format that Pillow reads, "
-            "at any depth); fill it or give another folder"
+            "at any depth); fill it or give another folder",
+            f"no {pairs}images for {split}",
         )
     for row, within in zip(part.rows, part.within, strict=True):
         for name in within[: len(levels)]:
@@ -663,7 +682,8 @@ def _check_found(data: config.Data, split: str, part: _Found, levels: tuple[str,
         if len(within) < len(levels):
             raise UserError(
                 f"data.levels={','.join(levels)}: {row[0].path} lies in no "
-                f"{levels[len(within)]} folder; move it into one or change data.levels"
+                f"{levels[len(within)]} folder; move it into one or change data.levels",
+                f"data.levels={','.join(levels)}: an image lies in no {levels[len(within)]} folder",
             )
     for depth, level in enumerate(levels, start=1):
         used = {within[:depth] for within in part.within}
@@ -692,15 +712,15 @@ def _complain(
     """Refuse files that cannot be read or, if they may be left out, say what is then missing."""
     if not unreadable:
         return
-    text = f"{len(unreadable)} of {total} images below {data.root}"
+    text, fix = f"{len(unreadable)} of {total} images", "data.corrupt=skip leaves such files out"
     names = images.listed(unreadable)
     if data.corrupt == "fail":
         raise UserError(
-            f"data.corrupt=fail: {text} cannot be read: {names}; "
-            "data.corrupt=skip leaves such files out"
+            f"data.corrupt=fail: {text} below {data.root} cannot be read: {names}; {fix}",
+            f"data.corrupt=fail: {text} cannot be read; {fix}",
         )
     gone = f"; no image is left in {images.few(emptied, EMPTIED)}" if emptied else ""
-    print(f"warning: left out {text}: {names}{gone}", file=sys.stderr)
+    print(f"warning: left out {text} below {data.root}: {names}{gone}", file=sys.stderr)
 
 
 def _readable(part: _Found, unreadable: Mapping[str, str]) -> _Found:

@@ -84,7 +84,8 @@ def find(root: Path, below: str = "", key: str = "data.root") -> tuple[list[File
     except OSError as error:
         raise UserError(
             f"{key}: cannot list {error.filename or root / below} ({error.strerror}); "
-            "make it readable or move it away"
+            "make it readable or move it away",
+            "cannot list a folder",
         ) from None
     return sorted(files), sorted(folders)
 
@@ -284,7 +285,8 @@ def _own_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> int:
     more = f" and {len(sizes) - len(seen)} more sizes" if len(sizes) > len(seen) else ""
     raise UserError(
         f"data.size is not set and the images below {root} are not of one square size "
-        f"({text}{more}); set it, for example data.size={min(64, width, height)}"
+        f"({text}{more}); set it, for example data.size={min(64, width, height)}",
+        "data.size is not set and the images are not of one square size; set it",
     )
 
 
@@ -385,20 +387,24 @@ def _build(
         size = size or _own_size(pool, root, list(itertools.chain.from_iterable(splits.values())))
         work = functools.partial(_decode_rows, root, size)
         for split, rows in splits.items():
+            lost: dict[str, str] = {}
             with contextlib.ExitStack() as stack:
                 paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
                 arrays = [stack.enter_context(ArrayFile(path, cache)) for path in paths]
                 for part, (blocks, bad) in zip(
                     _chunks(rows), _in_order(pool, work, _chunks(rows)), strict=True
                 ):
-                    unreadable.update(bad)
+                    lost.update(bad)
                     for array, block in zip(arrays, blocks, strict=True):
                         array.append(block)
                     update(len(part))
             if not arrays[0].count:
                 raise UserError(
-                    f"data.root={root}: no image for {split} can be read: {listed(unreadable)}"
+                    f"data.root={root}: no image for {split} can be read: {listed(lost)}; mend or "
+                    "replace some, or remove them all",
+                    f"no image for {split} can be read",
                 )
+            unreadable.update(lost)
     return {"root": str(root.resolve()), "size": size, "unreadable": unreadable}
 
 
@@ -489,7 +495,8 @@ def writing(cache: Path) -> Iterator[None]:
         reason = "the disk is full" if full else f"cannot write there ({error.strerror or error})"
         raise UserError(
             f"data.cache={cache}: {reason}; set data.cache to a folder "
-            f"{'on a disk with room' if full else 'that you may write to'}"
+            f"{'on a disk with room' if full else 'that you may write to'}",
+            f"its cache: {'the disk is full' if full else 'cannot be written'}",
         ) from None
 
 

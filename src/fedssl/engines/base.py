@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fedssl.algorithms.base import Algorithm, Average, Cohort
 from fedssl.data.dataset import Groups
+from fedssl.errors import UserError
+from fedssl.trees import misfits
 from fedssl.workspace import Workspace
 
 
@@ -58,6 +60,12 @@ class Engine(ABC):
     @abstractmethod
     def cohort(self, ids: NDArray[np.int64], round: int) -> Cohort:
         """The clients of one round."""
+
+    def check_state(self, whose: str, state: object) -> None:
+        """What an algorithm keeps fits into files: told at once, not at the next checkpoint."""
+        for problem in misfits(state, f"{whose}.state"):
+            where = f"algorithm.name={self.algorithm.params.name}"
+            raise UserError(f"{where}: {problem}, then continue with --resume")
 
     def open(self, out: Path) -> None:
         """Before a run: where its files go."""

@@ -19,9 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedssl import __version__, deploy, loggers
 from fedssl import config as configuration
 from fedssl.checkpoint import LOCK, locked
 from fedssl.config import Config
+from fedssl.data import datasets
 from fedssl.deployment import (
     SENT,
     Introduction,
@@ -38,6 +40,7 @@ from fedssl.engines.remote import RemoteEngine
 from fedssl.engines.site import Reply, Request, SecureStep, Site, describe
 from fedssl.engines.store import History
 from fedssl.errors import TrainingError, UserError
+from fedssl.files import write_text, writing
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -312,7 +315,6 @@ def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
     from flwr.clientapp import ClientApp
 
     text = recipe.read_text(encoding="utf-8") if isinstance(recipe, Path) else recipe
-    algorithm = configuration.variant("algorithm", _config(text).algorithm.name)
     here = Path.cwd()
     app = ClientApp()
 
@@ -322,7 +324,7 @@ def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
         asked: dict[str, Any] = {}
 
         def fault(error: Exception) -> RecordDict:
-            said = Reply(fault=describe(error))
+            said = Reply(fault=describe(error, states is None))
             return write_replies(dict.fromkeys(_clients(message.content), said))
 
         try:
@@ -339,10 +341,19 @@ def client_app(recipe: Path | str, states: Path | None = None) -> ClientApp:
         content = _recorded(_introduce(text, context), context, {"task": HELLO}, _cannot)
         return Message(content, reply_to=message)
 
-    for task in (*algorithm.means, *algorithm.gathers, *algorithm.logs):
+    for task in _tasks(text):
         app.train(task)(work)
     app.query(HELLO)(hello)
     return app
+
+
+def _tasks(text: str) -> tuple[str, ...]:
+    """What a site is asked for; nothing, where it cannot read the recipe, as its hello says."""
+    try:
+        algorithm = configuration.variant("algorithm", _config(text).algorithm.name)
+    except Exception:  # Flower would send its text, and there would be no record of it
+        return ()
+    return (*algorithm.means, *algorithm.gathers, *algorithm.logs)
 
 
 def _site(text: str, states: Path | None, context: Context, request: Request) -> Site:
@@ -361,20 +372,23 @@ def _data(context: Context) -> str:
 
 def _introduce(text: str, context: Context) -> RecordDict:
     """A site's answer to the server's first question."""
-    from flwr.app import ConfigRecord, RecordDict
-
     try:
         data = _data(context)
         facts = json.dumps(asdict(introduce(_session(text, data), data)))
     except Exception as error:
         return _cannot(error)
-    return RecordDict({HELLO: ConfigRecord({"facts": facts})})
+    return _greeting("facts", facts)
 
 
 def _cannot(error: Exception) -> RecordDict:
+    return _greeting("fault", describe(error))
+
+
+def _greeting(what: str, text: str) -> RecordDict:
+    """With the version, which may be why something is wrong."""
     from flwr.app import ConfigRecord, RecordDict
 
-    return RecordDict({HELLO: ConfigRecord({"fault": describe(error)})})
+    return RecordDict({HELLO: ConfigRecord({"version": __version__, what: text})})
 
 
 def _clients(content: RecordDict) -> list[int]:
@@ -518,13 +532,28 @@ class SiteMail(Mail):
         self.sites = sites or []
         self.met: dict[int, Introduction] = {}  # node → who is there
         self.failed: dict[int, tuple[float, str]] = {}  # node → when it was asked in vain, and why
+        self.idle: set[str] = set()  # who came and was not needed
 
     def place(self, clients: list[int]) -> dict[int, int]:
         """The nodes of the sites that are connected; a site that restarted has a new one."""
         self.meet()
         nodes = {site.site: node for node, site in self.met.items()}
+        for site in self.met.values():
+            if site.site not in {*self.idle, *(own.site for own in self.sites)}:
+                self.idle.add(site.site)
+                _say(self._idle(site))
         ids = {k: self.sites[k].site for k in clients}
         return {k: nodes[site] for k, site in ids.items() if site in nodes}
+
+    def _idle(self, site: Introduction) -> str:
+        """Why a site is here and not asked: a run's sites are those that it started with."""
+        line = f"site {site.name} has nothing to do: the run has its {len(self.sites)} sites"
+        if site.name not in {own.name for own in self.sites}:
+            return line
+        return (
+            f"{line}, and their {site.name} is another; if it is the same, its FEDSSL_STATE is new "
+            "or its folder was moved: bring that back, or start a new run"
+        )
 
     def meet(self, timeout: float = LONGEST_GREETING) -> None:
         """Ask nodes that are new who they are, and forget those that are gone.
@@ -570,9 +599,17 @@ class SiteMail(Mail):
                     f"{len(found)} of {count} sites came within engine.timeout={timeout:g} seconds "
                     f"({names}"
                     + (f"; {twice} more with the same folder on the same machine" if twice else "")
-                    + "); start the others, then run again"
+                    + f"); {self._remedy(count - len(found))}, then run again"
                 )
             time.sleep(1.0)
+
+    def _remedy(self, lacking: int) -> str:
+        """What brings the sites that are lacking: to start more is no help if all are there."""
+        nodes = set(self.grid.get_node_ids())
+        refused = [node for node in self.failed if node in nodes]
+        if len(refused) < lacking:
+            return "start the others"
+        return f"{len(refused)} cannot take part, as said above; mend that"
 
 
 def _introduction(content: RecordDict | str) -> Introduction | str:
@@ -581,6 +618,9 @@ def _introduction(content: RecordDict | str) -> Introduction | str:
         return content
     try:
         facts = content.config_records[HELLO]
+        version = str(facts.get("version", "of an older version"))[:40]
+        if version != __version__:
+            return f"has fedssl {version}, the server {__version__}: install the same"
         if "fault" in facts:
             return str(facts["fault"])[:300]
         known = json.loads(str(facts["facts"]))
@@ -602,10 +642,11 @@ def server_app(recipe: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        settings = _config(recipe.read_text(encoding="utf-8"))
-        out, resume = Path(str(context.run_config["out"])), bool(context.run_config["resume"])
+        out, resume = Path(str(context.run_config["out"])), context.run_config["resume"]
         try:
-            serve(grid, settings, out, resume)
+            if not isinstance(resume, bool):
+                raise UserError(f"resume={json.dumps(resume)}: must be true or false, unquoted")
+            serve(grid, _config(recipe.read_text(encoding="utf-8")), out, resume)
         except Interrupted:
             _say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")
             raise
@@ -650,7 +691,12 @@ def alone(out: Path, resume: bool) -> Iterator[None]:
 def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
     from fedssl.run import carry_out, check_folder
 
-    check_folder(settings, out, resume)
+    kept, own = deploy.keep(settings, out)
+    check_folder(kept, out, resume)
+    # What would only be refused when the sites have come, or the run's folder is made.
+    loggers.require(settings)
+    if settings.data.root is not None:
+        datasets.load(settings.data, settings.seed)
     mail, wait = SiteMail(grid), settings.engine.timeout
     if resume:
         mail.sites = read_sites(out)
@@ -662,4 +708,7 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     session = server_session(settings, mail.sites)
     assert isinstance(session.engine, RemoteEngine)
     session.engine.transport = mail
-    return carry_out(session, settings, out, resume)
+    with writing(f"out={out}"):
+        for path, text in own.items():
+            write_text(path, text)
+    return carry_out(session, kept, out, resume)

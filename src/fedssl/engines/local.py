@@ -114,6 +114,7 @@ class LocalCohort(Cohort):
             share = 1.0
             self.engine.check_reply(task, reply)
             if len(ids) == 1:
+                self.engine.check_state("client", client.state)
                 self.engine.states[int(ids[0])] = client.state
             if weight is not None:
                 share, reply = self.average.contribute(task, client.weight, reply, weight)

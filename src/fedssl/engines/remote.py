@@ -120,6 +120,7 @@ class RemoteCohort(Cohort):
         self.exchange = 0
         self.half = (CHANGE,) if engine.work.config.engine.updates == "fp16" else ()
         self._where: list[tuple[Tensor, tuple[int, str]]] = []  # tensors that clients have
+        self._heard: list[int] = []  # who answered the last exchange, if only to refuse
 
     def ask(
         self, task: str, payload: tuple[Any, ...], weight: Weight | None
@@ -151,15 +152,16 @@ class RemoteCohort(Cohort):
             lost = TooFewReplies(f"{task}: {error}")
         except TooFewReplies as error:
             lost = error
-        self._close(task, payload, np.array(answered, dtype=np.int64))
-        if lost is not None:
-            raise lost
+        self._close(task, (), np.array(answered, dtype=np.int64), lost)
         return result
 
     def _secure_mean(
         self, task: str, payload: tuple[Any, ...], weight: Weight, answered: list[int]
     ) -> Tree:
-        """The mean from the decoded sum; ``answered`` is filled with whose replies are in it."""
+        """The mean from the decoded sum; ``answered`` is filled with whose replies are in it.
+
+        Of a sum that is lost before: with those that were still there.
+        """
         from fedssl.privacy import secure
 
         like = self._like(task, weight)
@@ -169,12 +171,15 @@ class RemoteCohort(Cohort):
         sums = secure.Unmasker(map(int, self.ids), context, least, secure.size(like))
         for step in secure.STEPS:
             asked = SecureStep(step, context, least, sums.ask())
-            self._count_messages(task, asked.messages.values(), up=False)
-            held = payload if step == "masked" else ()
+            held, before = (payload if step == "masked" else ()), self._heard
             replies = self._exchange(task, held, weight, sorted(asked.messages), asked)
+            self._count_messages(task, (asked.messages[k] for k in self._heard), up=False)
+            self.traffic.down[task] += self._payload_bytes(held)
             taken = [k for k in sorted(replies) if self._take(sums, task, k, replies.pop(k), step)]
-            if step == "masked":
-                answered.extend(taken)
+            if step == "unmask":  # who is lost now is in the sum all the same
+                self._heard = before
+            else:
+                answered[:] = taken
         total, share = secure.decode(sums.total(), like)
         if share <= 0:
             raise TooFewReplies(f"{task}: the clients' weights add up to {share:g}")
@@ -200,6 +205,10 @@ class RemoteCohort(Cohort):
             self._fault(client, f"{task}, {step}: {error}")
             return False
         return True
+
+    def _reached(self) -> NDArray[np.int64]:
+        """Those that answered: whether others got the message, nobody can tell."""
+        return np.array(self._heard, dtype=np.int64)
 
     def _fault(self, client: int, reason: str) -> None:
         """Why a client's reply does not count; its own words may be anything."""
@@ -227,6 +236,8 @@ class RemoteCohort(Cohort):
         requests = self._requests(task, payload, weight, places, secure)
         got = transport.send(requests, self.engine.work.config.engine.timeout)
         answers: dict[int, Reply] = {}
+        heard = {node for node, said in got.items() if not isinstance(said, str)}
+        self._heard = [k for k in clients if places.get(k) in heard]
         for client in clients:
             if client not in places:
                 self._fault(client, f"{task}: not connected")
@@ -328,8 +339,11 @@ class RemoteCohort(Cohort):
         size = int(self.engine.groups.sizes[client])
         samples = self.engine.work.plan.contributing(size)
         due = self.average.contribute(task, samples, like, weight)[0]
-        if not share == due:
-            raise Malformed(f"a weight of {share:g} where there should be {due:g}")
+        if share != due:
+            raise Malformed(
+                f"a weight of {share:g} where there should be {due:g}: the number of its images is "
+                "not that of the run's start; put them back as they were, or start a new run"
+            )
 
     def _count_up(self, task: str, reply: Tree, clients: int) -> None:
         """Bytes as they travel."""

@@ -92,7 +92,7 @@ class Site:
             self._allow(request)
             payload = self._payload(request)
         except Exception as error:
-            fault = describe(error)
+            fault = describe(error, self.alone)
             return {client: Reply(fault=fault) for client in request.clients}
         return {client: self._one(client, request, payload) for client in request.clients}
 
@@ -125,7 +125,7 @@ class Site:
             share, reply = self.contribution(client, request, payload)
             return Reply(share, pack(reply, self.half))
         except Exception as error:
-            return Reply(fault=describe(error))
+            return Reply(fault=describe(error, self.alone))
 
     def _secure(
         self, client: int, request: Request, secure: SecureStep, payload: dict[str, Tensor]
@@ -173,6 +173,7 @@ class Site:
         one = Client(session.work, members, ids, sizes, request.round, lr, state)
         reply = getattr(session.algorithm, request.task)(one, *_arguments(request, payload, client))
         if request.task not in session.algorithm.logs:
+            session.engine.check_state("client", one.state)
             self.store.save(client, one.state, request.round, request.history)
         if request.weight is None:
             return 1.0, reply
@@ -188,7 +189,7 @@ class Site:
             if int(old.name.split("-")[0]) <= request.round:  # not those of a round that is on
                 shutil.rmtree(old, ignore_errors=True)
         if here:
-            save(place / f"{request.exchange}.safetensors", here, {})
+            save(place / f"{request.exchange}.safetensors", here, {}, "make room")
         for exchange in {number for number, _ in request.known.values()}:
             before = load_file(place / f"{exchange}.safetensors")
             for name, (number, there) in request.known.items():
@@ -244,11 +245,16 @@ def _arguments(request: Request, payload: dict[str, Tensor], client: int) -> lis
     return arguments
 
 
-def describe(error: Exception) -> str:
+def describe(error: Exception, far: bool = True) -> str:
     """Why, for the server: our own lines; of anything else only its kind, since its text may tell
-    of the site's data. The site's log has it all."""
+    of the site's data. The site's log has it all.
+
+    Names of its files do not leave a site that is ``far``: it has ``told`` in place of the line.
+    """
     if isinstance(error, (UserError, Malformed)):
         print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
+        if far and isinstance(error, UserError) and error.told is not None:
+            return f"refused: {error.told}; the site's log says more"
         return f"refused: {error}"
     traceback.print_exception(error, file=sys.stderr)
     return f"failed: {type(error).__name__}"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl import tables
-from fedssl.metrics import is_number
+from fedssl.metrics import for_one, is_number
 from fedssl.runs import Run
 
 POINTS = 1500  # of one curve, at most
@@ -75,6 +75,27 @@ class Curve:
 
 
 @dataclass
+class Moved:
+    """Bytes up and down: over all clients, and a client's in the round with the most.
+
+    In the mean over rounds, one that was cut short would make what a client sends look less.
+    """
+
+    up: int = 0
+    down: int = 0
+    one_up: float = 0.0
+    one_down: float = 0.0
+    rounds: int = 0
+
+    def add(self, round: Moved) -> None:
+        """One more round."""
+        self.rounds += 1
+        self.up, self.down = self.up + round.up, self.down + round.down
+        self.one_up = max(self.one_up, round.one_up)
+        self.one_down = max(self.one_down, round.one_down)
+
+
+@dataclass
 class History:
     """What a run's metrics say: a curve a measure, or several by client, and sums of bytes."""
 
@@ -82,8 +103,8 @@ class History:
     lines: int = 0
     plain: dict[str, Curve] = field(default_factory=dict)
     parts: dict[str, dict[str, Curve]] = field(default_factory=dict)  # by client, or by layer
-    exchanges: dict[str, dict[str, int]] = field(default_factory=dict)
-    asked: int = 0  # clients over all rounds
+    exchanges: dict[str, Moved] = field(default_factory=dict)
+    moved: Moved = field(default_factory=Moved)  # by all exchanges
     last: dict[str, Any] = field(default_factory=dict)
     problem: str = ""  # why the metrics could not be read to their end
 
@@ -108,10 +129,9 @@ def _take(history: History, line: Mapping[str, Any]) -> None:
     history.last = dict(line)
     clients = line.get("clients")
     asked = int(clients) if is_number(clients) else 0
-    history.asked += asked
     for name, value in line.items():
         if name == "exchanges" and isinstance(value, dict):
-            _add_traffic(history.exchanges, value, asked)
+            _add_traffic(history, value, asked)
         elif name in _OTHER:
             continue
         elif isinstance(value, dict):
@@ -137,15 +157,17 @@ def _take_parts(history: History, name: str, round: int, values: Mapping[str, An
             parts.setdefault(key, Curve()).add(round, value)
 
 
-def _add_traffic(total: dict[str, dict[str, int]], line: Mapping[str, Any], asked: int) -> None:
-    """One round's bytes of each exchange, and how many clients were asked for it."""
+def _add_traffic(history: History, line: Mapping[str, Any], asked: int) -> None:
+    """One round's bytes of each exchange."""
+    whole = Moved()
     for task, moved in line.items():
-        own = total.setdefault(str(task), {"up": 0, "down": 0, "rounds": 0, "asked": 0})
-        own["rounds"] += 1
-        own["asked"] += asked
-        for way in ("up", "down"):
-            count = moved.get(way) if isinstance(moved, dict) else None
-            own[way] += int(count) if is_number(count) else 0
+        known = moved if isinstance(moved, dict) else {}
+        up, down = (int(known[w]) if is_number(known.get(w)) else 0 for w in ("up", "down"))
+        own = Moved(up, down, for_one(known, "up", asked), for_one(known, "down", asked))
+        history.exchanges.setdefault(str(task), Moved()).add(own)
+        whole.up, whole.down = whole.up + own.up, whole.down + own.down
+        whole.one_up, whole.one_down = whole.one_up + own.one_up, whole.one_down + own.one_down
+    history.moved.add(whole)
 
 
 def keep(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:

@@ -9,13 +9,20 @@ from typing import Any, Literal
 from fedssl import deploy, plugins
 from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
-from fedssl.report.curves import History
+from fedssl.engines.site import survivors_needed
+from fedssl.metrics import is_number
+from fedssl.report.curves import History, Moved
 from fedssl.runs import Run, section
 
 Kind = Literal["single", "mean", "masked"]
 ONE_PROCESS = (
     "This run was a simulation in one process: nothing left any machine. The table says what the "
     "same recipe sends between sites and server."
+)
+PUBLISHED = (
+    "The (ε, δ) is of the model alone. This page and metrics.jsonl are not covered: numbers of "
+    "images, bytes and missing replies are exact, and may tell who took part in which round. Do "
+    "not publish them."
 )
 ROBUST = (
     "Secure sums are not possible with cohort.average={}: the server has to look at what each "
@@ -31,16 +38,8 @@ class Exchange:
     name: str
     carries: str  # in words
     seen: str  # what of it the server sees
-    rounds: int
-    asked: int  # clients over these rounds
-    up: int  # bytes over all of them
-    down: int
+    moved: Moved
     kind: Kind  # each client's own, means in the open, or sums
-
-    @property
-    def moved(self) -> tuple[int, int]:
-        """Bytes up and down."""
-        return self.up, self.down
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,8 @@ def sheet(run: Run, history: History) -> Sheet:
     """What a run's clients told the server."""
     if run.config is None:
         rows = [
-            Exchange(
-                name, "(not known in this version)", "(not known)", *_cost(history, name), "mean"
-            )
-            for name in history.exchanges
+            Exchange(name, "(not known in this version)", "(not known)", moved, "mean")
+            for name, moved in history.exchanges.items()
         ]
         verdict = "The configuration is of another version: what each exchange carries is not said."
         return Sheet(verdict, rows, [], _protection(run, history, None))
@@ -75,6 +72,8 @@ def sheet(run: Run, history: History) -> Sheet:
         notes.append(f"Declared, and not asked for in this run: {', '.join(unasked)}.")
     if not algorithm.pools_data:
         notes += [*_besides(config, deployed), *_protected(config, algorithm)]
+    if config.privacy.noise is not None:
+        notes.append(PUBLISHED)
     verdict = _verdict(config, algorithm, [own.name for own in rows], history)
     return Sheet(verdict, rows, notes, _protection(run, history, algorithm))
 
@@ -122,16 +121,10 @@ def _names(config: Config, algorithm: Any, history: History) -> list[str]:
     ]
 
 
-def _cost(history: History, name: str) -> tuple[int, int, int, int]:
-    moved = history.exchanges.get(name, {})
-    rounds, asked, up, down = (moved.get(key, 0) for key in ("rounds", "asked", "up", "down"))
-    return rounds, asked, up, down
-
-
 def _exchange(name: str, config: Config, algorithm: Any, history: History) -> Exchange:
     seen, kind = _seen(name, config, algorithm)
     carries = deploy.about(algorithm, name) if _shares(algorithm) else "Its loss, nothing else"
-    return Exchange(name, carries, seen, *_cost(history, name), kind)
+    return Exchange(name, carries, seen, history.exchanges.get(name, Moved()), kind)
 
 
 def _seen(name: str, config: Config, algorithm: Any) -> tuple[str, Kind]:
@@ -201,10 +194,11 @@ def _protection(run: Run, history: History, algorithm: Any) -> list[tuple[str, s
     secure, noise = bool(keys.get("secure")), keys.get("noise")
     rows = [("Secure sum", "no")]
     if secure:
-        share = keys.get("threshold", 0)
-        rows = [
-            ("Secure sum", f"yes: masked with keys of the clients; at least {share:.0%} answer")
-        ]
+        share, asked = keys.get("threshold", 0), history.last.get("clients")
+        least = f"{share:.0%} of a round's clients, and three,"
+        if is_number(asked):
+            least = f"{survivors_needed(share, int(asked))} of the {asked} clients of a round"
+        rows = [("Secure sum", f"yes: masked with keys of the clients; at least {least} answer")]
     if noise is None:
         return [*rows, ("Noise (differential privacy)", "no")]
     rows.append(("Noise (differential privacy)", _noise(keys, algorithm)))

@@ -106,7 +106,7 @@ class Data:
         if self.run.config is None:
             raise Empty(f"its configuration is of another version of fedssl: {self.run.problem}")
         if self.run.config.engine.sites is not None:
-            raise Empty("a deployment: the images are at their sites, and the server has none")
+            raise Empty("a deployment: the images are at their sites, and never come to the server")
         return self.run.config
 
     def dataset(self) -> Dataset:

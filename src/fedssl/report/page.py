@@ -158,11 +158,9 @@ def _tiles(subject: Subject) -> str:
     speed = summary.get("images_per_second")
     note = f"{speed:,.0f} images/s" if is_number(speed) else ""
     tiles.append((f"{rounds:,}", "rounds", note))
-    moved = [
-        sum(each[way] for each in subject.history.exchanges.values()) for way in ("up", "down")
-    ]
-    if any(moved):
-        tiles.append((tables.size(moved[0]), "up in all", f"{tables.size(moved[1])} down"))
+    moved = subject.history.moved
+    if moved.up or moved.down:
+        tiles.append((tables.size(moved.up), "up in all", f"{tables.size(moved.down)} down"))
     cells = "".join(
         f"<div><dd>{escape(value)}</dd><dt>{escape(name)}</dt>"
         f'<dd class="note">{escape(note)}</dd></div>'

@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fedssl import tables
+from fedssl import deploy, tables
 from fedssl.metrics import is_number
 from fedssl.report import compare, curves, exchanges, looks
 from fedssl.runs import Run, section
@@ -20,6 +21,10 @@ from fedssl.runs import Run, section
 MOST_LOOKS = 4  # runs with a map, a gallery and tables of their own
 MOST_NUMBERS = 300  # curves in the table of numbers
 SHOWN = " It shows some test images: send this page only to those who may see them."
+SHARED = (
+    '<p class="hint">A client and round: the mean over the clients whose replies counted (down: '
+    "that answered), in the round with the most.</p>"
+)
 UNLABELED = (
     "Judged without labels. Effective rank: how many directions the features use; higher is "
     "better. Alignment: how far apart two views of an image are; lower is better. Uniformity: how "
@@ -230,7 +235,7 @@ def left(page: Page) -> str:
         body = []
         for subject in rest:
             found = _found(subject)
-            up, down = (sum(getattr(e, way) for e in found.exchanges) for way in ("up", "down"))
+            up, down = subject.history.moved.up, subject.history.moved.down
             said = ", ".join(f"{name}: {text}" for name, text in found.protection)
             cells = (subject.label, found.verdict, said, tables.size(up), tables.size(down))
             body.append([escape(cell) for cell in cells])
@@ -246,9 +251,7 @@ def _found(subject: Subject) -> exchanges.Sheet:
 
 def _sheet(subject: Subject) -> str:
     """The table for a data-protection officer."""
-    history = subject.history
-    found = _found(subject)
-    asked = max(1, history.asked)
+    found, whole = _found(subject), subject.history.moved
     head = [
         "exchange", "what a client sends", "what the server sees", "rounds",
         "up, a client and round", "down, a client and round", "up in all", "down in all",
@@ -257,20 +260,17 @@ def _sheet(subject: Subject) -> str:
         [
             f"<code>{escape(own.name)}</code>", escape(own.carries),
             f'<span class="{own.kind}">{escape(own.seen)}</span>',
-            f"{own.rounds:,}", *(tables.size(each / max(1, own.asked)) for each in own.moved),
-            *map(_bytes, own.moved),
+            *_moved(own.moved),
         ]
         for own in found.exchanges
     ]  # fmt: skip
     if len(body) > 1:
-        up, down = (sum(getattr(own, way) for own in found.exchanges) for way in ("up", "down"))
-        each = (tables.size(up / asked), tables.size(down / asked), _bytes(up), _bytes(down))
-        body.append(["all", "", "", f"{history.lines:,}", *each])
+        body.append(["all", "", "", *_moved(whole)])
     protection = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
         for name, text in found.protection
     )
-    exchanged = table(head, body, 3, "prose totals") if body else ""
+    exchanged = table(head, body, 3, "prose totals") + SHARED if body else ""
     notes = "".join(f"<p>{escape(text)}</p>" for text in found.notes) + _plain_words(found)
     return (
         f'<p class="verdict">{escape(found.verdict)}</p>{exchanged}'
@@ -283,6 +283,11 @@ def _plain_words(found: exchanges.Sheet) -> str:
     said = " ".join([*(f"{e.carries} {e.seen}" for e in found.exchanges), *found.notes]).lower()
     known = [f"{word}: {meaning}" for word, meaning in PLAIN.items() if word in said]
     return f'<p class="hint">In plain words. {escape("; ".join(known))}.</p>' if known else ""
+
+
+def _moved(moved: curves.Moved) -> list[str]:
+    one = (tables.size(each) for each in (moved.one_up, moved.one_down))
+    return [f"{moved.rounds:,}", *one, *map(_bytes, (moved.up, moved.down))]
 
 
 def _bytes(count: int) -> str:
@@ -306,6 +311,8 @@ def clients(page: Page) -> str:
         if content and subject in page.first:
             heading = escape(subject.label) if len(page.subjects) > 1 else ""
             blocks.append(page.figure("clients", content, heading))
+    if not rows and all(_sites(subject.run) for subject in page.subjects):
+        return empty("a deployment: clients' test images are at their sites, and judge nothing")
     if not rows:
         return empty(
             "no run has judged its clients one by one; evaluate.protocols=[knn,linear,per-client] "
@@ -416,9 +423,8 @@ def again(page: Page) -> str:
     blocks = []
     for subject in page.subjects:
         run = subject.run
-        path = run.path / "config.yaml"
         facts = {
-            "Command": shlex.join(["fedssl", "run", str(path), "--out", f"{run.path}-again"]),
+            "Command": _command(run),
             "Seed": str(run.tree.get("seed", "")),
             "Device": str(run.summary.get("device", "")),
             "Versions": ", ".join(
@@ -443,6 +449,21 @@ def again(page: Page) -> str:
         else:
             blocks.append(_heading(page, subject) + block)
     return "".join(blocks)
+
+
+def _sites(run: Run) -> bool:
+    """Whether its clients were real sites."""
+    return bool(section(run.tree, "engine").get("sites"))
+
+
+def _command(run: Run) -> str:
+    """What does it again."""
+    out = f"{run.path}-again"
+    if _sites(run):
+        return deploy.command(
+            run.path, f"out={json.dumps(str(Path(out).absolute()), ensure_ascii=False)}"
+        )
+    return shlex.join(["fedssl", "run", str(run.path / "config.yaml"), "--out", out])
 
 
 def _seconds(summary: Mapping[str, Any]) -> str:

@@ -65,6 +65,8 @@ def sentence(run: Run, seed: bool = False) -> str:
 def _images(tree: Mapping[str, Any]) -> str:
     """The data set by its name; one's own images by their folder's."""
     own = section(tree, "data")
+    if section(tree, "engine").get("sites"):  # those in data.root only judge
+        return "the sites' own images"
     if own.get("name") not in compare.OWN:
         return called(tree, "data")
     last = Path(str(own.get("root") or "")).name
