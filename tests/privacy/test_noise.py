@@ -253,7 +253,7 @@ def test_without_noise_and_clipping_it_is_the_uniform_mean(algorithm: str) -> No
             return super().contribute(task, samples, reply, "uniform")
 
     ends = []
-    quiet = noisy(*words, "privacy.noise=1e-16", "privacy.clip=1e6")
+    quiet = noisy(*words, "privacy.noise=1e-18", "privacy.clip=1e6")
     for average in (quiet, Uniform(), Average()):
         engine, server = engine_of(settings(*words), made_split(), groups)
         engine.average = average
