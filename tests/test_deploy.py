@@ -16,7 +16,7 @@ from PIL import Image
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, RecordDict
 
-from fedssl import __version__, deploy, run
+from fedssl import __version__, deploy, run, sweep
 from fedssl import config as configuration
 from fedssl.deployment import Introduction, site_session
 from fedssl.engines import flower
@@ -190,6 +190,16 @@ def test_real_sites_are_not_simulated(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine.sites=3: sites are elsewhere; write an app"):
         run.run(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    tree = configuration.to_tree(settings) | {"seed": [0, 1]}
+    with pytest.raises(UserError, match="sites are elsewhere"):
+        sweep.sweep(tree, tmp_path / "sweep", False)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_paths_of_the_app_are_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = deploy.settle("default", [*WORDS, "data.root=photos", "data.cache=cache"]).data
+    assert (data.root, data.cache) == (f"{tmp_path}/photos", f"{tmp_path}/cache")
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from fedssl import __version__, deploy, deployment, files, loggers, report, run
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
+from fedssl.data import images
 from fedssl.engines import flower
 from fedssl.engines.flower import client_app, read_replies, serve, write_request
 from fedssl.engines.site import Request
@@ -190,6 +191,10 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     assert f"{command} --run-config &#x27;out=&quot;{out}-again&quot;&#x27;" in page
     assert "on the sites&#x27; own images" in page and "per-client" not in page
     assert "images of labelled" not in page and "has none" not in page
+    with pytest.raises(
+        UserError, match="data.name=digits: its images have 1 channel"
+    ):  # loaded, not the server's folder
+        evaluate(out, ["data.name=digits"])
     assert main(["run", "--resume", "--out", str(out)]) == 2
     said = f"sites are elsewhere; go on with {command} --run-config resume=true\n"
     assert capsys.readouterr().err.endswith(said)
@@ -206,6 +211,10 @@ def test_too_few_sites_end_with_one_line(sites: Path, tmp_path: Path) -> None:
     config = settled("engine.timeout=0.1")
     with pytest.raises(UserError, match="2 of 3 sites came"):
         serve(grid_of(config, sites, "ward", "lab"), config, tmp_path / "far", False)
+    mail = flower.SiteMail(grid_of(config, sites, "ward", "lab"))
+    mail.failed = dict.fromkeys(mail.grid.get_node_ids(), (-1e9, "no answer"))  # at first
+    with pytest.raises(UserError, match=r"2 of 3 sites came .*; start the others"):
+        mail.wait(3, 0.1)
     with pytest.raises(UserError, match="holds no run"):
         serve(grid_of(config, sites), config, tmp_path / "far", True)
 
@@ -281,6 +290,14 @@ def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
         config = flower._config((app / "fedssl_app" / "recipe.yaml").read_text())
         summary = serve(grid_of(config, sites), config, out, False)
         serve(grid_of(config, sites), config, out, True)
+        # Of an older version, or of another place: the names in its config.yaml mean nothing here.
+        kept = (out / "config.yaml").read_text()
+        for former in ("fedssl_app.own_1:", "/gone/own_1.py:"):
+            assert kept.count(f"{out}/own_1.py:") == 2
+            (out / "config.yaml").write_text(kept.replace(f"{out}/own_1.py:", former))
+            (out / "own_1.py").unlink()
+            serve(grid_of(config, sites), config, out, True)
+            assert (out / "config.yaml").read_text() == kept
     for name in [name for name in sys.modules if name.startswith("fedssl_app")]:
         del sys.modules[name]
     shutil.rmtree(app)
@@ -298,14 +315,28 @@ def test_what_the_server_lacks_is_said_before_the_sites_are_asked(
     sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loggers, "installed", lambda name: False)
-    for word, said in (("log=wandb", "log=wandb: not installed"), ("data.root=/no", "no such")):
+    lacks = ("log=wandb", "log=wandb: not installed"), ("data.root=/no", "no such")
+    for word, said in (*lacks, ("encoder.init=/none", "encoder.init=/none: no such file")):
         config = settled(word, "engine.timeout=0.1")
         with pytest.raises(UserError, match=said):
             serve(grid_of(config, sites, "ward"), config, tmp_path / "far", False)
         assert not (tmp_path / "far" / "config.yaml").exists()
 
 
-def test_a_part_of_a_sites_folder_is_not_left_out_silently(sites: Path) -> None:
+def without(scan: Any, name: str) -> Any:
+    """A folder that nobody may list, not even root."""
+
+    def refused(folder: Path, *rest: Any) -> None:
+        if folder.name == name:
+            raise PermissionError(13, "Permission denied", str(folder))
+        scan(folder, *rest)
+
+    return refused
+
+
+def test_a_part_of_a_sites_folder_is_not_left_out_silently(
+    sites: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = sites / "ward"
     (folder / "train").mkdir()
     (folder / "0.png").rename(folder / "train" / "0.png")
@@ -322,6 +353,10 @@ def test_a_part_of_a_sites_folder_is_not_left_out_silently(sites: Path) -> None:
     )
     (folder / "6.png").unlink()
     shutil.rmtree(folder / "2021")
+    (folder / ".trash").mkdir()
+    shutil.copy(folder / "train" / "0.png", folder / ".trash")  # as everywhere
+    (folder / "lost+found").mkdir()
+    monkeypatch.setattr(images, "_scan", without(images._scan, "lost+found"))
     flower._session.cache_clear()
     hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
     assert json.loads(hello["facts"])["samples"] == 1
@@ -416,7 +451,7 @@ def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> Non
     grid = grid_of(config, sites)
     grid.tamper = spoil
     serve(grid, config, tmp_path / "far", False)
-    said = "refused: sent.jsonl: cannot be written (Is a directory)"
+    said = "refused: the site's record cannot be written (Is a directory); the site's log says more"
     for row in metrics(tmp_path / "far"):
         assert row["missing"] == 1 and said in row["faults"]["0"]
 

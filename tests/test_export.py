@@ -161,7 +161,9 @@ def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
     assert sum("largest difference to torch 0" in line for line in lines) == 2
     assert torch.equal(load_encoder(tmp_path / "both", tower=1).embed(images), expected)
     second = tmp_path / "both" / "encoder-second.safetensors"
-    assert load_encoder(second).tower == 1
+    assert load_encoder(second).tower == load_encoder(second, tower=1).tower == 1
+    with pytest.raises(UserError, match=r"tower=1: .*encoder.safetensors is tower 0"):
+        load_encoder(tmp_path / "both" / "encoder.safetensors", tower=1)
     assert torch.equal(load_encoder(second).embed(images), expected)
     lines = list(export.export(two_towers, "hf", tmp_path / "hub"))
     assert sum("largest difference to torch 0" in line for line in lines) == 2

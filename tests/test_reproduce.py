@@ -238,7 +238,7 @@ def test_a_table_goes_on_with_images_that_were_moved(
         capsys.readouterr()
         assert main([*command, "data.root=others", "data.cache=first"]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"fedssl: --resume: the training images are not those of {done}")
+        assert said.startswith(f"fedssl: data.root: the training images are not those of {done}")
         assert main([*command, "data.root=moved", "data.cache=second"]) == 0
         assert capsys.readouterr().err.count("finished before") == 2 - unfinished
     assert (done / "summary.json").read_bytes() == result and (cut / "summary.json").exists()

@@ -159,13 +159,16 @@ def _files(out: Path) -> dict[str, str]:
 def _note(out: Path, name: str) -> Any:
     """What the checkpoint says beside its numbers; none where it does not."""
     path = out / FILE
-    return json.loads(_load(path)[1].get(name, "null")) if path.exists() else None
+    known = _load(path, whole=False)[1] if path.exists() else {}
+    return json.loads(known.get(name, "null"))
 
 
-def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _load(path: Path, whole: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A file's tensors, if they are wanted, and what it says beside them."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys() if whole else ()
+            tensors = {name: file.get_tensor(name) for name in names}
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{path}: missing, so the run cannot be resumed; start a new one") from None

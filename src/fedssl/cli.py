@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except PermissionError as error:
+        if error.filename is None:
+            raise
         print(f"fedssl: {error.filename}: not allowed; change its permissions", file=sys.stderr)
         return 2
     except OSError as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fedssl import __version__, plugins
 from fedssl import config as configuration
@@ -95,7 +98,8 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
         raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
     data = config.data
     levels = tuple(level for level in data.levels or () if level != "client") or None
-    own = dataclasses.replace(data, levels=levels, root=_absolute(data.root))
+    root, cache = _absolute(data.root), _absolute(data.cache)
+    own = dataclasses.replace(data, levels=levels, root=root, cache=cache)
     encoder = dataclasses.replace(config.encoder, init=_absolute(config.encoder.init))
     return dataclasses.replace(config, data=own, encoder=encoder)
 
@@ -144,6 +148,33 @@ def keep(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
     return _renamed(config, moved), texts
 
 
+def bring_back(out: Path, texts: Mapping[Path, str]) -> None:
+    """What ``keep`` found as files, and their names in the configuration of a run that goes on.
+
+    It may have been started elsewhere, or by a version that left them as modules of the app.
+    """
+    from fedssl.files import write_text
+
+    for path, text in texts.items():
+        write_text(path, text)
+    known = out / "config.yaml"
+    if texts and known.is_file():
+        before = configuration.read_yaml(known)
+        now = _renewed(before, out.resolve())
+        if now != before:
+            write_text(known, yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
+
+
+def _renewed(tree: Any, out: Path) -> Any:
+    if isinstance(tree, dict):
+        return {key: _renewed(value, out) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_renewed(value, out) for value in tree]
+    named = rf"(?:.*/|{PACKAGE}\.)(own_\d+)(?:\.py)?:(.+)"
+    found = re.fullmatch(named, tree) if isinstance(tree, str) else None
+    return f"{out}/{found[1]}.py:{found[2]}" if found else tree
+
+
 def _renamed(config: Config, moved: Callable[[str], str]) -> Config:
     """The same with other names of what may be the user's own."""
     sections: dict[str, Any] = {}
@@ -184,7 +215,7 @@ def _check(config: Config) -> None:
             "algorithm.norm_policy=local: normalization layers never leave the sites, so the "
             "server's encoder would have untrained ones; use average or reset"
         )
-    _check_init(config)
+    check_init(config)
     public = getattr(config.algorithm, "public", 0)
     if public and config.data.root is None:
         raise UserError(
@@ -233,7 +264,7 @@ def _rehearse(config: Config, count: int) -> None:
     assemble(dataclasses.replace(config, encoder=encoder, device="cpu"), dataset, groups)
 
 
-def _check_init(config: Config) -> None:
+def check_init(config: Config) -> None:
     """The server has the weights; what sites start from by themselves, they would lack."""
     init, algorithm = config.encoder.init, config.algorithm
     if init is None:

@@ -135,7 +135,10 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
     note = read_note(path)
     settings = described(note, path)
     if path.is_file():  # an export says which tower it is, a run's own file by its name
-        tower = note.get("tower", 1 if path.stem.endswith(SUFFIXES[1]) else tower)
+        own = note.get("tower", 1 if path.stem.endswith(SUFFIXES[1]) else tower)
+        if tower not in (0, own):
+            raise UserError(f"tower={tower}: {path} is tower {own}; give the other file")
+        tower = own
     if not 0 <= tower < settings.towers:
         raise UserError(f"tower={tower}: {path} has {settings.towers}, counted from 0")
     file = weights_file(path, note, tower, client)

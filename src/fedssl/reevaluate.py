@@ -49,8 +49,8 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     settings = config.resolve(tree, words)
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES
     sites = deployed(settings)
-    if sites:  # it was trained on images that are elsewhere: the server's are others
-        given |= {"data.root"}
+    if sites and not given:  # it was trained on images that are elsewhere: the server's are others
+        given = {"data.root"}
     dataset, classes = None, None
     if given == {"data.root"}:
         # Whole: of labels to draw, others may have too few.

@@ -25,6 +25,7 @@ from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.api import give_back
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
+from fedssl.deployment import SITES
 from fedssl.encoder import SUFFIXES
 from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
@@ -108,11 +109,7 @@ def _metrics(
 
 def open_run(settings: Config, out: Path, resume: bool) -> Session:
     """A session for a folder that is free, or that holds the same run when resuming."""
-    if deployed(settings):
-        fix = "write an app for them with fedssl deploy init, or leave it out"
-        if resume:
-            fix = f"go on with {deploy.command(out, 'resume=true')}"
-        raise UserError(f"engine.sites={settings.engine.sites}: sites are elsewhere; {fix}")
+    check_here(settings, out)
     check_folder(settings, out, resume)
     loggers.require(settings)
     if settings.engine.name == "flower":
@@ -133,6 +130,16 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
             )
         check_moved(settings, out, session.dataset)
     return session
+
+
+def check_here(settings: Config, out: Path | None = None) -> None:
+    """Refuse clients that are real sites: only Flower reaches these. ``out``: of a run."""
+    if not deployed(settings):
+        return
+    fix = "write an app for them with fedssl deploy init, or leave it out"
+    if out is not None and (out / SITES).exists():
+        fix = f"go on with {deploy.command(out, 'resume=true')}"
+    raise UserError(f"engine.sites={settings.engine.sites}: sites are elsewhere; {fix}")
 
 
 def check_folder(settings: Config, out: Path, resume: bool) -> None:

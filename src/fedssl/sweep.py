@@ -203,7 +203,9 @@ def note_places(begun: Mapping[Path, Config]) -> None:
                     run.note_place(own, each)
 
 
-def check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
+def check_images(
+    begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset], what: str = "--resume"
+) -> None:
     """Runs of one table have the same images, those that are finished too."""
     known = {data: dataset for (data, _), dataset in loaded.items()}
     for folder, own in begun.items():
@@ -213,7 +215,7 @@ def check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) 
             continue
         if checkpoint.of_other_images(folder, known[own.data]):
             raise UserError(
-                f"--resume: the training images are not those of {folder}; put them back as they "
+                f"{what}: the training images are not those of {folder}; put them back as they "
                 "were, or start anew in another folder"
             )
         run.check_moved(own, folder, known[own.data])
@@ -229,6 +231,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
         place = (own.data, own.seed)
         names = sorted(set(own.evaluate.baselines) - {own.algorithm.name})
         try:
+            run.check_here(own)
             loggers.require(own)
             if own.engine.name == "flower":
                 from fedssl.engines import flower

@@ -594,14 +594,26 @@ def check_whole(data: config.Data) -> None:
     used = ("train", "test", *UNUSED)  # or known not to be, as everywhere
     if not (root / "train").is_dir():
         return
-    files, _ = images.find(root)
-    lost = [file.path for file in files if file.path.split("/")[0] not in used]
+    others = sorted(each.name for each in root.iterdir() if each.name not in used)
+    lost = [file for name in others for file in _images_at(root, name)]
     if lost:
         text = f"{len(lost)} images are not below train/, and only those in there would be used"
         fix = "move them there, or rename train"
         raise UserError(
             f"data.root={data.root}: {text} ({images.few(lost, 3)}); {fix}", f"{text}; {fix}"
         )
+
+
+def _images_at(root: Path, name: str) -> list[str]:
+    """Those in one place below ``root``; none where nobody looks, or may look (lost+found)."""
+    if name.startswith("."):
+        return []
+    if not (root / name).is_dir():
+        return [name] if Path(name).suffix.lower() in images.extensions() else []
+    try:
+        return [file.path for file in images.find(root, name)[0]]
+    except UserError:
+        return []
 
 
 def unused(data: config.Data) -> Iterator[str]:

@@ -40,7 +40,7 @@ from fedssl.engines.remote import RemoteEngine
 from fedssl.engines.site import Reply, Request, SecureStep, Site, describe
 from fedssl.engines.store import History
 from fedssl.errors import TrainingError, UserError
-from fedssl.files import write_text, writing
+from fedssl.files import writing
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -421,7 +421,8 @@ def _recorded(
         record(_data(context), {**asked, **_listed(content)})
     except Exception as error:  # Flower would send its text, which may tell of the site
         why = error.strerror if isinstance(error, OSError) else type(error).__name__
-        return fault(UserError(f"{SENT}: cannot be written ({why})"))
+        text = f"cannot be written ({why})"
+        return fault(UserError(f"{SENT}: {text}", f"the site's record {text}"))
     return content
 
 
@@ -570,6 +571,7 @@ class SiteMail(Mail):
             found = _introduction(got.get(node, "no answer"))
             if isinstance(found, Introduction):
                 self.met[node] = found
+                self.failed.pop(node, None)
                 continue
             if self.failed.get(node, (0.0, ""))[1] != found:  # said once
                 print(f"fedssl: node {node} cannot take part: {found}", file=sys.stderr, flush=True)
@@ -692,8 +694,12 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     from fedssl.run import carry_out, check_folder
 
     kept, own = deploy.keep(settings, out)
+    if resume:
+        with writing(f"out={out}"):
+            deploy.bring_back(out, own)
     check_folder(kept, out, resume)
     # What would only be refused when the sites have come, or the run's folder is made.
+    deploy.check_init(settings)
     loggers.require(settings)
     if settings.data.root is not None:
         datasets.load(settings.data, settings.seed)
@@ -709,6 +715,5 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     assert isinstance(session.engine, RemoteEngine)
     session.engine.transport = mail
     with writing(f"out={out}"):
-        for path, text in own.items():
-            write_text(path, text)
+        deploy.bring_back(out, own)
     return carry_out(session, kept, out, resume)
