@@ -1,12 +1,16 @@
 """CCO + FedAvg (DCCO paper, Table 1) in plain torch: does it fail by itself, or do we make it fail?
 
     python results/plain_cco.py IMAGES [--lr 0.001] [--pooled] [--rounds 100] [--size 16]
+                                [--encoder timm] [--scale 10]
 
 Network and views are fedssl's; the loss and the mean over clients are written out here, in float32,
-and Adam is torch's. ``--pooled`` computes one loss of all samples of a round, as DCCO does. A line
-every 25 rounds: training loss, and of the encoder on images that it does not train on, as they are:
-kNN accuracy (10 neighbours) and how many dimensions its features use (the participation ratio of
-their variances).
+and Adam is torch's. ``--pooled`` computes one loss of all samples of a round, as DCCO does.
+``--encoder timm``: timm's network of the same depth and width, with its weight standardization,
+group norm, order of layers and initialization, below a projector of torch's layers. ``--scale``:
+weights of convolutions and linear layers are drawn that many times as large. A line every 25
+rounds: training loss, and of the encoder on images that it does not train on, as they are: kNN
+accuracy (10 neighbours) and how many dimensions its features use (the participation ratio of their
+variances).
 """
 
 from __future__ import annotations
@@ -17,16 +21,41 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fedssl.config import Augment, Data, Encoder
 from fedssl.data.augment import Augmentation
 from fedssl.data.datasets import load
-from fedssl.models.network import Network, Tower, build, mlp
+from fedssl.models.network import Tower, build, mlp
 
 SAMPLES, CLIENTS, JUDGED = 16, 8, 1500  # a client's, a round's, images kept for kNN
 SCHEDULE = 10000  # rounds of the cosine, as in the rows of the page
+WIDTH = 1024  # of the projector's three layers
+
+
+def ours(size: int) -> tuple[nn.Module, nn.Module]:
+    """Encoder and projector of the rows."""
+    network = build(
+        Encoder("resnet14"), (3,), size, lambda n, norm: mlp(n, (WIDTH, WIDTH, WIDTH), norm), 0
+    )
+    tower = network.towers[0]
+    assert isinstance(tower, Tower)
+    return tower.encoder, tower.head
+
+
+def timms() -> tuple[nn.Module, nn.Module]:
+    """A pre-activation ResNet of the same blocks, and a projector without standardization."""
+    from timm.layers import StdConv2d
+    from timm.models.resnetv2 import ResNetV2
+
+    torch.manual_seed(0)
+    encoder = ResNetV2([1, 1, 1, 1], num_classes=0, preact=True, stem_type="fixed")
+    encoder.stem = StdConv2d(3, 64, 3, padding=1, bias=False)  # as small images have it
+    layers: list[nn.Module] = []
+    for width in (2048, WIDTH):
+        layers += [nn.Linear(width, WIDTH, bias=False), nn.GroupNorm(32, WIDTH), nn.ReLU()]
+    return encoder, nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 
 def correlation(f: Tensor, g: Tensor) -> Tensor:
@@ -45,12 +74,9 @@ def cco(f: Tensor, g: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def judge(network: Network, images: Tensor, labels: Tensor) -> dict[str, float]:
+def judge(encoder: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
     """kNN accuracy, each image by the others, and the dimensions in use."""
-    tower = network.towers[0]
-    assert isinstance(tower, Tower)
-    body = tower.encoder
-    x = torch.cat([body(part.float() / 255) for part in images.split(250)])
+    x = torch.cat([encoder(part.float() / 255) for part in images.split(250)])
     unit = functional.normalize(x, dim=1)
     near = (unit @ unit.T).fill_diagonal_(-1).topk(10).indices
     votes = functional.one_hot(labels[near]).sum(1)
@@ -68,6 +94,8 @@ def main() -> None:
     parser.add_argument("--pooled", action="store_true")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--encoder", choices=("fedssl", "timm"), default="fedssl")
+    parser.add_argument("--scale", type=float, default=1.0)
     o = parser.parse_args()
     split = load(Data(name="folder", root=str(o.images), size=o.size)).train
     assert split.labels is not None
@@ -77,18 +105,21 @@ def main() -> None:
     images, labels = images[JUDGED:], labels[JUDGED:]
     by_class = labels.argsort(stable=True)
     clients = by_class[: len(by_class) // SAMPLES * SAMPLES].view(-1, SAMPLES)
-    network = build(
-        Encoder("resnet14"), (3,), o.size, lambda n, norm: mlp(n, (1024, 1024, 1024), norm), 0
-    )
+    encoder, head = timms() if o.encoder == "timm" else ours(o.size)
+    network = nn.Sequential(encoder, head)
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                module.weight.mul_(o.scale)
     views = Augmentation.from_config(Augment("dcco"), 3, (o.size, o.size))
     adam = torch.optim.Adam(network.parameters())
     generator = torch.Generator().manual_seed(1)
-    print(json.dumps({"round": 0, **judge(network, *kept)}), flush=True)
+    print(json.dumps({"round": 0, **judge(encoder, *kept)}), flush=True)
     for step in range(o.rounds):
         drawn = torch.randperm(len(clients), generator=generator)[:CLIENTS]
         x = images[clients[drawn].flatten()]
         state = torch.randint(2**62, (len(x),), generator=generator)
-        f, g = network(views.each((x, x), state))
+        f, g = network(torch.cat(views.each((x, x), state))).chunk(2)
         parts = 1 if o.pooled else CLIENTS
         loss = sum(map(cco, f.chunk(parts), g.chunk(parts)), torch.zeros(())) / parts
         network.zero_grad()
@@ -96,7 +127,7 @@ def main() -> None:
         adam.param_groups[0]["lr"] = o.lr * (1 + math.cos(math.pi * step / SCHEDULE)) / 2
         adam.step()
         if (step + 1) % 25 == 0:
-            line = {"round": step + 1, "loss": round(loss.item(), 1), **judge(network, *kept)}
+            line = {"round": step + 1, "loss": round(loss.item(), 1), **judge(encoder, *kept)}
             print(json.dumps(line), flush=True)
 
 

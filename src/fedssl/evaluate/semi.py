@@ -25,7 +25,8 @@ MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=optim.co
 # no weight decay, and these rates of the encoder and, 20 times as large, of the classifier: a fifth
 # from epoch 12 on, a fifth of that from 16 on. Its command for 1 % of ImageNet's labels has 0.02
 # and 5 instead. With ten classes and few steps those were far worse (digits, training images held
-# out), so every share takes the program's default.
+# out), so every share takes the program's default. That program crops as well; the paper takes its
+# hyper-parameters and names no augmentation, so there are flips alone.
 LINEAR = Training(
     Optimizer("sgd", 0.01, momentum=0.9),
     epochs=20,
