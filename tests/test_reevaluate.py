@@ -211,7 +211,7 @@ def simple(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_encoder_alone_is_judged_by_a_run_without_rounds(simple: Path, tmp_path: Path) -> None:
     file = simple / "encoder.safetensors"
-    with pytest.raises(UserError, match=r"holds no run .*by `fedssl run` with encoder\.init=FILE"):
+    with pytest.raises(UserError, match=r"holds no run .*by `fedssl run` with encoder\.init=PATH"):
         evaluate(file, [])
     words = [*of_two(simple.parent), f"encoder.init={file}", "rounds=0", "evaluate.protocols=knn"]
     run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")

@@ -38,7 +38,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{run}: holds a sweep; name one of its runs")
         raise UserError(
             f"{run}: holds no run (no config.yaml in it); an encoder alone is judged by `fedssl "
-            "run` with encoder.init=FILE rounds=0"
+            "run` with encoder.init=PATH rounds=0"
         )
     for word in words:
         if not word.startswith(("evaluate.", "data.", "device=")):

@@ -26,11 +26,11 @@ from fedssl.api import give_back
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.deployment import SITES
-from fedssl.encoder import SUFFIXES
 from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
 from fedssl.files import save, write_json, write_text, writing
 from fedssl.metrics import Metrics, for_one, read
+from fedssl.models.weights import SUFFIXES
 from fedssl.progress import Progress
 from fedssl.runs import Run
 from fedssl.session import Session, deployed, prepare
