@@ -229,11 +229,25 @@ def test_what_is_to_be_held_out_is_said_when_the_run_starts(simple: Path) -> Non
 def test_another_data_set_is_not_in_the_runs_folder(
     simple: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evaluate", str(simple), "data.name=digits"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "fedssl: data.name=digits: its images have 1 channel and the run's encoder takes 3; "
-        "judge on images of 3"
-    )
+    assert main(["evaluate", str(simple), "data.name=digits", "evaluate.protocols=knn"]) == 0
+    said = "fedssl: evaluate: data.name=digits: images are made in colour, as the run's are"
+    assert said in capsys.readouterr().err.splitlines()
+
+
+def test_a_run_on_grey_images_is_judged_on_colour_as_it_embeds_them(
+    simple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rounds=1", "cohort.size=4", "evaluate.protocols=knn", "evaluate.baselines=[]"]
+    run.run(config.resolve(config.read_recipe(None), [*words, "data.size=8"]), tmp_path / "run")
+    photos = ["data.name=folder", f"data.root={simple.parent / 'photos'}", "evaluate.k=2"]
+    for size in (8, 12):
+        words = [*photos, f"evaluate.size={size}", "evaluate.protocols=unlabeled"]
+        found = evaluate(tmp_path / "run", words)["result"]["effective_rank"]
+        encoder = load_encoder(tmp_path / "run")
+        encoder.height = encoder.width = size
+        files = sorted((simple.parent / "photos/train").rglob("*.png"))
+        assert found == pytest.approx(effective_rank(encoder.embed(files)), rel=1e-5)
+    assert "images are made grey, as the run's are" in capsys.readouterr().err
 
 
 def test_one_image_is_too_few_to_judge_on(simple: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
         dataset = dataset or datasets.load(settings.data, settings.seed)
-        _check_data(run, settings.data, dataset)
+        dataset = _fitting(run, settings.data, dataset)
         settings, classes = _of_other_classes(settings, dataset, checkpoint.classes(run))
     session = prepare(settings, trains=False, dataset=dataset, classes=classes)
     if sites:
@@ -91,18 +91,19 @@ def _append(run: Path, found: dict[str, Any]) -> None:
         print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
 
 
-def _check_data(run: Path, data: config.Data, dataset: Dataset) -> None:
-    """Other images must be such as the run's encoder takes, and enough to say anything."""
+def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
+    """Other images as the run's encoder takes them, grey or in colour; enough to say anything."""
     where, train = _where(data), dataset.train
     if len(train) < 2:
         raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
     # None: the run has not ended, and its checkpoint will say that something differs.
-    before, now = Run(run)._json("encoder.json", {}).get("channels"), train.images[0].shape[1]
-    if before and before[0] != now:
-        raise UserError(
-            f"{where}: its images have {now} channel{'s' * (now != 1)} and the run's encoder takes "
-            f"{before[0]}; judge on images of {before[0]}"
+    wanted, now = Run(run)._json("encoder.json", {}).get("channels"), train.images[0].shape[1]
+    if wanted and wanted[0] != now:
+        kind = "grey" if wanted[0] == 1 else "in colour"
+        print(
+            f"fedssl: evaluate: {where}: images are made {kind}, as the run's are", file=sys.stderr
         )
+    return datasets.in_channels(dataset, wanted) if wanted else dataset
 
 
 def _where(data: config.Data) -> str:

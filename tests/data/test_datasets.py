@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -686,6 +687,26 @@ def test_halves(size: int) -> None:
     assert torch.equal(right, whole.train.images[0][..., size - 4 :])
     assert halved.test.images[1].shape == (359, 1, size, 4)
     assert labels(halved.train) == labels(whole.train)
+
+
+def test_other_channels_are_those_of_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "BLOCK", 2)
+    generator = np.random.default_rng(0)
+    for name in ("train/a", "train/b", "train/c", "test/a"):
+        (root / name).parent.mkdir(exist_ok=True)
+        noise = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(root / f"{name}.png")
+    colour = folder(root)
+    grey = datasets.in_channels(colour, [1])
+    again = datasets.in_channels(grey, [3])
+    for split in ("train", "test"):
+        read = [images.decode(path, 32, 1) for path in sorted((root / split).iterdir())]
+        (found,), (back,) = getattr(grey, split).images, getattr(again, split).images
+        assert np.array_equal(found, read) and found.dtype == back.dtype == torch.uint8
+        assert torch.equal(back, found.repeat(1, 3, 1, 1)) and back.is_contiguous()
+    assert datasets.in_channels(colour, [3]) == colour
+    towers = dataclasses.replace(colour, train=Split(colour.train.images * 2), test=None)
+    assert [x.shape[1] for x in datasets.in_channels(towers, [3, 1]).train.images] == [3, 1]
 
 
 def test_halves_of_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import itertools
 import math
 import os
 import socket
@@ -222,6 +223,29 @@ def _halve(dataset: Dataset) -> Dataset:
 
     test = dataset.test and halves(dataset.test)
     return dataclasses.replace(dataset, train=halves(dataset.train), test=test)
+
+
+def in_channels(dataset: Dataset, wanted: Sequence[int]) -> Dataset:
+    """The data set grey or in colour, as each modality is ``wanted``; pixels as files' have it."""
+
+    def converted(split: Split) -> Split:
+        pairs = zip(split.images, itertools.cycle(wanted), strict=False)
+        return dataclasses.replace(split, images=tuple(_in_channels(x, n) for x, n in pairs))
+
+    test = dataset.test and converted(dataset.test)
+    return dataclasses.replace(dataset, train=converted(dataset.train), test=test)
+
+
+def _in_channels(pixels: Tensor, channels: int) -> Tensor:
+    if pixels.shape[1] == channels:
+        return pixels
+    if channels == 3:
+        return pixels.expand(-1, 3, -1, -1).contiguous()
+    grey = torch.empty_like(pixels[:, :1])
+    for whole, part in zip(pixels.split(BLOCK), grey.split(BLOCK), strict=True):
+        red, green, blue = whole.int().split(1, dim=1)
+        part.copy_((19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16)  # Pillow's "L"
+    return grey
 
 
 def _order_clients(dataset: Dataset) -> Dataset:
