@@ -756,7 +756,13 @@ def _complain(
             f"data.corrupt=fail: {text} cannot be read; {fix}",
         )
     gone = f"; no image is left in {images.few(emptied, EMPTIED)}" if emptied else ""
-    print(f"warning: left out {text} below {data.root}: {names}{gone}", file=sys.stderr)
+    _warn(f"left out {text} below {_root(data).resolve()}: {names}{gone}")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once: a run loads its images again for its baselines, at another size and for its page."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _readable(part: _Found, unreadable: Mapping[str, str]) -> _Found:
