@@ -122,7 +122,10 @@ def test_other_test_images_are_said_and_not_gone_on_with(
         assert evaluate(out, [])
         assert "the test images are not those that the run had" in capsys.readouterr().err
         assert main(["run", "--resume", "--out", str(out)]) == 2
-        assert f"--resume: the test images are not those of {out}" in capsys.readouterr().err
+        assert (
+            f"fedssl: data.root={trained / 'photos'}: the test images are not those of {out}"
+            in capsys.readouterr().err
+        )
         assert (out / "summary.json").read_bytes() == before
     finally:
         new.unlink()

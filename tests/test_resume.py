@@ -315,7 +315,7 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
     for place, other, sentence in moves:
         place.rename(other)
         try:
-            with pytest.raises(UserError, match=f"--resume: {sentence}"):
+            with pytest.raises(UserError, match=f"^data.root={photos}: {sentence}"):
                 again(sites)
         finally:
             other.rename(place)
@@ -365,18 +365,18 @@ def test_moved_images_are_refused_unless_they_are_known_to_be_the_same(
     state, before = out / checkpoint.FILE, (out / "config.yaml").read_bytes()
     file = photos / "south/3.png"
     file.rename(photos / "south/x.png")
-    other = rf"^--resume: data\.root={photos}: the training images are not those of {out} "
+    other = rf"^data\.root={photos}: the training images are not those of {out} "
     with pytest.raises(UserError, match=other):
         run.run(settings, out, resume=True)
     (photos / "south/x.png").rename(file)
     Image.new("RGB", (8, 8)).save(photos / "south/4.png")
-    with pytest.raises(UserError, match=rf"^--resume: data\.root={photos}: south had 4 images in"):
+    with pytest.raises(UserError, match=rf"^data\.root={photos}: south had 4 images in"):
         run.run(settings, out, resume=True)
     (photos / "south/4.png").unlink()
     with safe_open(state, framework="pt") as known:
         notes = known.metadata()
     save_file(load_file(state), state, {k: v for k, v in notes.items() if k != "files"})
-    unknown = rf"^--resume: data\.root was .*/photos in {out} and is now {photos}; leave it as"
+    unknown = rf"^data\.root was .*/photos in {out} and is now {photos}; leave it as"
     with pytest.raises(UserError, match=unknown):  # of an older version
         run.run(settings, out, resume=True)
     with pytest.raises(UserError, match=unknown):  # as of data sets that come as arrays

@@ -93,7 +93,7 @@ def _append(run: Path, found: dict[str, Any]) -> None:
 
 def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
     """Other images as the run's encoder takes them, grey or in colour; enough to say anything."""
-    where, train = _where(data), dataset.train
+    where, train = datasets.where(data), dataset.train
     if len(train) < 2:
         raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
     # None: the run has not ended, and its checkpoint will say that something differs.
@@ -104,10 +104,6 @@ def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
             f"fedssl: evaluate: {where}: images are made {kind}, as the run's are", file=sys.stderr
         )
     return datasets.in_channels(dataset, wanted) if wanted else dataset
-
-
-def _where(data: config.Data) -> str:
-    return f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
 
 
 def _of_other_classes(
@@ -125,7 +121,7 @@ def _of_other_classes(
         known, given = (files.few(names, 5) for names in (before, dataset.classes))
         raise UserError(
             f"evaluate.protocols=head: the run's classifier knows the classes {known}, and those "
-            f"of {_where(settings.data)} are {given}; name other protocols, such as "
+            f"of {datasets.where(settings.data)} are {given}; name other protocols, such as "
             "evaluate.protocols=[knn,linear]"
         )
     judged = replace(settings.evaluate, protocols=named)

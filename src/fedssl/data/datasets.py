@@ -86,6 +86,11 @@ def here(data: config.Data) -> config.Data:
     return dataclasses.replace(data, root=str(found))
 
 
+def where(data: config.Data) -> str:
+    """The key that says which images these are, and its value: how a line about them begins."""
+    return f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
+
+
 def draw_labels(
     labels: Tensor, count: int, classes: int, seed: int, key: str = "data.labels"
 ) -> Tensor:
