@@ -569,6 +569,28 @@ def test_folder_class_without_readable_image(root: Path) -> None:
         folder(root, corrupt="skip")
 
 
+def test_arrays_are_known_by_what_they_hold(root: Path, cache: Path) -> None:
+    def known(ending: str = "", **keys: Any) -> Any:
+        write_fashion(root / (ending or "plain"), ending)
+        return load(Data("fashion-mnist", str(root / (ending or "plain")), **keys)).files
+
+    before = known()
+    assert before.keys() == {"train", "test"} and before["train"] != before["test"]
+    assert known(".gz") == known(size=10) == known(labels=10) == before  # wherever, however stored
+    pixels = np.arange(20)[:, None, None] * np.ones((1, 28, 28))
+    pixels[19, 27, 27] += 1
+    for part, values in (("images-idx3", pixels), ("labels-idx1", np.arange(20) % 5)):
+        write_fashion(root)
+        write_idx(root / f"train-{part}-ubyte", values)
+        after = load(Data("fashion-mnist", str(root))).files
+        assert after["train"] != before["train"] and after["test"] == before["test"]
+    for meta in cache.glob("*/meta.json"):  # as older versions left it
+        old = json.loads(meta.read_text())
+        del old["contents"]
+        meta.write_text(json.dumps(old))
+    assert load(Data("fashion-mnist", str(root))).files == after
+
+
 def test_images_are_known_by_the_files_that_are_used(root: Path) -> None:
     make(root, "train/cat/0.png", "train/dog/0.png", "test/cat/0.png")
     known = folder(root).files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import hashlib
 import itertools
 import math
 import os
@@ -385,23 +386,28 @@ def _from_arrays(
 
     def build(new: Path) -> images.Meta:
         classes, raw = read(folder, files)
-        total = sum(len(labels) for _, labels in raw.values())
+        total, known = sum(len(labels) for _, labels in raw.values()), {}
         with images.progress(total, f"preparing {total} images of {data.name}") as update:
             for split, (parts, labels) in raw.items():
                 if sum(map(len, parts)) != len(labels):
                     raise UserError(f"{folder}: {split} images and labels differ in number")
+                seen = hashlib.blake2b(labels.astype(np.int64).data, digest_size=16)
                 with images.ArrayFile(new / f"{split}-labels.npy", cache) as file:
                     file.append(labels.astype(np.int64))
                 with images.ArrayFile(new / f"{split}-0.npy", cache) as file:
-                    for block in _resized(parts, data.size):
-                        file.append(block)
+                    for block in _blocks(parts):
+                        seen.update(np.ascontiguousarray(block).data)
+                        resized = _resize(torch.from_numpy(block), data.size or block.shape[-1])
+                        file.append(resized.numpy())
                         update(len(block))
-        return {"classes": list(classes)}
+                known[split] = seen.hexdigest()
+        return {"classes": list(classes), "contents": known}
 
     stats = [(name, (folder / name).stat()) for name in files]
     listing = [images.File(name, s.st_size, s.st_mtime_ns) for name, s in stats]
     name = f"{data.name}-{images.digest(folder, listing, data.size)}"
-    found = images.cached(cache, name, build)
+    # Older versions' have no digest.
+    found = images.cached(cache, name, build, lambda meta: "contents" not in meta)
     train, test = (
         Split(
             (torch.from_numpy(found.arrays[f"{split}-0"]),),
@@ -409,14 +415,14 @@ def _from_arrays(
         )
         for split in ("train", "test")
     )
-    return Dataset(data.name, train, test, tuple(found.meta["classes"]))
+    classes, contents = tuple(found.meta["classes"]), found.meta["contents"]
+    return Dataset(data.name, train, test, classes, files=contents)
 
 
-def _resized(parts: Iterable[Pixels], size: int | None) -> Iterator[Pixels]:
+def _blocks(parts: Iterable[Pixels]) -> Iterator[Pixels]:
     for part in parts:
         for start in range(0, len(part), BLOCK):
-            block = torch.from_numpy(np.array(part[start : start + BLOCK]))
-            yield _resize(block, size or block.shape[-1]).numpy()
+            yield np.array(part[start : start + BLOCK])
 
 
 # Where data sets are looked for -----------------------------------------------------------------
