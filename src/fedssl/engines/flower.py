@@ -701,8 +701,8 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     # What would only be refused when the sites have come, or the run's folder is made.
     deploy.check_init(settings)
     loggers.require(settings)
-    if settings.data.root is not None:
-        datasets.load(settings.data, settings.seed)
+    data = settings.data
+    deploy.check_public(settings, None if data.root is None else datasets.load(data, settings.seed))
     mail, wait = SiteMail(grid), settings.engine.timeout
     if resume:
         mail.sites = read_sites(out)
