@@ -631,7 +631,9 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
     sites: Path, tmp_path: Path
 ) -> None:
     words = ("device=cuda:3", f"data.cache={tmp_path}/other", f"encoder.init={tmp_path}/none")
-    session = deployment.site_session(settled(*words), str(sites / "ward"))
+    torch.set_num_threads(2)
+    session = deployment.site_session(settled(*words, "engine.threads=3"), str(sites / "ward"))
+    assert torch.get_num_threads() == session.config.engine.threads == 2
     assert session.work.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
 

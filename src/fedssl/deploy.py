@@ -489,7 +489,8 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither leaves the site, but
   for the random number that the server knows it by.
   Of a run that is over, what is kept there may be deleted, but for `sent.jsonl` (below).
-- A GPU is used where there is one; `CUDA_VISIBLE_DEVICES` chooses it, or hides it (`=""`).
+- A GPU is used where there is one; `CUDA_VISIBLE_DEVICES` chooses it, or hides it (`=""`). Of the
+  CPU all cores are used, or as many as `OMP_NUM_THREADS` says.
 - From the server's operator, by a way that you trust: the server's address and `ca.crt`.
 
 ## Install, once
