@@ -154,8 +154,12 @@ def test_a_site_that_is_gone_is_missed_and_known_again(sites: Path, tmp_path: Pa
     assert "0" in rows[3]["mu"] and rows[3]["mu"]["0"] == 0  # it sat out: from the global model
 
 
-def test_a_site_whose_images_change_is_told_what_to_do(sites: Path, tmp_path: Path) -> None:
-    config = settled("algorithm.name=fedavg", "rounds=2", "cohort.minimum=2")
+@pytest.mark.parametrize("words", [(), ("privacy.secure=true",), ("algorithm.batch=2",)])
+def test_a_site_whose_images_change_is_told_what_to_do(
+    words: tuple[str, ...], sites: Path, tmp_path: Path
+) -> None:
+    """Also where its weight does not show it, or does not change."""
+    config = settled("algorithm.name=fedavg", "rounds=2", "cohort.minimum=2", *words)
     grid = grid_of(config, sites)
 
     def adds(asked: Any, reply: Any) -> Any:
@@ -167,8 +171,8 @@ def test_a_site_whose_images_change_is_told_what_to_do(sites: Path, tmp_path: Pa
     grid.tamper = adds
     serve(grid, config, tmp_path / "far", False)
     assert metrics(tmp_path / "far")[1]["faults"]["1"] == (
-        "train: a weight of 7 where there should be 6: the number of its images is not that of the "
-        "run's start; put them back as they were, or start a new run"
+        f"train{', keys' * ('privacy.secure=true' in words)}: refused: 7 images, where the run "
+        "started with 6; put them back as they were, or start a new run"
     )
 
 

@@ -91,6 +91,7 @@ def write_request(request: Request) -> RecordDict:
     facts: dict[str, Any] = {
         "task": request.task,
         "clients": list(request.clients),
+        "samples": [request.samples[k] for k in request.clients if k in request.samples],
         "round": request.round,
         "exchange": request.exchange,
         "weight": request.weight or "",
@@ -147,6 +148,7 @@ def read_request(content: RecordDict) -> Request:
         _packed(content.array_records["payload"]),
         known,
         secure,
+        dict(zip(facts["clients"], facts["samples"], strict=False)),
     )
 
 
