@@ -154,8 +154,12 @@ def test_a_site_that_is_gone_is_missed_and_known_again(sites: Path, tmp_path: Pa
     assert "0" in rows[3]["mu"] and rows[3]["mu"]["0"] == 0  # it sat out: from the global model
 
 
-def test_a_site_whose_images_change_is_told_what_to_do(sites: Path, tmp_path: Path) -> None:
-    config = settled("algorithm.name=fedavg", "rounds=2", "cohort.minimum=2")
+@pytest.mark.parametrize("words", [(), ("privacy.secure=true",), ("algorithm.batch=2",)])
+def test_a_site_whose_images_change_is_told_what_to_do(
+    words: tuple[str, ...], sites: Path, tmp_path: Path
+) -> None:
+    """Also where its weight does not show it, or does not change."""
+    config = settled("algorithm.name=fedavg", "rounds=2", "cohort.minimum=2", *words)
     grid = grid_of(config, sites)
 
     def adds(asked: Any, reply: Any) -> Any:
@@ -167,8 +171,8 @@ def test_a_site_whose_images_change_is_told_what_to_do(sites: Path, tmp_path: Pa
     grid.tamper = adds
     serve(grid, config, tmp_path / "far", False)
     assert metrics(tmp_path / "far")[1]["faults"]["1"] == (
-        "train: a weight of 7 where there should be 6: the number of its images is not that of the "
-        "run's start; put them back as they were, or start a new run"
+        f"train{', keys' * ('privacy.secure=true' in words)}: refused: 7 images, where the run "
+        "started with 6; put them back as they were, or start a new run"
     )
 
 
@@ -191,8 +195,7 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     assert f"{command} --run-config &#x27;out=&quot;{out}-again&quot;&#x27;" in page
     assert "on the sites&#x27; own images" in page and "per-client" not in page
     assert "images of labelled" not in page and "has none" not in page
-    with pytest.raises(UserError, match="its images have 1 channel"):  # not the server's folder
-        evaluate(out, ["data.name=digits"])
+    assert evaluate(out, ["data.name=digits", "data.size=16"]) != found  # not the server's folder
     assert main(["run", "--resume", "--out", str(out)]) == 2
     said = f"sites are elsewhere; go on with {command} --run-config resume=true\n"
     assert capsys.readouterr().err.endswith(said)
@@ -632,7 +635,9 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
     sites: Path, tmp_path: Path
 ) -> None:
     words = ("device=cuda:3", f"data.cache={tmp_path}/other", f"encoder.init={tmp_path}/none")
-    session = deployment.site_session(settled(*words), str(sites / "ward"))
+    torch.set_num_threads(2)
+    session = deployment.site_session(settled(*words, "engine.threads=3"), str(sites / "ward"))
+    assert torch.get_num_threads() == session.config.engine.threads == 2
     assert session.work.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
 

@@ -222,6 +222,31 @@ def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
     assert not both.exists()
 
 
+def test_a_run_starts_from_any_folder_that_load_encoder_takes(
+    two_towers: Path, folder: Path, tmp_path: Path
+) -> None:
+    def started(path: Path, *words: str) -> list[torch.Tensor]:
+        given = [*SMALL, *words, f"encoder.init={path}"]
+        network = prepare(config.resolve(config.read_recipe(None), given)).work.network
+        return [next(tower.encoder.parameters()) for tower in network.towers]  # type: ignore[union-attr]
+
+    of_two = ("data.halves=true", "encoder.towers=2")
+    list(export.export(two_towers, "hf", tmp_path / "hub"))
+    bare = shutil.copytree(two_towers, tmp_path / "bare", ignore=lambda *_: ["config.yaml"])
+    (bare / "encoder.json").unlink()
+    own = list(export.export(folder, "safetensors", tmp_path / "one" / "mine.safetensors"))
+    assert own and torch.equal(started(tmp_path / "one")[0], started(folder)[0])
+    first, second = started(two_towers, *of_two)
+    assert not torch.equal(first, second)
+    for path in (tmp_path / "hub", tmp_path / "hub/model.safetensors", bare):
+        found = started(path, *of_two)
+        assert torch.equal(found[0], first) and torch.equal(found[1], second)
+    shutil.copy(folder / "encoder.safetensors", tmp_path / "one/other.safetensors")
+    said = "holds 2 models; name the file of one: mine.safetensors, other.safetensors"
+    with pytest.raises(UserError, match=f"^encoder.init={tmp_path / 'one'}: {said}"):
+        started(tmp_path / "one")
+
+
 def test_an_export_knows_its_tower_by_any_name(
     folder: Path, two_towers: Path, images: torch.Tensor, tmp_path: Path
 ) -> None:

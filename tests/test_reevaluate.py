@@ -122,7 +122,10 @@ def test_other_test_images_are_said_and_not_gone_on_with(
         assert evaluate(out, [])
         assert "the test images are not those that the run had" in capsys.readouterr().err
         assert main(["run", "--resume", "--out", str(out)]) == 2
-        assert f"--resume: the test images are not those of {out}" in capsys.readouterr().err
+        assert (
+            f"fedssl: data.root={trained / 'photos'}: the test images are not those of {out}"
+            in capsys.readouterr().err
+        )
         assert (out / "summary.json").read_bytes() == before
     finally:
         new.unlink()
@@ -211,7 +214,7 @@ def simple(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_encoder_alone_is_judged_by_a_run_without_rounds(simple: Path, tmp_path: Path) -> None:
     file = simple / "encoder.safetensors"
-    with pytest.raises(UserError, match=r"holds no run .*by `fedssl run` with encoder\.init=FILE"):
+    with pytest.raises(UserError, match=r"holds no run .*by `fedssl run` with encoder\.init=PATH"):
         evaluate(file, [])
     words = [*of_two(simple.parent), f"encoder.init={file}", "rounds=0", "evaluate.protocols=knn"]
     run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
@@ -229,11 +232,25 @@ def test_what_is_to_be_held_out_is_said_when_the_run_starts(simple: Path) -> Non
 def test_another_data_set_is_not_in_the_runs_folder(
     simple: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evaluate", str(simple), "data.name=digits"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "fedssl: data.name=digits: its images have 1 channel and the run's encoder takes 3; "
-        "judge on images of 3"
-    )
+    assert main(["evaluate", str(simple), "data.name=digits", "evaluate.protocols=knn"]) == 0
+    said = "fedssl: evaluate: data.name=digits: images are made in colour, as the run's are"
+    assert said in capsys.readouterr().err.splitlines()
+
+
+def test_a_run_on_grey_images_is_judged_on_colour_as_it_embeds_them(
+    simple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rounds=1", "cohort.size=4", "evaluate.protocols=knn", "evaluate.baselines=[]"]
+    run.run(config.resolve(config.read_recipe(None), [*words, "data.size=8"]), tmp_path / "run")
+    photos = ["data.name=folder", f"data.root={simple.parent / 'photos'}", "evaluate.k=2"]
+    for size in (8, 12):
+        words = [*photos, f"evaluate.size={size}", "evaluate.protocols=unlabeled"]
+        found = evaluate(tmp_path / "run", words)["result"]["effective_rank"]
+        encoder = load_encoder(tmp_path / "run")
+        encoder.height = encoder.width = size
+        files = sorted((simple.parent / "photos/train").rglob("*.png"))
+        assert found == pytest.approx(effective_rank(encoder.embed(files)), rel=1e-5)
+    assert "images are made grey, as the run's are" in capsys.readouterr().err
 
 
 def test_one_image_is_too_few_to_judge_on(simple: Path, tmp_path: Path) -> None:
@@ -272,15 +289,16 @@ def test_protocols_of_the_runs_own_data(trained: Path, protocol: str, said: str)
 
 
 def test_images_are_loaded_once(
-    simple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    simple: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others, and the run's own in another place: what is left out of them is said once."""
+    """Others, and the run's own in another place."""
     photos = shutil.copytree(simple.parent / "photos", tmp_path / "moved")
-    (photos / "train/0/broken.png").write_text("no image")
-    words = [f"data.root={photos}", "data.corrupt=skip"]
+    real, loads = datasets.load, list[str]()
+    monkeypatch.setattr(datasets, "load", lambda *given: (loads.append("."), real(*given))[1])
     for expected in ("moved", "other"):
-        assert evaluate(simple, words)
-        assert capsys.readouterr().err.count("warning: left out 1 of") == 1, expected
+        assert evaluate(simple, [f"data.root={photos}"])
+        assert len(loads) == 1, expected
+        loads.clear()
         made(photos / "train/0/new.png", 3)
 
 

@@ -222,11 +222,12 @@ def test_a_table_goes_on_with_images_that_were_moved(
     """One run is finished, one is not; other images are refused for both."""
     for number in range(12):
         image = Image.new("RGB", (8, 8), (20 * number, 0, 0))
-        for folder in (Path("photos"), Path("others")):
+        for folder in (Path("photos"), Path("others"), Path("judges")):
             path = folder / ("train" if number < 8 else "test") / str(number % 2) / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
     Path("others/train/0/0.png").rename("others/train/0/x.png")
+    Path("judges/test/0/8.png").rename("judges/test/0/x.png")
     words = ["data.name=folder", "evaluate.every=0", "partition.name=iid", "partition.clients=2"]
     command = ["reproduce", f"{table}/*/noniid", "--scale", "0.1", "--out", "a", *words]
     assert main([*command, "data.root=photos", "data.cache=first"]) == 0
@@ -235,10 +236,14 @@ def test_a_table_goes_on_with_images_that_were_moved(
     (cut / "summary.json").unlink()
     Path("photos").rename("moved")
     for unfinished in (True, False):
-        capsys.readouterr()
-        assert main([*command, "data.root=others", "data.cache=first"]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"fedssl: data.root: the training images are not those of {done}")
+        before = tmp_path / ("photos" if unfinished else "moved")
+        for root, text in (
+            ("others", f"data.root=others: the training images are not those of {done}"),
+            ("judges", f"data.root was {before} in {done} and is now {tmp_path / 'judges'}"),
+        ):
+            capsys.readouterr()
+            assert main([*command, f"data.root={root}", "data.cache=first"]) == 2
+            assert capsys.readouterr().err.splitlines()[-1].startswith(f"fedssl: {text}")
         assert main([*command, "data.root=moved", "data.cache=second"]) == 0
         assert capsys.readouterr().err.count("finished before") == 2 - unfinished
     assert (done / "summary.json").read_bytes() == result and (cut / "summary.json").exists()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import step, timeless
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from fedssl import checkpoint, config, run
 from fedssl.client import Client
 from fedssl.errors import UserError
+from fedssl.reevaluate import evaluate
 from fedssl.session import Session, prepare
 
 SMALL = (
@@ -315,7 +317,7 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
     for place, other, sentence in moves:
         place.rename(other)
         try:
-            with pytest.raises(UserError, match=f"--resume: {sentence}"):
+            with pytest.raises(UserError, match=f"^data.root={photos}: {sentence}"):
                 again(sites)
         finally:
             other.rename(place)
@@ -357,6 +359,33 @@ def test_a_run_goes_on_with_images_that_were_moved(
     again(tmp_path, "cut")  # which knows now where they are
 
 
+def test_moved_arrays_are_known_to_be_the_same(tmp_path: Path) -> None:
+    root, moved = tmp_path / "first/stl10_binary", tmp_path / "second/stl10_binary"
+    root.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name, count in (("train", 8), ("unlabeled", 4), ("test", 4)):
+        generator.integers(0, 256, count * 3 * 96**2, np.uint8).tofile(root / f"{name}_X.bin")
+        generator.integers(1, 3, count, np.uint8).tofile(root / f"{name}_y.bin")
+
+    def settings(place: Path) -> config.Config:
+        words = ("data.name=stl10", "data.levels=null", "partition.name=iid", "partition.clients=2")
+        return of_sites(*words, f"data.root={place.parent}", f"data.cache={tmp_path / 'cache'}")
+
+    run.run(settings(root), tmp_path / "run")
+    judged = evaluate(tmp_path / "run", [])
+    shutil.move(root, moved)
+    assert evaluate(tmp_path / "run", [f"data.root={moved.parent}"]) == judged
+    run.run(settings(moved), tmp_path / "run", resume=True)
+    again(tmp_path)
+    pixels = bytearray((moved / "unlabeled_X.bin").read_bytes())
+    pixels[-1] ^= 1
+    (moved / "unlabeled_X.bin").write_bytes(pixels)
+    with pytest.raises(
+        UserError, match=rf"^data\.root={moved.parent}: the training images are not"
+    ):
+        again(tmp_path)
+
+
 def test_moved_images_are_refused_unless_they_are_known_to_be_the_same(
     sites: Path, tmp_path: Path
 ) -> None:
@@ -365,21 +394,21 @@ def test_moved_images_are_refused_unless_they_are_known_to_be_the_same(
     state, before = out / checkpoint.FILE, (out / "config.yaml").read_bytes()
     file = photos / "south/3.png"
     file.rename(photos / "south/x.png")
-    other = rf"^--resume: data\.root={photos}: the training images are not those of {out} "
+    other = rf"^data\.root={photos}: the training images are not those of {out} "
     with pytest.raises(UserError, match=other):
         run.run(settings, out, resume=True)
     (photos / "south/x.png").rename(file)
     Image.new("RGB", (8, 8)).save(photos / "south/4.png")
-    with pytest.raises(UserError, match=rf"^--resume: data\.root={photos}: south had 4 images in"):
+    with pytest.raises(UserError, match=rf"^data\.root={photos}: south had 4 images in"):
         run.run(settings, out, resume=True)
     (photos / "south/4.png").unlink()
     with safe_open(state, framework="pt") as known:
         notes = known.metadata()
     save_file(load_file(state), state, {k: v for k, v in notes.items() if k != "files"})
-    unknown = rf"^--resume: data\.root was .*/photos in {out} and is now {photos}; leave it as"
+    unknown = rf"^data\.root was .*/photos in {out} and is now {photos}; leave it as"
     with pytest.raises(UserError, match=unknown):  # of an older version
         run.run(settings, out, resume=True)
-    with pytest.raises(UserError, match=unknown):  # as of data sets that come as arrays
+    with pytest.raises(UserError, match=unknown):  # where nothing is known of the images, either
         run.check_moved(settings, out, replace(prepare(settings).dataset, files={}))
     assert (out / "config.yaml").read_bytes() == before
     save_file(load_file(state), state, notes)

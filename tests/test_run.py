@@ -330,7 +330,7 @@ def test_a_folder_whose_name_is_no_text_is_refused(
 
 def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:
     run.run(small(), tmp_path)
-    with pytest.raises(UserError, match=r"--resume: server\.lr was 0\.003 .* is now 0\.1"):
+    with pytest.raises(UserError, match=r"^server\.lr was 0\.003 .* is now 0\.1"):
         run.run(small("server.lr=0.1"), tmp_path, resume=True)
     with pytest.raises(UserError, match=r"--resume: .* holds no run"):
         run.run(small(), tmp_path / "nothing", resume=True)

@@ -266,7 +266,7 @@ NEW = (*SMALL, "seed=[0,1]")
         ("seed=[0]", "--resume: seed was [0, 1] in sweep and is now [0]; leave"),
         ("seed=[0,2]", "--resume: seed was [0, 1] in sweep and is now [0, 2]; leave"),
         ("client.lr=[1,0.1]", "--resume: client.lr=[1, 0.1] is a list, and the sweep in sweep has"),
-        ("rounds=2", "--resume: rounds was 1 in sweep/seed=0 and is now 2; leave"),
+        ("rounds=2", "rounds was 1 in sweep/seed=0 and is now 2; leave"),
         (
             "evaluate.protocols=linear",
             "--resume: evaluate.protocols was ['knn'] in sweep and is now ['linear'], and seed=0",
@@ -274,7 +274,7 @@ NEW = (*SMALL, "seed=[0,1]")
         ("default", "--resume: seed was [0, 1] in sweep and is now not given; leave"),
         (["default", *SMALL], "--resume: seed was [0, 1] in sweep and is now not given; leave"),
         (["default", *SMALL, "seed=0"], "--resume: seed was [0, 1] in sweep and is now 0; leave"),
-        (["default", *NEW, "rounds=3"], "--resume: rounds was 1 in sweep/seed=0 and is now 3"),
+        (["default", *NEW, "rounds=3"], "rounds was 1 in sweep/seed=0 and is now 3"),
     ],
 )
 def test_a_resume_that_would_lose_runs_is_refused(
@@ -420,7 +420,8 @@ def test_a_sweep_goes_on_from_another_folder(
     assert "[1/2] seed=0: finished before" in said and "2 of 2 runs" in out
     (tmp_path / "photos/0.png").rename(tmp_path / "photos/x.png")
     assert cli.main(["run", "--resume", "--out", "../out", "seed=[0,1,2]"]) == 2
-    assert "--resume: the training images are not those of ../out/seed=" in capsys.readouterr().err
+    said = f"fedssl: data.root={tmp_path / 'photos'}: the training images are not those of ../out/"
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out/seed=2").exists()
 
 

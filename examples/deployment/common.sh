@@ -7,6 +7,7 @@ WORK=$(cd "$WORK" && pwd)
 export FLWR_HOME=$WORK/flower FEDSSL_STATE=$WORK/state FEDSSL_CACHE=$WORK/cache
 export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
+export OMP_NUM_THREADS=1 # all sites are on this one machine
 declare -A PID=() # of what was started, by name
 PORT=             # the SuperLink's
 

@@ -132,8 +132,8 @@ def read(out: Path, session: Session) -> bool:
 
 
 def of_other_images(out: Path, dataset: Dataset, split: str = "train") -> bool:
-    """Whether the run had other files; not known of data sets that come as arrays, of a
-    deployment, whose images are elsewhere, and of a run of an older version.
+    """Whether the run had other files; not known of a deployment, whose images are elsewhere, and
+    of a run of an older version.
     """
     before = _files(out)
     return split in before and before[split] != dataset.files.get(split)

@@ -109,7 +109,7 @@ class Encoder:
     norm: Literal["batch", "group"] = "group"
     groups: int = 32
     towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
-    init: str | None = None  # encoder.safetensors, or a run's folder
+    init: str | None = None  # encoder.safetensors, or the folder of a run or an export
     # How weights are drawn: he (convolutions by He et al. 2015, fan out: torchvision's networks),
     # or torch (every layer uniform within 1/√inputs: torch's own layers).
     initializer: Initializer = "he"

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,6 +17,9 @@ from fedssl import __version__, plugins
 from fedssl import config as configuration
 from fedssl.config import Config, Privacy
 from fedssl.errors import UserError
+
+if TYPE_CHECKING:
+    from fedssl.data.dataset import Dataset
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
@@ -216,12 +219,8 @@ def _check(config: Config) -> None:
             "server's encoder would have untrained ones; use average or reset"
         )
     check_init(config)
-    public = getattr(config.algorithm, "public", 0)
-    if public and config.data.root is None:
-        raise UserError(
-            f"algorithm.public={public}: images of the server's own, which the sites get to see; "
-            "name their folder in data.root"
-        )
+    if config.data.root is None:
+        check_public(config, None)
     if "per-client" in (*(config.evaluate.protocols or ()), *(config.evaluate.monitor or ())):
         raise UserError(
             "evaluate.protocols=per-client: the server has no client's test images; leave it out"
@@ -250,6 +249,7 @@ def _rehearse(config: Config, count: int) -> None:
     data, encoder, many = config.data, config.encoder, 1024
     if data.root is not None and Path(data.root).exists():
         dataset = datasets.load(data, config.seed)
+        check_public(config, dataset)
     else:
         if data.root is not None:  # this machine may not be the server
             text = f"data.root={data.root}: no such folder here; the server needs it"
@@ -277,6 +277,20 @@ def check_init(config: Config) -> None:
                 f"encoder.init={init} with algorithm.{key}={value}: sites start from the same "
                 "weights by themselves, and do not have that file; leave it out"
             )
+
+
+def check_public(config: Config, dataset: Dataset | None) -> None:
+    """The server has the images that it is to show to the sites."""
+    from fedssl.session import public_images
+
+    wanted = getattr(config.algorithm, "public", 0)
+    held = 0 if dataset is None else len(public_images(config, dataset))
+    if held < wanted:
+        raise UserError(
+            f"algorithm.public={wanted}: images of the server's own, which the sites get to see, "
+            f"and it has {held}; name a folder with more in data.root, or set algorithm.align=0 "
+            "and algorithm.public=0"
+        )
 
 
 def pyproject(folder: Path, config: Config) -> str:
@@ -475,7 +489,8 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither leaves the site, but
   for the random number that the server knows it by.
   Of a run that is over, what is kept there may be deleted, but for `sent.jsonl` (below).
-- A GPU is used where there is one; `CUDA_VISIBLE_DEVICES` chooses it, or hides it (`=""`).
+- A GPU is used where there is one; `CUDA_VISIBLE_DEVICES` chooses it, or hides it (`=""`). Of the
+  CPU all cores are used, or as many as `OMP_NUM_THREADS` says.
 - From the server's operator, by a way that you trust: the server's address and `ca.crt`.
 
 ## Install, once

@@ -76,8 +76,9 @@ def site_session(config: Config, data: str) -> Session:
         data=replace(config.data, name="folder", root=data, holdout=0.0, cache=None),
         device="auto",
         encoder=replace(config.encoder, init=None),
-        # A new process does each message: compiling would be paid every time.
-        engine=replace(config.engine, compile="off"),
+        # A new process does each message: compiling would be paid every time, and torch's number
+        # of threads is still that of this machine (its cores, or OMP_NUM_THREADS).
+        engine=replace(config.engine, compile="off", threads=torch.get_num_threads()),
         evaluate=Evaluate(),
     )
     try:

@@ -20,11 +20,16 @@ from fedssl.data import images as files
 from fedssl.errors import UserError, go_on
 from fedssl.evaluate.features import PIXELS, encode, pixels, precision
 from fedssl.models.encoders import encoder as make_encoder
-from fedssl.models.network import load_weights
+from fedssl.models.weights import (
+    NOTE,
+    SUFFIXES,
+    check_readable,
+    load_weights,
+    place,
+    tower_file,
+)
 
-NOTE = "encoder.json"
 HEADER = "fedssl"  # where an exported file's own header, or config.json, holds the note
-SUFFIXES = ("", "-second")  # of a tower's file
 ACCEPTED = "give the folder of a run, or what `fedssl export` wrote as safetensors or hf"
 AnImage = str | Path | Image.Image | Tensor
 Note = dict[str, Any]
@@ -142,7 +147,7 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
     if not 0 <= tower < settings.towers:
         raise UserError(f"tower={tower}: {path} has {settings.towers}, counted from 0")
     file = weights_file(path, note, tower, client)
-    _check_readable(file)
+    check_readable(file)
     note = _of_model(note, file)
     channels = note["channels"][tower % len(note["channels"])]
     body = make_encoder(settings, channels, min(note["size"]))
@@ -184,11 +189,10 @@ def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = No
         if client is not None:
             raise UserError(f"client={client}: {path} is one model; give the folder of its run")
         return path
-    hub = path / f"model{SUFFIXES[tower]}.safetensors"
-    name = "encoder" if client is None else f"personal/client-{client}"
-    if client is None and not (path / "encoder.safetensors").exists() and hub.exists():
-        return hub
-    if client is not None and f"{name}.safetensors" not in note.get("personal", ()):
+    if client is None:
+        return tower_file(path, tower)
+    name = f"personal/client-{client}.safetensors"
+    if name not in note.get("personal", ()):
         known = ", ".join(
             own.partition("client-")[2].split(".")[0] for own in note.get("personal", ())
         )
@@ -196,31 +200,12 @@ def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = No
             f"client={client}: {path} has "
             + (f"personal models of clients {known}" if known else "no personal models")
         )
-    return path / f"{name}{SUFFIXES[tower]}.safetensors"
+    return tower_file(path / name, tower)
 
 
 def home(file: Path) -> Path:
     """The folder of the run that a model's file lies in, if it is a run's."""
     return file.parent.parent if file.parent.name == "personal" else file.parent
-
-
-def place(path: Path) -> Path:
-    """A folder that holds one model under a name of its own, as of a client, stands for it."""
-    _check_readable(path)
-    known = (NOTE, "config.json", "config.yaml")
-    if not path.is_dir() or any((path / name).exists() for name in known):
-        return path
-    models = sorted(path.glob("*.safetensors"))
-    if len(models) > 1:
-        names = files.few([model.name for model in models], 5)
-        raise UserError(f"{path}: holds {len(models)} models; name the file of one: {names}")
-    return place(models[0]) if models else path
-
-
-def _check_readable(path: Path) -> None:
-    """Say it as it is: safetensors calls a file that may not be read one that is not there."""
-    if path.exists() and not os.access(path, os.R_OK | os.X_OK * path.is_dir()):
-        raise UserError(f"{path}: cannot be read; change its permissions")
 
 
 def read_note(path: Path) -> Note:

@@ -20,19 +20,10 @@ from torch import Tensor, nn
 from fedssl import __version__, outputs
 from fedssl.data import datasets
 from fedssl.data import images as files
-from fedssl.encoder import (
-    HEADER,
-    NOTE,
-    SUFFIXES,
-    ImageEncoder,
-    described,
-    home,
-    load_encoder,
-    place,
-    read_note,
-)
+from fedssl.encoder import HEADER, ImageEncoder, described, home, load_encoder, read_note
 from fedssl.errors import TrainingError, UserError
 from fedssl.models.norms import StandardizedConv2d, standardize
+from fedssl.models.weights import NOTE, SUFFIXES, place
 from fedssl.runs import Run
 from fedssl.tables import size
 

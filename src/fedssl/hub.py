@@ -13,10 +13,11 @@ import yaml
 
 from fedssl import __version__, config, deploy, outputs, tables
 from fedssl.config import TIMM, Config, Tree
-from fedssl.encoder import HEADER, SUFFIXES, ImageEncoder
+from fedssl.encoder import HEADER, ImageEncoder
 from fedssl.errors import UserError
 from fedssl.export import about, checked, plain, save_weights
 from fedssl.models.encoders import Timm
+from fedssl.models.weights import SUFFIXES
 from fedssl.runs import Run
 
 RECIPE = "recipe.yaml"
@@ -248,7 +249,7 @@ def _limits(run: Run, encoder: ImageEncoder) -> str:
     lines = [
         f"It has seen images of `{run.settings.data.name}` only; on others, judge it before use "
         "(`fedssl evaluate`; without the run's folder, `fedssl run` with "
-        "`encoder.init=model.safetensors rounds=0`).",
+        "`encoder.init=PATH rounds=0`).",
         "The numbers above are of one run and one seed.",
         "It was not examined for what it treats unequally, nor for what it may reveal of its "
         "training images.",

@@ -38,7 +38,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{run}: holds a sweep; name one of its runs")
         raise UserError(
             f"{run}: holds no run (no config.yaml in it); an encoder alone is judged by `fedssl "
-            "run` with encoder.init=FILE rounds=0"
+            "run` with encoder.init=PATH rounds=0"
         )
     for word in words:
         if not word.startswith(("evaluate.", "data.", "device=")):
@@ -60,7 +60,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     if given:
         settings = _on_other_data(settings, given, section(tree, "data").get("name"))
         dataset = dataset or datasets.load(settings.data, settings.seed)
-        _check_data(run, settings.data, dataset)
+        dataset = _fitting(run, settings.data, dataset)
         settings, classes = _of_other_classes(settings, dataset, checkpoint.classes(run))
     session = prepare(settings, trains=False, dataset=dataset, classes=classes)
     if sites:
@@ -91,22 +91,19 @@ def _append(run: Path, found: dict[str, Any]) -> None:
         print(f"fedssl: {run / FILE}: not written ({error.strerror})", file=sys.stderr)
 
 
-def _check_data(run: Path, data: config.Data, dataset: Dataset) -> None:
-    """Other images must be such as the run's encoder takes, and enough to say anything."""
-    where, train = _where(data), dataset.train
+def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
+    """Other images as the run's encoder takes them, grey or in colour; enough to say anything."""
+    where, train = datasets.where(data), dataset.train
     if len(train) < 2:
         raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
     # None: the run has not ended, and its checkpoint will say that something differs.
-    before, now = Run(run)._json("encoder.json", {}).get("channels"), train.images[0].shape[1]
-    if before and before[0] != now:
-        raise UserError(
-            f"{where}: its images have {now} channel{'s' * (now != 1)} and the run's encoder takes "
-            f"{before[0]}; judge on images of {before[0]}"
+    wanted, now = Run(run)._json("encoder.json", {}).get("channels"), train.images[0].shape[1]
+    if wanted and wanted[0] != now:
+        kind = "grey" if wanted[0] == 1 else "in colour"
+        print(
+            f"fedssl: evaluate: {where}: images are made {kind}, as the run's are", file=sys.stderr
         )
-
-
-def _where(data: config.Data) -> str:
-    return f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
+    return datasets.in_channels(dataset, wanted) if wanted else dataset
 
 
 def _of_other_classes(
@@ -124,7 +121,7 @@ def _of_other_classes(
         known, given = (files.few(names, 5) for names in (before, dataset.classes))
         raise UserError(
             f"evaluate.protocols=head: the run's classifier knows the classes {known}, and those "
-            f"of {_where(settings.data)} are {given}; name other protocols, such as "
+            f"of {datasets.where(settings.data)} are {given}; name other protocols, such as "
             "evaluate.protocols=[knn,linear]"
         )
     judged = replace(settings.evaluate, protocols=named)

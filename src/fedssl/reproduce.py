@@ -234,7 +234,7 @@ def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished; a run that diverges is said and passed over. Returns those."""
     begun = {job.folder: job.settings for job in jobs if _started(job)}
     waiting = {job.label: job.settings for job in jobs if job.summary() is None}
-    sweep.check_images(begun, sweep.check(waiting), "data.root")
+    sweep.check_images(begun, sweep.check(waiting))
     sweep.note_places(begun)
     failed, commit = [], _commit()
     for number, job in enumerate(jobs, 1):

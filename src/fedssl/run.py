@@ -24,13 +24,14 @@ from fedssl import __version__, checkpoint, config, deploy, loggers, plugins
 from fedssl.algorithms.base import Cohort, TooFewReplies
 from fedssl.api import give_back
 from fedssl.config import Config
+from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
 from fedssl.deployment import SITES
-from fedssl.encoder import SUFFIXES
 from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
 from fedssl.files import save, write_json, write_text, writing
 from fedssl.metrics import Metrics, for_one, read
+from fedssl.models.weights import SUFFIXES
 from fedssl.progress import Progress
 from fedssl.runs import Run
 from fedssl.session import Session, deployed, prepare
@@ -121,8 +122,8 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         session = prepare(settings)
     session.overhead["prepare"] = time.perf_counter() - started
     if resume:
-        what = f"--resume: data.root={settings.data.root}" if moved(settings, out) else "--resume"
-        check_clients(session, out, what)
+        what = datasets.where(settings.data)
+        check_clients(session, out, what, "start a new run in another folder")
         if checkpoint.of_other_images(out, session.dataset, "test"):
             raise UserError(
                 f"{what}: the test images are not those of {out}; put them back as they were, or "
@@ -244,12 +245,7 @@ def clients(session: Session) -> list[dict[str, Any]]:
     return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
 
 
-def check_clients(
-    session: Session,
-    out: Path,
-    what: str = "--resume",
-    otherwise: str = "start a new run in another folder",
-) -> None:
+def check_clients(session: Session, out: Path, what: str, otherwise: str) -> None:
     """A run that goes on, or is judged again, has the clients and the images that it had.
 
     Clients' states are kept by number, and which images are held out goes by their order.
@@ -291,8 +287,8 @@ def check_same(new: Config, old: Config, out: Path) -> None:
 
 def _changed(name: str, before: object, after: object, out: Path) -> UserError:
     return UserError(
-        f"--resume: {name} was {before} in {out} and is now {after}; leave it as it was, or start "
-        "a new run in another folder"
+        f"{name} was {before} in {out} and is now {after}; leave it as it was, or start a new run "
+        "in another folder"
     )
 
 

@@ -409,7 +409,8 @@ class Session:
         settings = self.config.evaluate
         if settings.size is None or settings.size == self.config.data.size:
             return self.dataset.train, self.dataset.test
-        other = load_data(self.config, settings.size)
+        channels = [images.shape[1] for images in self.dataset.train.images]
+        other = datasets.in_channels(load_data(self.config, settings.size), channels)
         return other.train, other.test
 
     def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:

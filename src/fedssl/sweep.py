@@ -203,9 +203,7 @@ def note_places(begun: Mapping[Path, Config]) -> None:
                     run.note_place(own, each)
 
 
-def check_images(
-    begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset], what: str = "--resume"
-) -> None:
+def check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
     """Runs of one table have the same images, those that are finished too."""
     known = {data: dataset for (data, _), dataset in loaded.items()}
     for folder, own in begun.items():
@@ -215,8 +213,8 @@ def check_images(
             continue
         if checkpoint.of_other_images(folder, known[own.data]):
             raise UserError(
-                f"{what}: the training images are not those of {folder}; put them back as they "
-                "were, or start anew in another folder"
+                f"{datasets.where(own.data)}: the training images are not those of {folder}; put "
+                "them back as they were, or start anew in another folder"
             )
         run.check_moved(own, folder, known[own.data])
 

@@ -524,9 +524,10 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
         flower._session.cache_clear()
         grid, out = Here(flower.client_app(config.dump(settings)), data), tmp_path / f"run-{held}"
         if held is not None:
-            with pytest.raises(UserError, match=f"the server has {held} image") as error:
+            said = rf"^algorithm\.public=\d: .*, and it has {held}; name a folder with more"
+            with pytest.raises(UserError, match=said):
                 flower.serve(grid, settings, out, False)
-            assert "\n" not in str(error.value) and not (out / checkpoint.FILE).exists()
+            assert not grid.types  # before the sites come
             continue
         summary, state = flower.serve(grid, settings, out, False), whole(out)
         assert summary["rounds"] == 2 and len(state["server/public"]) == 5
@@ -535,9 +536,11 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
 
 
 def test_a_deployment_says_what_is_shown_to_whom(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"algorithm\.public=5: .* name their folder in data\.root"):
-        deploy.init(tmp_path / "app", "default", SITES)
-    own = make_images(tmp_path / "own", 5)
+    own, few = (make_images(tmp_path / str(count), count) for count in (5, 4))
+    for words, held in (((), 0), ((f"data.root={few}",), 4)):
+        said = rf"algorithm\.public=5: .*, and it has {held}; name a folder with more in data\.root"
+        with pytest.raises(UserError, match=said):
+            deploy.init(tmp_path / "app", "default", [*SITES, *words])
     deploy.init(tmp_path / "app", "default", [*SITES, f"data.root={own}"])
     assert "**5 of these images are public**" in (tmp_path / "app" / "SERVER.md").read_text()
     sites = (tmp_path / "app" / "SITES.md").read_text()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -523,8 +524,9 @@ def test_folder_with_unreadable_files(root: Path, capsys: pytest.CaptureFixture[
         assert line.startswith(f"data.corrupt=fail: 4 of 10 images below {root} cannot be read: ")
         assert "train/cat/1.png (not an image that Pillow knows)" in line
         assert line.endswith(" and 1 more; data.corrupt=skip leaves such files out")
+    capsys.readouterr()
     for _ in range(2):
-        capsys.readouterr()
+        datasets._warn.cache_clear()  # as of a new process
         dataset = folder(root, corrupt="skip")
         assert reds(dataset.train) == [0, 4, 6, 3, 7]
         assert labels(dataset.train) == [0, 0, 0, 1, 1]
@@ -533,6 +535,9 @@ def test_folder_with_unreadable_files(root: Path, capsys: pytest.CaptureFixture[
         assert warning.startswith(f"warning: left out 4 of 10 images below {root}: train/cat/1")
     (meta,) = (root.parent / "cache").glob("*/meta.json")
     assert len(json.loads(meta.read_text())["unreadable"]) == 4
+    # A process says it once, also where they are loaded by another name or at another size.
+    load(Data(name="folder", root=str(root / "../root"), corrupt="skip"), size=5)
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_folders_of_which_nothing_can_be_read_are_named(
@@ -562,6 +567,28 @@ def test_folder_class_without_readable_image(root: Path) -> None:
     (root / "train/dog/0.png").write_text("broken")
     with pytest.raises(UserError, match="no training image of the class dog can be read"):
         folder(root, corrupt="skip")
+
+
+def test_arrays_are_known_by_what_they_hold(root: Path, cache: Path) -> None:
+    def known(ending: str = "", **keys: Any) -> Any:
+        write_fashion(root / (ending or "plain"), ending)
+        return load(Data("fashion-mnist", str(root / (ending or "plain")), **keys)).files
+
+    before = known()
+    assert before.keys() == {"train", "test"} and before["train"] != before["test"]
+    assert known(".gz") == known(size=10) == known(labels=10) == before  # wherever, however stored
+    pixels = np.arange(20)[:, None, None] * np.ones((1, 28, 28))
+    pixels[19, 27, 27] += 1
+    for part, values in (("images-idx3", pixels), ("labels-idx1", np.arange(20) % 5)):
+        write_fashion(root)
+        write_idx(root / f"train-{part}-ubyte", values)
+        after = load(Data("fashion-mnist", str(root))).files
+        assert after["train"] != before["train"] and after["test"] == before["test"]
+    for meta in cache.glob("*/meta.json"):  # as older versions left it
+        old = json.loads(meta.read_text())
+        del old["contents"]
+        meta.write_text(json.dumps(old))
+    assert load(Data("fashion-mnist", str(root))).files == after
 
 
 def test_images_are_known_by_the_files_that_are_used(root: Path) -> None:
@@ -686,6 +713,26 @@ def test_halves(size: int) -> None:
     assert torch.equal(right, whole.train.images[0][..., size - 4 :])
     assert halved.test.images[1].shape == (359, 1, size, 4)
     assert labels(halved.train) == labels(whole.train)
+
+
+def test_other_channels_are_those_of_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "BLOCK", 2)
+    generator = np.random.default_rng(0)
+    for name in ("train/a", "train/b", "train/c", "test/a"):
+        (root / name).parent.mkdir(exist_ok=True)
+        noise = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(root / f"{name}.png")
+    colour = folder(root)
+    grey = datasets.in_channels(colour, [1])
+    again = datasets.in_channels(grey, [3])
+    for split in ("train", "test"):
+        read = [images.decode(path, 32, 1) for path in sorted((root / split).iterdir())]
+        (found,), (back,) = getattr(grey, split).images, getattr(again, split).images
+        assert np.array_equal(found, read) and found.dtype == back.dtype == torch.uint8
+        assert torch.equal(back, found.repeat(1, 3, 1, 1)) and back.is_contiguous()
+    assert datasets.in_channels(colour, [3]) == colour
+    towers = dataclasses.replace(colour, train=Split(colour.train.images * 2), test=None)
+    assert [x.shape[1] for x in datasets.in_channels(towers, [3, 1]).train.images] == [3, 1]
 
 
 def test_halves_of_nothing() -> None:

@@ -106,12 +106,7 @@ class FedCA(Algorithm):
         """Train the base model on the public images, and keep what it makes of them."""
         if not self.params.align:
             return
-        held = 0 if public is None else public.samples
-        if public is None or held != self.params.public:
-            raise UserError(
-                f"algorithm.public={self.params.public}: the server has {held} image(s) to show to "
-                "the clients; name a folder with more in data.root, or set algorithm.align=0"
-            )
+        assert public is not None and public.samples == self.params.public  # as was checked
         work, plan = public.work, public.work.plan
         images = work.images[0][public.members]
         work.plan = dataclasses.replace(plan, steps=None, epochs=self.params.base_epochs)

@@ -83,5 +83,6 @@ class Dataset:
     test: Split | None
     classes: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()  # names of the client folders
-    # A digest of the files of each split, where every image is one.
+    # A digest of each split's files, wherever they are: of their names and lengths or, where they
+    # hold arrays, of these (Fashion-MNIST's files have the names and lengths of MNIST's).
     files: Mapping[str, str] = field(default_factory=dict)

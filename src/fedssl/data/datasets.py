@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
+import hashlib
+import itertools
 import math
 import os
 import socket
@@ -83,6 +85,11 @@ def here(data: config.Data) -> config.Data:
         looked = ", ".join(map(str, places))
         raise UserError(f"data.name={data.name}: not in {looked}, and not downloaded for this")
     return dataclasses.replace(data, root=str(found))
+
+
+def where(data: config.Data) -> str:
+    """The key that says which images these are, and its value: how a line about them begins."""
+    return f"data.name={data.name}" if data.root is None else f"data.root={data.root}"
 
 
 def draw_labels(
@@ -224,6 +231,29 @@ def _halve(dataset: Dataset) -> Dataset:
     return dataclasses.replace(dataset, train=halves(dataset.train), test=test)
 
 
+def in_channels(dataset: Dataset, wanted: Sequence[int]) -> Dataset:
+    """The data set grey or in colour, as each modality is ``wanted``; pixels as files' have it."""
+
+    def converted(split: Split) -> Split:
+        pairs = zip(split.images, itertools.cycle(wanted), strict=False)
+        return dataclasses.replace(split, images=tuple(_in_channels(x, n) for x, n in pairs))
+
+    test = dataset.test and converted(dataset.test)
+    return dataclasses.replace(dataset, train=converted(dataset.train), test=test)
+
+
+def _in_channels(pixels: Tensor, channels: int) -> Tensor:
+    if pixels.shape[1] == channels:
+        return pixels
+    if channels == 3:
+        return pixels.expand(-1, 3, -1, -1).contiguous()
+    grey = torch.empty_like(pixels[:, :1])
+    for whole, part in zip(pixels.split(BLOCK), grey.split(BLOCK), strict=True):
+        red, green, blue = whole.int().split(1, dim=1)
+        part.copy_((19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16)  # Pillow's "L"
+    return grey
+
+
 def _order_clients(dataset: Dataset) -> Dataset:
     """Number first the clients that have training samples, so that none of those is empty."""
     train, test = dataset.train, dataset.test
@@ -356,23 +386,28 @@ def _from_arrays(
 
     def build(new: Path) -> images.Meta:
         classes, raw = read(folder, files)
-        total = sum(len(labels) for _, labels in raw.values())
+        total, known = sum(len(labels) for _, labels in raw.values()), {}
         with images.progress(total, f"preparing {total} images of {data.name}") as update:
             for split, (parts, labels) in raw.items():
                 if sum(map(len, parts)) != len(labels):
                     raise UserError(f"{folder}: {split} images and labels differ in number")
+                seen = hashlib.blake2b(labels.astype(np.int64).data, digest_size=16)
                 with images.ArrayFile(new / f"{split}-labels.npy", cache) as file:
                     file.append(labels.astype(np.int64))
                 with images.ArrayFile(new / f"{split}-0.npy", cache) as file:
-                    for block in _resized(parts, data.size):
-                        file.append(block)
+                    for block in _blocks(parts):
+                        seen.update(np.ascontiguousarray(block).data)
+                        resized = _resize(torch.from_numpy(block), data.size or block.shape[-1])
+                        file.append(resized.numpy())
                         update(len(block))
-        return {"classes": list(classes)}
+                known[split] = seen.hexdigest()
+        return {"classes": list(classes), "contents": known}
 
     stats = [(name, (folder / name).stat()) for name in files]
     listing = [images.File(name, s.st_size, s.st_mtime_ns) for name, s in stats]
     name = f"{data.name}-{images.digest(folder, listing, data.size)}"
-    found = images.cached(cache, name, build)
+    # Older versions' have no digest.
+    found = images.cached(cache, name, build, lambda meta: "contents" not in meta)
     train, test = (
         Split(
             (torch.from_numpy(found.arrays[f"{split}-0"]),),
@@ -380,14 +415,14 @@ def _from_arrays(
         )
         for split in ("train", "test")
     )
-    return Dataset(data.name, train, test, tuple(found.meta["classes"]))
+    classes, contents = tuple(found.meta["classes"]), found.meta["contents"]
+    return Dataset(data.name, train, test, classes, files=contents)
 
 
-def _resized(parts: Iterable[Pixels], size: int | None) -> Iterator[Pixels]:
+def _blocks(parts: Iterable[Pixels]) -> Iterator[Pixels]:
     for part in parts:
         for start in range(0, len(part), BLOCK):
-            block = torch.from_numpy(np.array(part[start : start + BLOCK]))
-            yield _resize(block, size or block.shape[-1]).numpy()
+            yield np.array(part[start : start + BLOCK])
 
 
 # Where data sets are looked for -----------------------------------------------------------------
@@ -732,7 +767,13 @@ def _complain(
             f"data.corrupt=fail: {text} cannot be read; {fix}",
         )
     gone = f"; no image is left in {images.few(emptied, EMPTIED)}" if emptied else ""
-    print(f"warning: left out {text} below {data.root}: {names}{gone}", file=sys.stderr)
+    _warn(f"left out {text} below {_root(data).resolve()}: {names}{gone}")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once: a run loads its images again for its baselines, at another size and for its page."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _readable(part: _Found, unreadable: Mapping[str, str]) -> _Found:

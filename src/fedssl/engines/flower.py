@@ -91,6 +91,7 @@ def write_request(request: Request) -> RecordDict:
     facts: dict[str, Any] = {
         "task": request.task,
         "clients": list(request.clients),
+        "samples": [request.samples[k] for k in request.clients if k in request.samples],
         "round": request.round,
         "exchange": request.exchange,
         "weight": request.weight or "",
@@ -147,6 +148,7 @@ def read_request(content: RecordDict) -> Request:
         _packed(content.array_records["payload"]),
         known,
         secure,
+        dict(zip(facts["clients"], facts["samples"], strict=False)),
     )
 
 
@@ -701,8 +703,8 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     # What would only be refused when the sites have come, or the run's folder is made.
     deploy.check_init(settings)
     loggers.require(settings)
-    if settings.data.root is not None:
-        datasets.load(settings.data, settings.seed)
+    data = settings.data
+    deploy.check_public(settings, None if data.root is None else datasets.load(data, settings.seed))
     mail, wait = SiteMail(grid), settings.engine.timeout
     if resume:
         mail.sites = read_sites(out)

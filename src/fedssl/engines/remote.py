@@ -278,6 +278,7 @@ class RemoteCohort(Cohort):
                 {**packed, **_packed({k: v for c in clients for k, v in bag.own[c].items()})},
                 bag.known,
                 _part(secure, clients),
+                {k: int(self.engine.groups.sizes[k]) for k in clients},
             )
             for node, clients in hosted.items()
         }
@@ -340,10 +341,7 @@ class RemoteCohort(Cohort):
         samples = self.engine.work.plan.contributing(size)
         due = self.average.contribute(task, samples, like, weight)[0]
         if share != due:
-            raise Malformed(
-                f"a weight of {share:g} where there should be {due:g}: the number of its images is "
-                "not that of the run's start; put them back as they were, or start a new run"
-            )
+            raise Malformed(f"a weight of {share:g} where there should be {due:g}")
 
     def _count_up(self, task: str, reply: Tree, clients: int) -> None:
         """Bytes as they travel."""

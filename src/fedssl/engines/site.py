@@ -51,6 +51,7 @@ class Request:
     payload: Mapping[str, Packed] = field(default_factory=dict)
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     secure: SecureStep | None = None
+    samples: Mapping[int, int] = field(default_factory=dict)  # images that each client started with
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,23 @@ class Site:
 
     def _one(self, client: int, request: Request, payload: dict[str, Tensor]) -> Reply:
         try:
+            self._check_samples(client, request)
             if request.secure is not None:
                 return self._secure(client, request, request.secure, payload)
             share, reply = self.contribution(client, request, payload)
             return Reply(share, pack(reply, self.half))
         except Exception as error:
             return Reply(fault=describe(error, self.alone))
+
+    def _check_samples(self, client: int, request: Request) -> None:
+        """In a secure sum the server cannot see that a weight is another one than at the start."""
+        now = int(self.session.engine.groups.sizes[0 if self.alone else client])
+        before = request.samples.get(client, now)
+        if now != before:
+            raise UserError(
+                f"{now} images, where the run started with {before}; put them back as they were, "
+                "or start a new run"
+            )
 
     def _secure(
         self, client: int, request: Request, secure: SecureStep, payload: dict[str, Tensor]

@@ -17,6 +17,7 @@ from fedssl.data.random import key
 from fedssl.errors import UserError, go_on
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import BatchNorm, Norm
+from fedssl.models.weights import load_weights, place, tower_file
 
 MakeHead = Callable[[int, Norm], nn.Module]
 MakePredictor = Callable[[Norm], nn.Module | None]
@@ -154,42 +155,17 @@ def initialize(module: nn.Module, seed: int, initializer: Initializer = "he") ->
 
 
 def load_encoders(network: Network, path: str) -> None:
-    """Start from given weights: ``encoder.safetensors``, or a run's folder that holds it.
+    """Start from given weights: a run's folder, an export's, or a file of either.
 
-    A second tower takes the run's second encoder if there is one, else the same weights.
+    A second tower takes the second encoder if there is one, else the same weights.
     """
-    first = Path(path)
-    if (first / "config.yaml").exists() and not (first / "encoder.safetensors").exists():
+    first = place(Path(path).expanduser(), "encoder.init=")
+    if (first / "config.yaml").exists() and not tower_file(first).exists():
         raise UserError(
             f"encoder.init={path}: a run that has not ended; let it, with {go_on(path)}"
         )
-    first = first / "encoder.safetensors" if first.is_dir() else first
-    second = first.with_name("encoder-second.safetensors")
-    for tower, file in zip(
-        network.towers, (first, second if second.exists() else first), strict=False
-    ):
+    second = tower_file(first, 1)
+    files = (tower_file(first), second if second.exists() else tower_file(first))
+    for tower, file in zip(network.towers, files, strict=False):
         assert isinstance(tower, Tower)
         load_weights(tower.encoder, file, f"encoder.init={path}")
-
-
-def load_weights(encoder: nn.Module, file: Path, where: str) -> None:
-    """Put the tensors of a safetensors file into an encoder; ``where`` is who named the file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        raise UserError(f"{where}: no such file; give encoder.safetensors or a run's folder")
-    try:
-        state = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{where}: not a safetensors file ({error})") from None
-    own = encoder.state_dict()
-    for name, tensor in own.items():
-        if name not in state or state[name].shape != tensor.shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            raise UserError(
-                f"{where}: it has {found} for {name} where this encoder has "
-                f"{tuple(tensor.shape)}; use the same encoder.name, encoder.norm and channels"
-            )
-    # Names and shapes were checked; torch would add batch norm's counter, which ours do not have.
-    encoder.load_state_dict({name: state[name] for name in own}, strict=False)
