@@ -1,7 +1,11 @@
-"""The generated parts of the documentation, made when it is built: they cannot go stale.
+"""The generated parts of the documentation, and what makes a site of its pages.
 
-A page asks for one with a line such as ``<!-- generated: commands -->``; ``PARTS`` has them all.
-Links from a page to files outside docs/ become the files' names, since the site does not hold them.
+    python docs/generate.py
+
+writes them into the pages, so that these can be read without a site; a test says where one is
+stale. A page asks for a part with ``<!-- generated: commands --><!-- /generated -->``; ``PARTS``
+has them all. In the site, links to files outside docs/ become the files' names, since it does not
+hold them.
 """
 
 from __future__ import annotations
@@ -42,7 +46,12 @@ SHOWN = ("rounds", "data.name", "evaluate.")  # settings that other columns are 
 RATES = ("server.lr", "client.lr")  # may be searched, for each seed anew
 NEAR = 2.0  # points that two rows may differ by where a paper says that they are about the same
 MARGIN = 1.0  # points, or the seeds' spread if larger: what is closer is too close to say
-MARK = re.compile(r"(^ +)?<!-- generated: (\S+) ?(.*?) -->", re.MULTILINE)
+PART = re.compile(
+    r"(?P<alone>^)?(?P<asked><!-- generated: (?P<name>\S+) ?(?P<argument>.*?) -->)"
+    r".*?(?P<end><!-- /generated -->)",
+    re.MULTILINE | re.DOTALL,
+)
+MARK = re.compile(r"<!-- /?generated.*?-->")
 TEST = re.compile(r"^<!-- test: .*? -->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 ROLE = re.compile(r":(?:class|func|meth|mod|attr):(?=`)")
@@ -51,8 +60,27 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr):(?=`)")
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """A page as it goes into the site (mkdocs calls this)."""
     here = posixpath.dirname("docs/" + page.file.src_uri)
-    text = site_links(TEST.sub("", markdown), here, here)
-    return MARK.sub(lambda m: textwrap.indent(part(m[2], m[3], here), m[1] or ""), text)
+    return site_links(MARK.sub("", TEST.sub("", markdown)), here)
+
+
+def filled(page: Path) -> str:
+    """A page's text with its generated parts as they should be."""
+    here = page.parent.relative_to(ROOT).as_posix()
+
+    def fill(found: re.Match[str]) -> str:
+        text = part(found["name"], found["argument"], here)
+        between = "\n\n" if found["alone"] is not None else ""
+        return f"{found['asked']}{between}{text}{between}{found['end']}"
+
+    return PART.sub(fill, page.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Write what is stale, and name the pages."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if (text := filled(page)) != page.read_text(encoding="utf-8"):
+            page.write_text(text, encoding="utf-8")
+            print(page.relative_to(ROOT))
 
 
 class Docstrings(griffe.Extension):
@@ -76,29 +104,34 @@ def part(name: str, argument: str, here: str) -> str:
     """One generated part, for a page in the folder ``here``."""
     if name not in PARTS:
         raise PluginError(f"generated: {name}: unknown; choose of {', '.join(PARTS)}")
-    return site_links(PARTS[name](argument), "", here)
-
-
-def site_links(text: str, source: str, here: str) -> str:
-    """Links of a text in the folder ``source`` for a page in ``here``."""
 
     def link(found: re.Match[str]) -> str:
-        words, target, anchor = found[1], found[2], found[3] or ""
-        path = posixpath.normpath(posixpath.join(source, target))
-        if not (ROOT / path).exists():
-            raise PluginError(
-                f"{target}: a link to a file that is not there, in {here or 'README'}"
-            )
-        if path.startswith("docs/"):
-            words = Path(path).stem if words == path else words
-            return f"[{words}]({posixpath.relpath(path, here)}{anchor})"
-        shown = words.strip("`")
-        return (
-            f"`{path}`"
-            if path.endswith(shown) or path.startswith(shown)
-            else (f"{words} (`{path}`)")
-        )
+        words, path, anchor = found[1], found[2], found[3] or ""
+        words = Path(path).stem if words == path and path.startswith("docs/") else words
+        return f"[{words}]({posixpath.relpath(path, here)}{anchor})"
 
+    return _linked(PARTS[name](argument), link)
+
+
+def site_links(text: str, here: str) -> str:
+    """Links of a page in the folder ``here``, as the site can have them."""
+
+    def link(found: re.Match[str]) -> str:
+        words, target = found[1], found[2]
+        path = posixpath.normpath(posixpath.join(here, target))
+        if not (ROOT / path).exists():
+            raise PluginError(f"{target}: a link to a file that is not there, in {here}")
+        if path.startswith("docs/"):
+            return found[0]
+        shown = words.strip("`")
+        named = path.endswith(shown) or path.startswith(shown)
+        return f"`{path}`" if named else f"{words} (`{path}`)"
+
+    return _linked(text, link)
+
+
+def _linked(text: str, link: Callable[[re.Match[str]], str]) -> str:
+    """Every link of a text as ``link`` has it, but for what looks like one in code."""
     blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(b if b.startswith("```") else LINK.sub(link, b) for b in blocks)
 
@@ -708,8 +741,12 @@ def _runs(lines: Sequence[Line], images: bool) -> str:
         at = f"{line['round']:,} of {line['rounds']:,}"
         cells = [line.get("failed") or tops, best, at, str(line["seed"]), _changed(line, images)]
         rows.append([*cells, place, f"`{line['command']}`"])
-    table = textwrap.indent(_grid(head, rows), "    ")
-    return f'??? note "Every run, with its command"\n\n{table}'
+    return folded("Every run, with its command", _grid(head, rows))
+
+
+def folded(title: str, text: str) -> str:
+    """A text that a click opens, on a site and where Markdown is shown."""
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -783,3 +820,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "results": results,
     "says": says,
 }
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,8 @@
     python results/add.py [--beside] FILE ...
 
 ``--beside``: they ran beside other programs, so their times are too long. A line takes the place of
-an older one of the same recipe, images, settings and seed. The page that shows them,
-docs/results.md, is made of them whenever the documentation is built.
+an older one of the same recipe, images, settings and seed. ``python docs/generate.py`` then puts
+them into docs/results.md.
 """
 
 from __future__ import annotations

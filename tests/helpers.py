@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,16 @@ from fedssl.engines.local import LocalEngine
 from fedssl.metrics import read
 from fedssl.session import build_network, pooled
 from fedssl.workspace import Workspace
+
+
+def load(path: str) -> ModuleType:
+    """A script of the repository, by its place there."""
+    file = Path(__file__).resolve().parent.parent / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def made_split(count: int = 40, channels: int = 1, size: int = 8, classes: int = 4) -> Split:

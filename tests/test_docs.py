@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import http.server
-import importlib.util
 import io
 import json
 import os
@@ -29,10 +28,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from helpers import load
 
 from fedssl import cli, config
 
@@ -81,9 +82,14 @@ class Block:
             yield command, [line for line in shown if line.strip()]
 
 
-def blocks(page: str) -> list[Block]:
+def written(page: str) -> str:
+    """A page without its generated parts, which have tests of their own."""
     text = (DOCS / page).read_text(encoding="utf-8")
-    return [Block(m["kind"], m["text"], m["how"] or "") for m in BLOCK.finditer(text)]
+    return re.sub(r"<!-- generated: .*?<!-- /generated -->", "", text, flags=re.DOTALL)
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(m["kind"], m["text"], m["how"] or "") for m in BLOCK.finditer(written(page))]
 
 
 @pytest.fixture(scope="session")
@@ -180,13 +186,23 @@ def test_shown_output_is_compared() -> None:
     assert not_printed(["   knn", "round 2/2  loss 1.5"], printed, False) is not None
 
 
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return load("docs/generate.py")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_generated_parts_are_not_stale(page: str, generate: ModuleType) -> None:
+    if page == "reference/commands.md" and sys.version_info >= (3, 13):
+        pytest.skip("argparse words its help otherwise since Python 3.13")
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert text.count("<!-- generated: ") == text.count("<!-- /generated -->")
+    assert generate.filled(DOCS / page) == text, "run: python docs/generate.py"
+
+
 def test_only_what_was_measured_at_the_papers_size_stands_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generate: ModuleType
 ) -> None:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
     name = "fedema/table3/fedu/cifar10-noniid"
     made = {"hardware": "h", "commit": "c", "date": "d"}
     line = {"what": "x", "numbers": {"linear_top1": 12.25}, **made}
@@ -204,7 +220,7 @@ def test_only_what_was_measured_at_the_papers_size_stands_beside_it(
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_stand_where_they_are_executed(page: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = written(page)
     assert {b.kind for b in blocks(page)} <= {"console", "python", "toml", "yaml", "text"}
     assert not re.search(r"^ {4}\$? ?(fedssl|flwr|pip|python) ", text, re.MULTILINE)
     assert text.count("<!-- test:") == sum(bool(b.how) for b in blocks(page)) + len(
@@ -234,7 +250,7 @@ def keys() -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_and_commands_in_the_text_exist(page: str) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = written(page)
     sections = "|".join({key.partition(".")[0] for key in keys()})
     for span in SPAN.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
         words = span.split()
