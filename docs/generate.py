@@ -535,7 +535,7 @@ def _made(lines: Sequence[Line]) -> list[str]:
     """Rounds, and each seed's time."""
     if not lines:
         return ["not measured yet", ""]
-    stars = ["*" if line.get("beside") else "" for line in lines]
+    stars = [r"\*" if line.get("beside") else "" for line in lines]  # two would be italics
     times = [
         f"{line['seconds'] / 60:.1f}{star}" if line["seconds"] else "–"
         for line, star in zip(lines, stars, strict=True)
