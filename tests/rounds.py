@@ -14,6 +14,7 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
+from fedssl.errors import UserError
 from fedssl.session import prepare
 from fedssl.trees import flatten
 
@@ -96,3 +97,11 @@ def assert_both_engines_agree(folder: Path, *words: str) -> None:
         assert theirs[client].keys() == state.keys()
         for name, value in state.items():
             np.testing.assert_allclose(theirs[client][name], value, rtol=1e-9, atol=1e-12)
+
+
+def assert_refused(sentence: str, *words: str) -> None:
+    """These settings are answered before the first round, in one line that begins so."""
+    common = ("algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1")
+    with pytest.raises(UserError) as refused:
+        prepare(configuration.resolve(configuration.read_recipe(None), [*common, *words]))
+    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)

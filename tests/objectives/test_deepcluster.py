@@ -12,18 +12,15 @@ import torch
 import torch.nn.functional as F
 from helpers import engine_of, groups_of, made_split, relative, settings, step
 from numpy.typing import NDArray
-from rounds import assert_both_engines_agree, epochs, losses, weights_after
+from rounds import assert_both_engines_agree, assert_refused, epochs, losses, weights_after
 from torch import Tensor, nn
 
-from fedssl import config as configuration
 from fedssl.client import Client
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
-from fedssl.errors import UserError
 from fedssl.models.norms import BatchNorm
 from fedssl.objectives import deepcluster
 from fedssl.objectives.deepcluster import DeepCluster, Step, fill, kmeans
-from fedssl.session import prepare
 
 WORDS = ("objective.name=deepcluster", "objective.projector=32,16", "objective.clusters=3,2,4")
 Rows = NDArray[np.float64]
@@ -306,17 +303,4 @@ def test_there_is_no_loss_of_a_batch() -> None:
     ],
 )
 def test_what_is_refused(words: str, sentence: str) -> None:
-    with pytest.raises(UserError) as refused:
-        prepare(
-            configuration.resolve(
-                configuration.read_recipe(None),
-                [
-                    "algorithm.name=fedavg",
-                    "evaluate.baselines=[]",
-                    "engine.threads=1",
-                    *WORDS,
-                    *words.split(),
-                ],
-            )
-        )
-    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
+    assert_refused(sentence, *WORDS, *words.split())

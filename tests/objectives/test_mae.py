@@ -16,6 +16,7 @@ from lightly.models.utils import get_at_index, patchify, repeat_token, set_at_in
 from rounds import (
     assert_both_engines_agree,
     assert_merging_changes_nothing,
+    assert_refused,
     epochs,
     losses,
     weights_after,
@@ -23,19 +24,16 @@ from rounds import (
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from fedssl import config as configuration
 from fedssl import workspace
 from fedssl.client import Client
 from fedssl.config import Encoder
 from fedssl.data.dataset import Split
-from fedssl.errors import UserError
 from fedssl.models import vit
 from fedssl.models.network import Tower, build
 from fedssl.models.norms import Norm
 from fedssl.models.vit import patches
 from fedssl.objectives import mae
 from fedssl.objectives.mae import MAE, Decoder, shuffled
-from fedssl.session import prepare
 
 EPS = functools.partial(nn.LayerNorm, eps=1e-6)
 MAE_ = ("objective.name=mae", "encoder.name=vit-tiny")
@@ -237,8 +235,4 @@ def test_both_engines_agree(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(words: str, sentence: str) -> None:
-    common = ["algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1", "data.size=8"]
-    with pytest.raises(UserError) as refused:
-        recipe = configuration.read_recipe(None)
-        prepare(configuration.resolve(recipe, [*common, *MAE_, words]))
-    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
+    assert_refused(sentence, "data.size=8", *MAE_, words)

@@ -14,16 +14,14 @@ from rounds import (
     assert_both_engines_agree,
     assert_compiled_is_plain,
     assert_merging_changes_nothing,
+    assert_refused,
     epochs,
     losses,
     weights_after,
 )
 
-from fedssl import config as configuration
 from fedssl.data.dataset import Split
-from fedssl.errors import UserError
 from fedssl.objectives.rotation import Rotation
-from fedssl.session import prepare
 
 ROTATION = "objective.name=rotation"
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
@@ -114,17 +112,4 @@ def test_both_engines_agree(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(words: str, sentence: str) -> None:
-    with pytest.raises(UserError) as refused:
-        prepare(
-            configuration.resolve(
-                configuration.read_recipe(None),
-                [
-                    "algorithm.name=fedavg",
-                    "evaluate.baselines=[]",
-                    "engine.threads=1",
-                    ROTATION,
-                    words,
-                ],
-            )
-        )
-    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
+    assert_refused(sentence, ROTATION, words)

@@ -17,17 +17,15 @@ from rounds import (
     assert_both_engines_agree,
     assert_compiled_is_plain,
     assert_merging_changes_nothing,
+    assert_refused,
     epochs,
     losses,
     weights_after,
 )
 from torch import Tensor, nn
 
-from fedssl import config as configuration
-from fedssl.errors import UserError
 from fedssl.models.norms import BatchNorm
 from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
-from fedssl.session import prepare
 
 WORDS = ("objective.name=swav", "objective.projector=32,16", "objective.prototypes=6")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
@@ -287,17 +285,4 @@ def test_both_engines_agree(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(words: str, sentence: str) -> None:
-    with pytest.raises(UserError) as refused:
-        prepare(
-            configuration.resolve(
-                configuration.read_recipe(None),
-                [
-                    "algorithm.name=fedavg",
-                    "evaluate.baselines=[]",
-                    "engine.threads=1",
-                    *WORDS,
-                    words,
-                ],
-            )
-        )
-    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
+    assert_refused(sentence, *WORDS, words)
