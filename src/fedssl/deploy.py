@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
+MANY = 1024  # images, of a site of which nothing is known
 CONNECTION = "fedssl"  # the server's name in Flower's config.toml
 QUIET = (
     "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 \\\n"
@@ -246,7 +248,7 @@ def _rehearse(config: Config, count: int) -> None:
     from fedssl.deployment import Introduction, nothing
     from fedssl.session import assemble
 
-    data, encoder, many = config.data, config.encoder, 1024
+    data, encoder, many = config.data, config.encoder, MANY
     if data.root is not None and Path(data.root).exists():
         dataset = datasets.load(data, config.seed)
         check_public(config, dataset)
@@ -469,6 +471,30 @@ def _answering(config: Config) -> str:
     return f"{survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"
 
 
+def _single(config: Config) -> str:
+    """What a site with hardly any images must know, where statistics of images are sent."""
+    from fedssl import privacy
+
+    kind, secure = algorithm_of(config), config.privacy.secure
+    tasks = [f"`{task}`" for task in kind.asked(secure) if task in kind.statistics]
+    if not tasks:
+        return ""
+    who = "A site with one or two images"
+    fix = "Take part with more images, or ask the server's operator for"
+    if privacy.telling(config, kind, [MANY]):
+        who = f"With `algorithm.batch={config.algorithm.batch}` every site"
+        fix = "Ask the server's operator for a larger batch, or for none, or for"
+    fix += " `privacy.secure=true`: the server then learns only sums over the sites."
+    if secure:
+        fix = "They leave masked, and the server learns only sums over the sites (below)."
+    text = (
+        f"**{who} sends single images' encodings**: in {' and '.join(tasks)} go means over the "
+        "images that a round uses here. Of one image they are its encoding, and of two both "
+        f"encodings can be computed from them. {fix}"
+    )
+    return textwrap.fill(text, 100) + "\n\n"
+
+
 def sites(config: Config, recipe: str) -> str:
     """Instructions for a site's administrator."""
     square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
@@ -535,7 +561,7 @@ certificate and key, here and at the server.
 No image does, and nothing else of what is here. Nothing is fetched from elsewhere either: the
 variables above turn off Flower's telemetry, update check and installs.
 
-{protection(config)}
+{_single(config)}{protection(config)}
 
 **Your own record.** `sent.jsonl`, in the folder of this site in `~/.local/state/fedssl`, has a line
 for every message: when, for which run, round and exchange, the names, types and shapes of all that

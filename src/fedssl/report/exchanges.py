@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedssl import deploy, plugins
+from fedssl import deploy, plugins, privacy
 from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.engines.site import survivors_needed
@@ -75,7 +75,15 @@ def sheet(run: Run, history: History) -> Sheet:
     if config.privacy.noise is not None:
         notes.append(PUBLISHED)
     verdict = _verdict(config, algorithm, [own.name for own in rows], history)
+    if single := _single(run, config, algorithm):
+        verdict += f" But {single}."
     return Sheet(verdict, rows, notes, _protection(run, history, algorithm))
+
+
+def _single(run: Run, config: Config, algorithm: Any) -> str | None:
+    """Who sends the encodings of single images, where it is known how many images clients have."""
+    sizes = [int(own["samples"]) for own in run.clients]
+    return privacy.told(config, algorithm, sizes, [str(own["name"]) for own in run.clients])
 
 
 def _besides(config: Config, deployed: bool) -> Iterable[str]:
