@@ -222,7 +222,7 @@ def _exchanged(run: Run) -> str:
     start = "Trained at real sites. From each site left:"
     if settings.engine.sites is None:
         start = (
-            "Trained in a simulation: all images were on one machine. At real sites, this "
+            "Trained in a simulation: whoever ran it had all images. At real sites, this "
             "configuration sends from each of them:"
         )
     text = f"{start}\n\n{deploy.exchanges(settings)}"
