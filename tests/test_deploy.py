@@ -127,6 +127,8 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
     text = server.read_text()
     assert f"flwr run {tmp_path} fedssl --stream --run-config 'resume=true'" in text
     assert "--enable-supernode-auth" in text and "--database" in text
+    # The table of `flwr list` is cut off in a terminal of 80 columns.
+    assert "flwr list --format json fedssl" in text and '"status": "finished:completed"' in text
 
 
 @pytest.mark.parametrize(

@@ -673,14 +673,14 @@ flwr supernode unregister NODE-ID {CONNECTION}    # a site leaves for good
 
 ```sh
 flwr run {quoted} {CONNECTION} --stream
-flwr list {CONNECTION}
+flwr list --format json {CONNECTION}   # of one run: --run-id RUN-ID
 ```
 
 The run first waits for its sites, for `engine.timeout` at most; its log names a node that cannot
 take part, and why. Ctrl-C ends the display, not the run (`flwr stop RUN-ID {CONNECTION}` does
-that). `flwr run` exits with 0 even if the run failed: `finished:completed` in `flwr list` is
-success. Results, metrics and
-checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
+that). `flwr run` exits with 0 even if the run failed: `"status": "finished:completed"` in
+`flwr list --format json` is success (without `--format json` a narrow terminal cuts it off).
+Results, metrics and checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
 
 ## Go on after a crash
 
