@@ -500,6 +500,9 @@ def sites(config: Config, recipe: str) -> str:
     square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
     if config.data.size is not None:
         square = f"of any size: they are cut to a square and resized to {config.data.size} pixels"
+    damaged = "One damaged image keeps this site, and so the run, from starting (last table)."
+    if config.data.corrupt == "skip":
+        damaged = "Damaged images are left out, and the log names them (`data.corrupt=skip`)."
     return f"""# For a site
 
 Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
@@ -511,6 +514,7 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
 - One folder with images, {square}; any format that Pillow reads, at any depth. It is only read;
   leave it as it is while a run is on. If it has a folder `train`, the images must be in that
   (`test` and `val` beside it are not used).
+  {damaged}
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither leaves the site, but
   for the random number that the server knows it by.
@@ -585,6 +589,9 @@ nothing else.
 second SuperNode, or by one that was killed less than a minute ago |
 | `fedssl: refused: node-config data…` | the folder in `--node-config` is not given, not there, \
 not readable or holds no images; end the SuperNode and start it again with the right one |
+| `fedssl: refused: data.corrupt=fail…` | the files that it names are damaged; mend or remove \
+them: while the run waits for its sites, the server asks again every half minute; or its operator \
+writes the app anew with `data.corrupt=skip`, which leaves them out |
 """
 
 
