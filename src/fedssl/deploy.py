@@ -571,7 +571,8 @@ variables above turn off Flower's telemetry, update check and installs.
 for every message: when, for which run, round and exchange, the names, types and shapes of all that
 is in it, and the bytes. It is written before the message is sent; what cannot be recorded is not
 sent, but for the line that says so. The bytes of a round, over all replies that counted, are those
-in `metrics.jsonl` at the server. Flower's own messages (is there work, the site is alive) and what
+in `metrics.jsonl` at the server; the words of first contacts (`hello`) and faults are counted here
+alone. Flower's own messages (is there work, the site is alive) and what
 encryption adds are not in it.
 
 **Whom you trust.** The server sends the program that runs here (the files of this app, which use
