@@ -127,6 +127,16 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
     text = server.read_text()
     assert f"flwr run {tmp_path} fedssl --stream --run-config 'resume=true'" in text
     assert "--enable-supernode-auth" in text and "--database" in text
+    # The table of `flwr list` is cut off in a terminal of 80 columns.
+    assert "flwr list --format json fedssl" in text and '"status": "finished:completed"' in text
+
+
+def test_a_site_is_told_of_damaged_images() -> None:
+    fails = deploy.sites(deploy.settle("default", WORDS), "default")
+    assert "One damaged image keeps this site, and so the run, from starting" in fails
+    assert "`fedssl: refused: data.corrupt=fail" in fails and "with `data.corrupt=skip`" in fails
+    skips = deploy.sites(deploy.settle("default", [*WORDS, "data.corrupt=skip"]), "default")
+    assert "Damaged images are left out" in skips and "keeps this site" not in skips
 
 
 @pytest.mark.parametrize(

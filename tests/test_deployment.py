@@ -423,8 +423,12 @@ def test_what_sites_record_is_what_the_server_counts(
     first, second, *_ = recorded(sites / "ward")
     if words == ("privacy.secure=true",):
         assert second["sent"] == {"shares/2": 1.0, "secure/2/keys": "64 bytes"}  # not what they are
-    assert '"name": "ward", "samples": 7' in first["sent"]["hello/facts"]
-    assert first["sent"]["hello/version"] == __version__
+    told = {name.removeprefix("hello/"): value for name, value in first["sent"].items()}
+    assert told.pop("version") == __version__
+    assert first["bytes"] == len(__version__ + json.dumps(told))
+    assert told.pop("site") == deployment.identity(deployment.state_folder(str(sites / "ward")))
+    shape = {"channels": [3], "height": 16, "width": 16, "classes": []}
+    assert told == {"name": "ward", "samples": 7, **shape}
     if words == ("algorithm.name=fedavg",):
         assert (second["round"], second["task"], second["bytes"]) == (1, "train", 78640 * 8 + 8)
         sent = {"replies/2/change": "float64[78640]", "replies/2/loss": "float64[]", "shares/2": 7}
@@ -480,7 +484,8 @@ def test_a_request_that_makes_no_sense_is_refused_and_recorded(
     replies = read_replies(asked(grid, 11, content))
     assert all(reply.fault and not reply.tensors for reply in replies.values())
     (line,) = recorded(sites / "ward")
-    assert line["bytes"] == 0 and all("faults/" in name for name in line["sent"])
+    assert line["bytes"] == sum(len(text) for text in line["sent"].values())
+    assert all("faults/" in name for name in line["sent"])
     if fact == {"clients": [0, 1]}:
         assert replies[0].fault == "refused: task train: this site is one client, not 2"
 

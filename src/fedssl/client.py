@@ -113,8 +113,7 @@ class Client:
 
     def average(self, received: Tensor, function: Callable[[Encoded], Tree]) -> Tree:
         """The mean of ``function`` over the round's first pass; nothing is learned."""
-        work = self.work
-        steps = min(work.plan.count(self.samples), work.plan.batches(self.samples))
+        steps = self.work.plan.first_pass(self.samples)
         with torch.set_grad_enabled(self.remember and steps == 1):
             each = self._batches(self.open(received), steps)
             return mean((len(e.encodings[0]), function(e)) for e in each)[0]

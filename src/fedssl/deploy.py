@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
+MANY = 1024  # images, of a site of which nothing is known
 CONNECTION = "fedssl"  # the server's name in Flower's config.toml
 QUIET = (
     "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 \\\n"
@@ -246,7 +248,7 @@ def _rehearse(config: Config, count: int) -> None:
     from fedssl.deployment import Introduction, nothing
     from fedssl.session import assemble
 
-    data, encoder, many = config.data, config.encoder, 1024
+    data, encoder, many = config.data, config.encoder, MANY
     if data.root is not None and Path(data.root).exists():
         dataset = datasets.load(data, config.seed)
         check_public(config, dataset)
@@ -469,11 +471,38 @@ def _answering(config: Config) -> str:
     return f"{survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"
 
 
+def _single(config: Config) -> str:
+    """What a site with hardly any images must know, where statistics of images are sent."""
+    from fedssl import privacy
+
+    kind, secure = algorithm_of(config), config.privacy.secure
+    tasks = [f"`{task}`" for task in kind.asked(secure) if task in kind.statistics]
+    if not tasks:
+        return ""
+    who = "A site with one or two images"
+    fix = "Take part with more images, or ask the server's operator for"
+    if privacy.telling(config, kind, [MANY]):
+        who = f"With `algorithm.batch={config.algorithm.batch}` every site"
+        fix = "Ask the server's operator for a larger batch, or for none, or for"
+    fix += " `privacy.secure=true`: the server then learns only sums over the sites."
+    if secure:
+        fix = "They leave masked, and the server learns only sums over the sites (below)."
+    text = (
+        f"**{who} sends single images' encodings**: in {' and '.join(tasks)} go means over the "
+        "images that a round uses here. Of one image they are its encoding, and of two both "
+        f"encodings can be computed from them. {fix}"
+    )
+    return textwrap.fill(text, 100) + "\n\n"
+
+
 def sites(config: Config, recipe: str) -> str:
     """Instructions for a site's administrator."""
     square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
     if config.data.size is not None:
         square = f"of any size: they are cut to a square and resized to {config.data.size} pixels"
+    damaged = "One damaged image keeps this site, and so the run, from starting (last table)."
+    if config.data.corrupt == "skip":
+        damaged = "Damaged images are left out, and the log names them (`data.corrupt=skip`)."
     return f"""# For a site
 
 Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
@@ -485,6 +514,7 @@ Recipe `{recipe}`, algorithm `{algorithm}`, {config.engine.sites} sites, \
 - One folder with images, {square}; any format that Pillow reads, at any depth. It is only read;
   leave it as it is while a run is on. If it has a folder `train`, the images must be in that
   (`test` and `val` beside it are not used).
+  {damaged}
 - Room for the prepared images (`~/.cache/fedssl`, or `FEDSSL_CACHE`) and for what this site's model
   keeps between rounds (`~/.local/state/fedssl`, or `FEDSSL_STATE`). Neither leaves the site, but
   for the random number that the server knows it by.
@@ -535,13 +565,14 @@ certificate and key, here and at the server.
 No image does, and nothing else of what is here. Nothing is fetched from elsewhere either: the
 variables above turn off Flower's telemetry, update check and installs.
 
-{protection(config)}
+{_single(config)}{protection(config)}
 
 **Your own record.** `sent.jsonl`, in the folder of this site in `~/.local/state/fedssl`, has a line
 for every message: when, for which run, round and exchange, the names, types and shapes of all that
 is in it, and the bytes. It is written before the message is sent; what cannot be recorded is not
 sent, but for the line that says so. The bytes of a round, over all replies that counted, are those
-in `metrics.jsonl` at the server. Flower's own messages (is there work, the site is alive) and what
+in `metrics.jsonl` at the server; the words of first contacts (`hello`) and faults are counted here
+alone. Flower's own messages (is there work, the site is alive) and what
 encryption adds are not in it.
 
 **Whom you trust.** The server sends the program that runs here (the files of this app, which use
@@ -559,6 +590,9 @@ nothing else.
 second SuperNode, or by one that was killed less than a minute ago |
 | `fedssl: refused: node-config data…` | the folder in `--node-config` is not given, not there, \
 not readable or holds no images; end the SuperNode and start it again with the right one |
+| `fedssl: refused: data.corrupt=fail…` | the files that it names are damaged; mend or remove \
+them: while the run waits for its sites, the server asks again every half minute; or its operator \
+writes the app anew with `data.corrupt=skip`, which leaves them out |
 """
 
 
@@ -647,14 +681,14 @@ flwr supernode unregister NODE-ID {CONNECTION}    # a site leaves for good
 
 ```sh
 flwr run {quoted} {CONNECTION} --stream
-flwr list {CONNECTION}
+flwr list --format json {CONNECTION}   # of one run: --run-id RUN-ID
 ```
 
 The run first waits for its sites, for `engine.timeout` at most; its log names a node that cannot
 take part, and why. Ctrl-C ends the display, not the run (`flwr stop RUN-ID {CONNECTION}` does
-that). `flwr run` exits with 0 even if the run failed: `finished:completed` in `flwr list` is
-success. Results, metrics and
-checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
+that). `flwr run` exits with 0 even if the run failed: `"status": "finished:completed"` in
+`flwr list --format json` is success (without `--format json` a narrow terminal cuts it off).
+Results, metrics and checkpoints are in `{folder / "run"}` on the SuperLink's machine (`out`).
 
 ## Go on after a crash
 

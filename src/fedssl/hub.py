@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedssl import __version__, config, deploy, outputs, tables
+from fedssl import __version__, config, deploy, outputs, privacy, tables
 from fedssl.config import TIMM, Config, Tree
 from fedssl.encoder import HEADER, ImageEncoder
 from fedssl.errors import UserError
@@ -222,10 +222,13 @@ def _exchanged(run: Run) -> str:
     start = "Trained at real sites. From each site left:"
     if settings.engine.sites is None:
         start = (
-            "Trained in a simulation: all images were on one machine. At real sites, this "
+            "Trained in a simulation: whoever ran it had all images. At real sites, this "
             "configuration sends from each of them:"
         )
     text = f"{start}\n\n{deploy.exchanges(settings)}"
+    sizes = [client["samples"] for client in run.clients]
+    if single := privacy.told(settings, deploy.algorithm_of(settings), sizes):
+        text += f"\n\n**Single images**: {single}."
     if "epsilon" in run.summary:
         epsilon, delta = run.summary["epsilon"], run.summary["delta"]
         text += f"\n\nDifferential privacy, client level: ε = {epsilon:.3g} for δ = {delta:g}."

@@ -25,7 +25,9 @@ class Plan:
     device: torch.device | None = None  # where samples are chosen; none: the host
 
     @classmethod
-    def from_config(cls, algorithm: AlgorithmParams, seed: int, device: torch.device) -> Plan:
+    def from_config(
+        cls, algorithm: AlgorithmParams, seed: int, device: torch.device | None = None
+    ) -> Plan:
         """One step on all samples unless the algorithm's keys say otherwise."""
         steps = algorithm.local_steps
         if steps is None and algorithm.local_epochs is None:
@@ -48,6 +50,14 @@ class Plan:
     def images(self, size: int) -> int:
         """Samples that one round trains on, repeats counted."""
         return self.count(size) * min(size, self.batch or size)
+
+    def first_pass(self, size: int) -> int:
+        """Steps of a round that see no sample twice: statistics are means over these."""
+        return min(self.count(size), self.batches(size))
+
+    def averaged(self, size: int) -> int:
+        """Samples that a client's statistics are means over."""
+        return self.first_pass(size) * min(size, self.batch or size)
 
     def contributing(self, size: int) -> int:
         """Different samples that a round uses: N_k of the DCCO paper's Eq. 3."""

@@ -145,6 +145,9 @@ class Session:
                 f"{self.config.algorithm.name}: the server sees each client's own reply to "
                 f"{', '.join(self.algorithm.gathers)}, not only means (docs/privacy.md)"
             )
+        sizes = self.engine.groups.sizes.tolist()
+        if single := privacy.told(self.config, self.algorithm, sizes, self.names):
+            yield f"{self.config.algorithm.name}: {single} (docs/privacy.md)"
         if self.algorithm.note is not None:
             yield self.algorithm.note
         if self.site_names is not None:

@@ -54,7 +54,7 @@ def test_every_algorithm_gets_its_page(name: str, tmp_path: Path) -> None:
             **dict.fromkeys(algorithm.means, "mean"),
             **dict.fromkeys((*algorithm.gathers, *algorithm.logs), "single"),
         }
-        assert exchanges.ONE_PROCESS in found.notes
+        assert exchanges.SIMULATED["local"] in found.notes
     assert ("each client's own reply" in found.verdict) == bool(algorithm.gathers)
     logged = name in ("fedu", "fedema", "featarc")
     assert ("and single numbers of each client for its log" in found.verdict) == logged
@@ -129,6 +129,16 @@ def test_secure_sums(tmp_path: Path) -> None:
     assert early.endswith("at least 67% of a round's clients, and three, answer")
 
 
+def test_a_simulation_says_where_it_ran(tmp_path: Path) -> None:
+    for name, said in (
+        ("local", "in one process: nothing left"),
+        ("flower", "in worker processes"),
+    ):
+        path = made(tmp_path / name, (*WORDS["fedavg"], f"engine.name={name}"))
+        notes = [note for note in sheet_of(path).notes if "This run was a simulation" in note]
+        assert len(notes) == 1 and said in notes[0]
+
+
 def test_of_three_sites_a_secure_sum_needs_all(tmp_path: Path) -> None:
     words = ("engine.name=flower", "engine.sites=3", "cohort.size=null", "privacy.secure=true")
     own = {"round": 1, "clients": 3, "exchanges": {"encode": {"up": 1, "down": 1}}}
@@ -198,7 +208,7 @@ def test_without_either_it_says_no(tmp_path: Path) -> None:
     assert [text for _, text in found.protection] == ["no", "no"]
     assert exchanges.PUBLISHED not in found.notes
     assert "replies that it could have looked at" in found.verdict
-    assert exchanges.ONE_PROCESS in found.notes
+    assert exchanges.SIMULATED["local"] in found.notes
 
 
 def test_robust_means_show_single_replies(tmp_path: Path) -> None:
@@ -224,7 +234,7 @@ def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
         '[{"client": 0, "name": "north", "samples": 7}, {"client": 1, "name": "s", "samples": 9}]'
     )
     notes = sheet_of(path).notes
-    assert exchanges.ONE_PROCESS not in notes
+    assert not set(exchanges.SIMULATED.values()) & set(notes)
     assert any("Besides the table, before training" in n and "folder's name" in n for n in notes)
     assert any("Besides the table, with each reply" in n and "the loss" in n for n in notes)
     assert any("names no file of the site" in note for note in notes)

@@ -318,6 +318,8 @@ class Algorithm(ABC):
     means: ClassVar[tuple[str, ...]] = ("train",)
     gathers: tuple[str, ...] = ()
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # with the names of the numbers
+    # Of the means, those whose replies are statistics of the client's images, not of its weights.
+    statistics: ClassVar[tuple[str, ...]] = ()
     simulated: ClassVar[tuple[str, ...]] = ()  # tasks of the log that no deployment asks for
     # Those whose replies have a row for each of the client's own things: as many as reply_like has,
     # or fewer.

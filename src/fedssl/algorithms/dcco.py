@@ -26,6 +26,7 @@ class DCCO(Algorithm):
     objective: MomentObjective
     compiles = "off"
     means = ("locate", "encode", "descend")
+    statistics = ("locate", "encode")
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-HELLO = "hello"
+HELLO, FACTS = "hello", "facts"
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -379,7 +379,7 @@ def _introduce(text: str, context: Context) -> RecordDict:
         facts = json.dumps(asdict(introduce(_session(text, data), data)))
     except Exception as error:
         return _cannot(error)
-    return _greeting("facts", facts)
+    return _greeting(FACTS, facts)
 
 
 def _cannot(error: Exception) -> RecordDict:
@@ -429,7 +429,10 @@ def _recorded(
 
 
 def _listed(content: RecordDict) -> dict[str, Any]:
-    """All that a message holds: numbers and words as they are, of arrays and keys their size."""
+    """All that a message holds: numbers and words as they are, of arrays and keys their size.
+
+    The bytes are those of arrays, keys and words, as the message has them.
+    """
     held: dict[str, Any] = {}
     total = 0
     for group, arrays in content.array_records.items():
@@ -440,8 +443,10 @@ def _listed(content: RecordDict) -> dict[str, Any]:
         for name, value in values.items():
             parts = value if isinstance(value, list) else [value]
             secret = [len(part) for part in parts if isinstance(part, bytes)]
-            total += sum(secret)
+            total += sum(secret) + (len(value.encode()) if isinstance(value, str) else 0)
             held[f"{group}/{name}"] = f"{sum(secret)} bytes" if secret else value
+    if facts := held.pop(f"{HELLO}/{FACTS}", None):  # by name, as everything else
+        held |= {f"{HELLO}/{name}": value for name, value in json.loads(facts).items()}
     return {"bytes": total, "sent": held}
 
 
@@ -627,7 +632,7 @@ def _introduction(content: RecordDict | str) -> Introduction | str:
             return f"has fedssl {version}, the server {__version__}: install the same"
         if "fault" in facts:
             return str(facts["fault"])[:300]
-        known = json.loads(str(facts["facts"]))
+        known = json.loads(str(facts[FACTS]))
         return Introduction(
             **{**known, "channels": tuple(known["channels"]), "classes": tuple(known["classes"])}
         )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 from fedssl.algorithms.base import Algorithm, Average
 from fedssl.algorithms.dcco import DCCO
 from fedssl.config import Config
+from fedssl.data.images import few
 from fedssl.errors import UserError
+from fedssl.plan import Plan
+
+FEW = 2  # images whose statistics tell each one's encoding
+NAMED = 5  # clients that are named
 
 
 class Hidden(Average):
@@ -78,6 +84,42 @@ def check(config: Config, algorithm: Algorithm) -> None:
             f"engine.updates=fp16 with {asked}: what is clipped or summed in secret travels in the "
             "numbers that this was proven for; use engine.updates=full"
         )
+
+
+def telling(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> dict[int, int]:
+    """The clients whose statistics tell single images' encodings: how many images these are of.
+
+    The mean over one image is that image's. Of two, means and mean squares give both numbers of
+    every dimension, and mean products say which belong together. Noise does not help: the server
+    adds it. A secure sum does: nobody sees a client's part.
+    """
+    if config.privacy.secure or not algorithm.statistics:
+        return {}
+    plan = Plan.from_config(config.algorithm, config.seed)
+    used = {k: plan.averaged(size) for k, size in enumerate(sizes)}
+    return {k: images for k, images in used.items() if images <= FEW}
+
+
+def told(
+    config: Config, algorithm: Algorithm, sizes: Sequence[int], names: Sequence[str] = ()
+) -> str | None:
+    """What is said of them, to whoever runs, reads or publishes; none: there are no such clients.
+
+    Of ``names`` those that are only the clients' numbers are left out.
+    """
+    single = telling(config, algorithm, sizes)
+    if not single:
+        return None
+    who = f"{len(single):,} of {len(sizes):,} clients"
+    who = f"all {len(sizes):,} clients" if len(single) == len(sizes) else who
+    own = [names[k] for k in single if k < len(names) and names[k] != str(k)]
+    who += f" ({few(own, NAMED)})" if own else ""
+    asked = algorithm.asked(config.privacy.secure)
+    tasks = " and ".join(f"“{task}”" for task in asked if task in algorithm.statistics)
+    tell = "one image: they are its encoding"
+    if max(single.values()) > 1:
+        tell = "one or two images: they tell the encoding of each"
+    return f"in a round, the replies of {who} to {tasks} are made of {tell}"
 
 
 def _check_secure(config: Config) -> None:

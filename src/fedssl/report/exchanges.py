@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedssl import deploy, plugins
+from fedssl import deploy, plugins, privacy
 from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.engines.site import survivors_needed
@@ -15,10 +15,18 @@ from fedssl.report.curves import History, Moved
 from fedssl.runs import Run, section
 
 Kind = Literal["single", "mean", "masked"]
-ONE_PROCESS = (
-    "This run was a simulation in one process: nothing left any machine. The table says what the "
-    "same recipe sends between sites and server."
-)
+SIMULATED = {
+    "local": (
+        "This run was a simulation in one process: nothing left any machine. The table says what "
+        "the same recipe sends between sites and server."
+    ),
+    "flower": (
+        "This run was a simulation in worker processes of Flower's, on one machine unless "
+        "RAY_ADDRESS named a cluster; each of them could read all images. The table says what went "
+        "between them and the server's process, and what the same recipe sends between sites and "
+        "server."
+    ),
+}
 PUBLISHED = (
     "The (ε, δ) is of the model alone. This page and metrics.jsonl are not covered: numbers of "
     "images, bytes and missing replies are exact, and may tell who took part in which round. Do "
@@ -66,7 +74,7 @@ def sheet(run: Run, history: History) -> Sheet:
         _exchange(name, config, algorithm, history) for name in _names(config, algorithm, history)
     ]
     deployed = config.engine.sites is not None
-    notes = [] if deployed or algorithm.pools_data else [ONE_PROCESS]
+    notes = [] if deployed or algorithm.pools_data else [SIMULATED[config.engine.name]]
     unasked = [name for name in _declared(config, algorithm) if name not in history.exchanges]
     if unasked and history.lines and not algorithm.pools_data:
         notes.append(f"Declared, and not asked for in this run: {', '.join(unasked)}.")
@@ -75,7 +83,15 @@ def sheet(run: Run, history: History) -> Sheet:
     if config.privacy.noise is not None:
         notes.append(PUBLISHED)
     verdict = _verdict(config, algorithm, [own.name for own in rows], history)
+    if single := _single(run, config, algorithm):
+        verdict += f" But {single}."
     return Sheet(verdict, rows, notes, _protection(run, history, algorithm))
+
+
+def _single(run: Run, config: Config, algorithm: Any) -> str | None:
+    """Who sends the encodings of single images, where it is known how many images clients have."""
+    sizes = [int(own["samples"]) for own in run.clients]
+    return privacy.told(config, algorithm, sizes, [str(own["name"]) for own in run.clients])
 
 
 def _besides(config: Config, deployed: bool) -> Iterable[str]:
