@@ -527,20 +527,10 @@ def _folder(data: config.Data) -> Dataset:
 
 def _paired(data: config.Data) -> Dataset:
     root = _root(data)
-    names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if len(names) != 2:
-        raise UserError(
-            f"data.root={data.root}: paired data are exactly two folders, one for each modality; "
-            f"found {len(names)}{': ' + ', '.join(names) if names else ''}"
-        )
-    layouts = [_splits(root / name) for name in names]
-    splits = layouts[0] | layouts[1]
+    names, layouts = _modalities(root)
     found, unpaired = {}, {}
-    for split in splits:
-        sides = [
-            _find(root, f"{name}/{layout[split]}".rstrip("/")) if split in layout else _EMPTY
-            for name, layout in zip(names, layouts, strict=True)
-        ]
+    for split in layouts[0] | layouts[1]:
+        sides = [_find(root, each[split]) if split in each else _EMPTY for each in layouts]
         found[split], alone = _pair(root, names, sides)
         unpaired.update(alone)
     if unpaired and data.corrupt == "fail":
@@ -548,8 +538,40 @@ def _paired(data: config.Data) -> Dataset:
             f"data.corrupt=fail: {len(unpaired)} files below {root} have no partner: "
             f"{images.listed(unpaired)}; data.corrupt=skip leaves such files out"
         )
-    levels = _levels(data, found["train"], any(layout["train"] for layout in layouts))
-    return _from_files(data, found, levels, unpaired)
+    divided = any(each["train"] != name for name, each in zip(names, layouts, strict=True))
+    return _from_files(data, found, _levels(data, found["train"], divided), unpaired)
+
+
+def _modalities(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the two, and for each split → its folder: train/NAME, NAME/train or NAME."""
+    above = _splits(root)
+    names = _two(root, above["train"])
+    if above["train"]:
+        for split in above:
+            other = _two(root, split)
+            if other != names:
+                raise UserError(
+                    f"data.root={root}: the modalities are called {', '.join(names)} in train/ and "
+                    f"{', '.join(other)} in {split}/; rename the folders"
+                )
+        return names, [{split: f"{split}/{name}" for split in above} for name in names]
+    below = [_splits(root / name) for name in names]
+    return names, [
+        {split: f"{name}/{folder}".rstrip("/") for split, folder in each.items()}
+        for name, each in zip(names, below, strict=True)
+    ]
+
+
+def _two(root: Path, below: str) -> list[str]:
+    folders = (path for path in (root / below).iterdir() if path.is_dir())
+    names = sorted(path.name for path in folders if not path.name.startswith("."))
+    if len(names) != 2:
+        raise UserError(
+            f"data.root={root}: paired data are exactly two folders, one for each modality; "
+            f"found {len(names)}{f' in {below}/' if below else ''}"
+            f"{': ' + ', '.join(names) if names else ''}"
+        )
+    return names
 
 
 _EMPTY = _Found([], [], {})
