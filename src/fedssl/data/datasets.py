@@ -127,32 +127,43 @@ def held_out(
 
     These are the samples that ``data.holdout`` keeps from the clients, for fine-tuning alone
     (FedEMA, appendix B.3). Drawn as in ``draw_labels``, so a larger share contains a smaller one.
-    ``where`` begins an error's line.
+    ``where`` begins an error's line about a protocol, whose share is in percent.
     """
-    where = where or f"data.holdout={share}"
+    percent, where = where is not None, where or f"data.holdout={share}"
     if not 0 <= share < 1:
         raise UserError(f"{where}: the share must be at least 0 and below 1")
     if share == 0:
         return torch.empty(0, dtype=torch.int64)
     known = labels[labels >= 0].cpu()
     if not len(known):
-        raise UserError(f"{where}: is drawn evenly from the classes, but no sample has a label")
+        raise UserError(
+            f"{where}: is drawn evenly from the classes, but no sample has a label; leave it out"
+        )
     available = torch.bincount(known, minlength=classes).numpy()
     # Up, by less than any share that a person writes: 0.29 × 100 is 28.999999999999996.
     each = math.floor(share * len(known) / classes + 1e-9)
     if each < 1:
-        least = math.ceil(1e4 * classes / len(known)) / 100
-        raise UserError(
-            f"{where}: less than one of the {len(known)} labelled samples for each of the "
-            f"{classes} classes; take at least {least:g} %"
-        )
+        few = f"{where}: less than one of the {len(known)} labelled samples for each of the "
+        if len(known) <= classes:
+            raise UserError(f"{few}{classes} classes, as any share would be; leave it out")
+        least = _share(1, classes, len(known), percent)
+        raise UserError(f"{few}{classes} classes; take at least {least}")
     if each > available.min():
-        most = math.floor(1e4 * available.min() * classes / len(known)) / 100
+        most = _share(int(available.min()), classes, len(known), percent)
         raise UserError(
             f"{where}: takes {each} samples of each class, but class number "
-            f"{available.argmin()} has {available.min()}; take at most {most:g} %"
+            f"{available.argmin()} has {available.min()}; take at most {most}"
         )
     return draw_labels(labels, each * classes, classes, seed)
+
+
+def _share(each: int, classes: int, total: int, percent: bool) -> str:
+    """The share of ``total`` samples that is so many of each class, and not one more."""
+    grid = 10**4  # of a round number, which is larger by less than a sample
+    while grid * classes <= total:
+        grid *= 10
+    share = -(-grid * each * classes // total) / grid
+    return f"{100 * share:g} %" if percent else f"{share:g}"
 
 
 def _check(data: config.Data) -> None:
