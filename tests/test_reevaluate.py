@@ -192,6 +192,41 @@ def test_another_data_set_has_other_folders(trained: Path, tmp_path: Path) -> No
     assert evaluate(trained / "run", words)
 
 
+def test_a_run_of_unlabeled_sites_is_judged_on_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for k in range(12):
+        made(tmp_path / f"photos/{('east', 'west')[k % 2]}/{k}.png", k)
+        made(tmp_path / f"lab/{'test' if k >= 8 else 'train'}/{('cat', 'dog')[k % 2]}/{k}.png", k)
+        made(tmp_path / f"flat/{k}.png", k)
+    shutil.copytree(tmp_path / "photos", tmp_path / "sites/train")
+    shutil.copytree(tmp_path / "photos", tmp_path / "sites/test")
+    words = [word for word in of_two(tmp_path) if not word.startswith("partition.")]
+    words += ["data.levels=client", "partition.name=folder", "evaluate.protocols=null"]
+    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+
+    def judged(place: str, *words: str) -> tuple[set[str], str]:
+        capsys.readouterr()
+        rows = evaluate(tmp_path / "run", [f"data.root={tmp_path / place}", *words])
+        return set(rows["result"]), capsys.readouterr().err
+
+    knn, levels = "evaluate.protocols=knn", "data.levels=client, the run's, names no class"
+    found, said = judged("lab", knn)
+    taken = "the folders in train/ are taken for classes (cat, dog), as with data.levels=class"
+    assert found == {"knn_top1"} and f"data.root={tmp_path / 'lab'}: {levels}; {taken}" in said
+    assert (found, "") == judged("lab", knn, "data.levels=class")
+    assert "knn_top1" not in judged("lab")[0]  # nobody asked for what needs labels
+    rows = evaluate(tmp_path / "run", ["data.name=digits", knn])
+    assert "knn_top1" in rows["result"] and levels not in capsys.readouterr().err
+    with pytest.raises(UserError, match=rf"{levels}, and .* clients \(east, west\); say"):
+        judged("sites", knn)  # whose names are no classes
+    assert found == judged("sites", knn, "data.levels=class")[0]
+    with pytest.raises(UserError, match=r"change data\.levels \(not given here, so the run's\)$"):
+        judged("flat")
+    with pytest.raises(UserError, match=r"or change data\.levels$"):
+        judged("flat", "data.levels=class")
+
+
 def of_two(root: Path) -> list[str]:
     """The keys of a run of one round of two clients on ``photos``."""
     return [

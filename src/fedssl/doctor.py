@@ -27,6 +27,7 @@ EXTRAS = {
     "onnxruntime": ("export", "fedssl export --format onnx"),
     "pandas": ("frames", "Run.metrics"),
     "pyarrow": ("frames", "fedssl embed --to FILE.parquet"),
+    "matplotlib": ("frames", "plots of Run.metrics"),
     "timm": ("timm", "timm's backbones"),
     "wandb": ("wandb", "log=wandb"),
     "mlflow": ("mlflow", "log=mlflow"),

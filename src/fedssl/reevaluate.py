@@ -54,12 +54,16 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     dataset, classes = None, None
     if given == {"data.root"}:
         # Whole: of labels to draw, others may have too few.
-        dataset = datasets.load(replace(settings.data, labels=None))
+        dataset = _load(replace(settings.data, labels=None), settings.seed, given)
         if checkpoint.of_same_images(run, dataset):  # which were moved
             given, dataset = set(), dataset if settings.data.labels is None else None
     if given:
-        settings = _on_other_data(settings, given, section(tree, "data").get("name"))
-        dataset = dataset or datasets.load(settings.data, settings.seed)
+        own, levels = section(tree, "data").get("name"), settings.data.levels
+        settings = _on_other_data(settings, given, own)
+        if dataset is None or settings.data.levels != levels:
+            dataset = _load(settings.data, settings.seed, given)
+        if settings.data.name == own:
+            _say_levels(run, levels, settings.data, dataset.classes)
         dataset = _fitting(run, settings.data, dataset)
         settings, classes = _of_other_classes(settings, dataset, checkpoint.classes(run))
     session = prepare(settings, trains=False, dataset=dataset, classes=classes)
@@ -106,6 +110,38 @@ def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
     return datasets.in_channels(dataset, wanted) if wanted else dataset
 
 
+def _load(data: config.Data, seed: int, given: Set[str]) -> Dataset:
+    try:
+        return datasets.load(data, seed)
+    except UserError as error:
+        if "data.levels" in given or not str(error).startswith("data.levels="):
+            raise
+        raise UserError(f"{error} (not given here, so the run's)") from None
+
+
+def _needs_class(settings: config.Config) -> bool:
+    """Whether protocols with labels are asked for, and the run's folders told of none."""
+    levels, named = settings.data.levels, settings.evaluate.protocols or ()
+    return levels is not None and "class" not in levels and bool(set(named) - {"unlabeled"})
+
+
+def _say_levels(
+    run: Path, own: tuple[str, ...] | None, data: config.Data, classes: tuple[str, ...]
+) -> None:
+    """What folders were taken for whose meaning nobody said; sites are not taken for classes."""
+    if data.levels == own or not classes:
+        return
+    text = f"{datasets.where(data)}: data.levels={','.join(own or ())}, the run's, names no class"
+    sites = sorted(set(classes) & {row["name"] for row in Run(run).clients})
+    if sites:
+        raise UserError(
+            f"{text}, and the folders in train/ are called as the run's clients "
+            f"({files.few(sites, 3)}); say what they are, as in data.levels=client,class"
+        )
+    taken = f"the folders in train/ are taken for classes ({files.few(classes, 3)})"
+    print(f"fedssl: evaluate: {text}; {taken}, as with data.levels=class", file=sys.stderr)
+
+
 def _of_other_classes(
     settings: config.Config, dataset: Dataset, before: tuple[str, ...] | None
 ) -> tuple[config.Config, int | None]:
@@ -143,9 +179,10 @@ def _on_other_data(settings: config.Config, given: Set[str], own: object) -> con
             )
     labels = settings.data.labels if "data.labels" in given else None
     data = replace(settings.data, holdout=0.0, labels=labels)
-    if data.name != own:
-        root = data.root if "data.root" in given else None
-        data = replace(data, root=root, levels=data.levels if "data.levels" in given else None)
+    if data.name != own and "data.root" not in given:
+        data = replace(data, root=None)
+    if "data.levels" not in given and (data.name != own or _needs_class(settings)):
+        data = replace(data, levels=None)
     if getattr(settings.algorithm, "public", 0):
         settings = replace(settings, algorithm=config.without_public(settings.algorithm))
     whole = config.build({"partition": {"name": "iid", "clients": 1}})

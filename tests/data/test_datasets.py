@@ -647,6 +647,24 @@ def test_paired(root: Path) -> None:
     assert dataset.classes == ("cat", "dog")
 
 
+def test_paired_below_train_and_test(root: Path) -> None:
+    for number, split in enumerate(("train", "test")):
+        make(root, *(f"{split}/{side}/{label}/{number}.png" for side in "ab" for label in "xy"))
+    make(root, "val/c/0.png")
+    dataset = paired(root)
+    assert (labels(dataset.train), labels(dataset.test)) == ([0, 1], [0, 1])
+    assert (reds(dataset.train), reds(dataset.train, 1)) == ([0, 1], [2, 3])
+    assert paired(root, levels=("client",)).clients == ("x", "y")
+    with pytest.raises(UserError, match=r"test/ beside it; give the folder above train"):
+        paired(root / "train")
+    (root / "test/b").rename(root / "test/c")
+    with pytest.raises(UserError, match=r"are called a, b in train/ and a, c in test/; rename"):
+        paired(root)
+    make(root, "test/b/x/1.png")
+    with pytest.raises(UserError, match=r"exactly two folders.*found 3 in test/: a, b, c"):
+        paired(root)
+
+
 def test_paired_without_train(root: Path) -> None:
     make(root, "a/x/0.png", "a/x/1.png", "b/x/0.png", "b/x/1.png")
     dataset = paired(root)

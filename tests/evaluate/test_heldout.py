@@ -118,6 +118,9 @@ def test_halves_that_cannot_be_made_are_refused() -> None:
     with pytest.raises(UserError, match=r"^evaluate\.protocols=heldout@1%: is one image of each"):
         evaluate.check(settings, split(), split(), 3, holdout=0.1)
     evaluate.check(Evaluate(protocols=("heldout@2%",)), split(), split(), 3, holdout=0.1)
+    rare = replace(split(), labels=torch.arange(300).clamp(max=2))  # where a larger share fails
+    with pytest.raises(UserError, match=r"compared; there is a class that has no more, so name"):
+        evaluate.check(settings, rare, split(), 3, holdout=0.1)
     cases = replace(split(), cases=np.arange(300) % 150)
     with pytest.raises(UserError, match=r"heldout@20%: labels go by case here"):
         evaluate.check(Evaluate(protocols=(SPEC,)), cases, split(), 3, holdout=0.2)

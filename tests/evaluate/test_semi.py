@@ -195,16 +195,28 @@ def test_held_out_refuses_other_shares(share):
 
 
 def test_held_out_refuses_what_cannot_be_drawn():
-    with pytest.raises(UserError, match=r"^data\.holdout=0\.1: .* no sample has a label$"):
+    with pytest.raises(UserError, match=r"^data\.holdout=0\.1: .* has a label; leave it out$"):
         held_out(torch.full((50,), -1), 0.1, 10, 0)
+    with pytest.raises(UserError, match=r"the 10 classes, as any share would be; leave it out$"):
+        held_out(torch.arange(10), 0.99, 10, 0)
     labels = torch.arange(360) % 10
-    with pytest.raises(UserError, match=r"=0\.01: less than one of the 360 .* at least 2\.78 %$"):
+    with pytest.raises(UserError, match=r"=0\.01: less than one of the 360 .* at least 0\.0278$"):
         held_out(labels, 0.01, 10, 0)
     assert len(held_out(labels, 0.0278, 10, 0)) == 10
-    rare = torch.cat((torch.zeros(95, dtype=torch.int64), torch.ones(5, dtype=torch.int64)))
-    with pytest.raises(UserError, match=r"takes 10 .* class number 1 has 5; take at most 10 %$"):
-        held_out(rare, 0.2, 2, 0)
-    assert len(held_out(rare, 0.1, 2, 0)) == 10
+    with pytest.raises(UserError, match=r"^semi: less than one of the 360 .* at least 2\.78 %$"):
+        held_out(labels, 0.01, 10, 0, "semi")
+
+
+@pytest.mark.parametrize(
+    ("common", "rare", "classes", "most"),
+    [(95, 5, 2, 0.1), (6, 1, 2, 0.2858), (10**5, 10**4 + 1, 2, 0.18184)],
+)
+def test_the_share_that_held_out_names_takes_all_of_the_rarest_class(common, rare, classes, most):
+    labels = (torch.arange(common + rare) < rare).long()
+    for where, told in ((None, f"{most}"), ("semi", f"{100 * most:g} %")):
+        with pytest.raises(UserError, match=rf"class number 1 has {rare}; take at most {told}$"):
+            held_out(labels, 0.7, classes, 0, where)
+    assert len(held_out(labels, most, classes, 0)) == rare * classes
 
 
 def sides(n=300, unlabelled=0):

@@ -127,32 +127,43 @@ def held_out(
 
     These are the samples that ``data.holdout`` keeps from the clients, for fine-tuning alone
     (FedEMA, appendix B.3). Drawn as in ``draw_labels``, so a larger share contains a smaller one.
-    ``where`` begins an error's line.
+    ``where`` begins an error's line about a protocol, whose share is in percent.
     """
-    where = where or f"data.holdout={share}"
+    percent, where = where is not None, where or f"data.holdout={share}"
     if not 0 <= share < 1:
         raise UserError(f"{where}: the share must be at least 0 and below 1")
     if share == 0:
         return torch.empty(0, dtype=torch.int64)
     known = labels[labels >= 0].cpu()
     if not len(known):
-        raise UserError(f"{where}: is drawn evenly from the classes, but no sample has a label")
+        raise UserError(
+            f"{where}: is drawn evenly from the classes, but no sample has a label; leave it out"
+        )
     available = torch.bincount(known, minlength=classes).numpy()
     # Up, by less than any share that a person writes: 0.29 × 100 is 28.999999999999996.
     each = math.floor(share * len(known) / classes + 1e-9)
     if each < 1:
-        least = math.ceil(1e4 * classes / len(known)) / 100
-        raise UserError(
-            f"{where}: less than one of the {len(known)} labelled samples for each of the "
-            f"{classes} classes; take at least {least:g} %"
-        )
+        few = f"{where}: less than one of the {len(known)} labelled samples for each of the "
+        if len(known) <= classes:
+            raise UserError(f"{few}{classes} classes, as any share would be; leave it out")
+        least = _share(1, classes, len(known), percent)
+        raise UserError(f"{few}{classes} classes; take at least {least}")
     if each > available.min():
-        most = math.floor(1e4 * available.min() * classes / len(known)) / 100
+        most = _share(int(available.min()), classes, len(known), percent)
         raise UserError(
             f"{where}: takes {each} samples of each class, but class number "
-            f"{available.argmin()} has {available.min()}; take at most {most:g} %"
+            f"{available.argmin()} has {available.min()}; take at most {most}"
         )
     return draw_labels(labels, each * classes, classes, seed)
+
+
+def _share(each: int, classes: int, total: int, percent: bool) -> str:
+    """The share of ``total`` samples that is so many of each class, and not one more."""
+    grid = 10**4  # of a round number, which is larger by less than a sample
+    while grid * classes <= total:
+        grid *= 10
+    share = -(-grid * each * classes // total) / grid
+    return f"{100 * share:g} %" if percent else f"{share:g}"
 
 
 def _check(data: config.Data) -> None:
@@ -527,20 +538,10 @@ def _folder(data: config.Data) -> Dataset:
 
 def _paired(data: config.Data) -> Dataset:
     root = _root(data)
-    names = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if len(names) != 2:
-        raise UserError(
-            f"data.root={data.root}: paired data are exactly two folders, one for each modality; "
-            f"found {len(names)}{': ' + ', '.join(names) if names else ''}"
-        )
-    layouts = [_splits(root / name) for name in names]
-    splits = layouts[0] | layouts[1]
+    names, layouts = _modalities(root)
     found, unpaired = {}, {}
-    for split in splits:
-        sides = [
-            _find(root, f"{name}/{layout[split]}".rstrip("/")) if split in layout else _EMPTY
-            for name, layout in zip(names, layouts, strict=True)
-        ]
+    for split in layouts[0] | layouts[1]:
+        sides = [_find(root, each[split]) if split in each else _EMPTY for each in layouts]
         found[split], alone = _pair(root, names, sides)
         unpaired.update(alone)
     if unpaired and data.corrupt == "fail":
@@ -548,8 +549,40 @@ def _paired(data: config.Data) -> Dataset:
             f"data.corrupt=fail: {len(unpaired)} files below {root} have no partner: "
             f"{images.listed(unpaired)}; data.corrupt=skip leaves such files out"
         )
-    levels = _levels(data, found["train"], any(layout["train"] for layout in layouts))
-    return _from_files(data, found, levels, unpaired)
+    divided = any(each["train"] != name for name, each in zip(names, layouts, strict=True))
+    return _from_files(data, found, _levels(data, found["train"], divided), unpaired)
+
+
+def _modalities(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the two, and for each split → its folder: train/NAME, NAME/train or NAME."""
+    above = _splits(root)
+    names = _two(root, above["train"])
+    if above["train"]:
+        for split in above:
+            other = _two(root, split)
+            if other != names:
+                raise UserError(
+                    f"data.root={root}: the modalities are called {', '.join(names)} in train/ and "
+                    f"{', '.join(other)} in {split}/; rename the folders"
+                )
+        return names, [{split: f"{split}/{name}" for split in above} for name in names]
+    below = [_splits(root / name) for name in names]
+    return names, [
+        {split: f"{name}/{folder}".rstrip("/") for split, folder in each.items()}
+        for name, each in zip(names, below, strict=True)
+    ]
+
+
+def _two(root: Path, below: str) -> list[str]:
+    folders = (path for path in (root / below).iterdir() if path.is_dir())
+    names = sorted(path.name for path in folders if not path.name.startswith("."))
+    if len(names) != 2:
+        raise UserError(
+            f"data.root={root}: paired data are exactly two folders, one for each modality; "
+            f"found {len(names)}{f' in {below}/' if below else ''}"
+            f"{': ' + ', '.join(names) if names else ''}"
+        )
+    return names
 
 
 _EMPTY = _Found([], [], {})

@@ -326,7 +326,10 @@ class Skew:
 
 @dataclass(frozen=True)
 class Folder:
-    """One sub-folder is one client; a folder without samples is none."""
+    """One sub-folder is one client; an empty one is refused.
+
+    One of which no image is trained on (only in test/, unreadable, held out) is no client.
+    """
 
     @dataclass(frozen=True)
     class Params(PartitionParams):

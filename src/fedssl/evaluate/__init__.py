@@ -144,9 +144,12 @@ def _check_spec(
         )
     drawn = _draw(train, spec, classes, 0, key)
     if name == "heldout" and len(drawn) < 2 * classes:
+        labels = _labels(train)
+        fix = "take a larger share, here and as data.holdout"
+        if torch.bincount(labels[labels >= 0]).min() < 2:
+            fix = "there is a class that has no more, so name other protocols"
         raise UserError(
-            f"{where}: is one image of each class, and halves of them are compared; take a larger "
-            "share, here and as data.holdout"
+            f"{where}: is one image of each class, and halves of them are compared; {fix}"
         )
 
 
