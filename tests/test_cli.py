@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl import loggers
+import fedssl
+from fedssl import cli, config, loggers, run
 from fedssl.cli import _fresh_folder, main
 
 SMALL = [
@@ -158,6 +160,8 @@ def test_a_runs_folder_is_named_after_its_recipe(
             "client 0 holds 1 sample",
         ),
         (["run", "partition.samples=1"], "holds 1 sample"),  # its fedavg baseline
+        (["run", "server.momentum=0.9"], "server.momentum=0.9: does nothing with"),
+        (["reproduce", "default", "privacy.clip=5"], "privacy.clip=5.0: does nothing without"),
         (["evaluate", "/nonexistent"], "holds no run"),
         (["partition", "partition.name=folder"], "data.levels"),
     ],
@@ -180,9 +184,42 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert not (tmp_path / "runs").exists(), "nothing may be left behind"
 
 
+def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None:
+    """An older version took it; left out, it would be another run's configuration."""
+    out = tmp_path / "run"
+    words = [*SMALL, "privacy.clip=5", "server.momentum=0.9"]
+    run.run(config.resolve(config.read_recipe(None), words), out)
+    (out / "summary.json").unlink()
+    assert main(["run", "--resume", "--out", str(out)]) == 0
+    assert (out / "summary.json").exists()
+    assert fedssl.train(out=out, resume=True).finished
+    assert main(["evaluate", str(out)]) == 0
+
+
 def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *SMALL, "--out", "/proc/fedssl"]) == 2
     assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "said"), [("new", ""), ("old", "/old")])
+def test_what_is_not_allowed_is_named(
+    name: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file that is there, or the folder in which none can be made."""
+    (tmp_path / "old").touch()
+
+    def refused(options: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+
+    monkeypatch.setattr(cli, "_doctor", refused)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == (
+        f"fedssl: {tmp_path}{said}: not allowed; change its permissions\n"
+    )
 
 
 def test_a_full_disk_is_one_line_and_exit_code_2(

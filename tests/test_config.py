@@ -19,6 +19,7 @@ def resolve(*words: str, recipe: str | None = None) -> config.Config:
 def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
     settings = resolve(recipe=name)
     assert settings.about
+    config.check_used(settings)
     again = config.build(yaml.safe_load(config.dump(settings)))
     assert again == settings
 
@@ -38,6 +39,7 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("objective.lambda=-1", "objective.lambda=-1.0: must be finite and not negative"),
         ("objective.projector=[]", "objective.projector=[]: expected the widths"),
         ("objective.projector=8,-3", "objective.projector=[8, -3]: expected the widths"),
+        ("evaluate.baselines=null", "evaluate.baselines=None: expected a list; give [] for an"),
         ("evaluate.protocols=[]", "evaluate.protocols=[]: name at least one"),
         ("paper.results=5", "paper.results=5: expected keys and values"),
         ("1=2", "1: unknown key"),
@@ -56,10 +58,10 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("evaluate.baselines=fedfoo", "evaluate.baselines=fedfoo: unknown"),
         ("data.levels=class,kind", "data.levels=kind: unknown"),
         ("encoder.init=", "encoder.init=: has no value; give one, or encoder.init=null for none"),
-        ("rounds=1e400", "rounds=1e400: expected a whole number"),
-        (f"rounds={2**63}", f"rounds={2**63}: expected a whole number"),
-        (f"server.lr={10**400}", f"server.lr={10**400}: expected a number"),
-        (f"seed={'9' * 5000}", "999: expected a whole number"),  # more than Python reads
+        ("rounds=1e400", "rounds=1e400: too large; give a whole number of at most 18 digits"),
+        (f"rounds={2**63}", f"rounds={2**63}: too large; give a whole number"),
+        (f"server.lr={10**400}", f"server.lr={10**400}: too large; give a number below"),
+        (f"seed={'9' * 5000}", "999: too large; give a whole number"),  # more than Python reads
         ("engine.threads=100000", "engine.threads=100000: must be at most 1024"),
     ],
 )
@@ -68,6 +70,38 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
         resolve(word)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("privacy.clip=5", "privacy.clip=5.0: does nothing without noise; add privacy.noise"),
+        ("privacy.most_samples=5", "privacy.most_samples=5: does nothing without noise; add"),
+        ("privacy.delta=0.1", "privacy.delta=0.1: does nothing without noise; add privacy.noise"),
+        ("privacy.threshold=0.9", "privacy.threshold=0.9: does nothing without secure sums; add"),
+        ("server.momentum=0.9", "server.momentum=0.9: does nothing with server.optimizer=adam;"),
+        (
+            "client.optimizer=adamw client.momentum=0.9",
+            "client.momentum=0.9: does nothing with client.optimizer=adamw; use",
+        ),
+        ("cohort.hostile=3", "cohort.hostile=3: does nothing with cohort.average=mean; use"),
+        ("cohort.average=median cohort.hostile=3", "cohort.hostile=3: does nothing with cohort."),
+        ("engine.sites=3", "engine.sites=3: a simulation has no sites; write an app for them"),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        config.check_used(resolve(*words.split()))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_key_that_acts_in_one_run_of_several_is_used() -> None:
+    clipped = resolve("privacy.clip=5")
+    noisy = resolve("privacy.clip=5", "privacy.noise=4")
+    config.check_used(clipped, noisy)
+    config.check_used(resolve("privacy.clip=1", "server.momentum=0", "cohort.hostile=1"))
+    with pytest.raises(UserError, match=r"privacy.clip=5"):
+        config.check_used(resolve(), clipped)
 
 
 def test_every_number_has_its_limits() -> None:
@@ -98,6 +132,28 @@ def test_a_recipe_that_extends_itself(tmp_path: Path) -> None:
     path.write_text(f"extends: {path}\n")
     with pytest.raises(UserError, match="extends itself"):
         resolve(recipe=str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rounds: 1\nseed: 1\nrounds: 2\n", "line 3: rounds stands in line 1 already; leave one"),
+        ("server: {lr: 1, lr: 2}\n", "line 1: lr stands in line 1 already"),
+    ],
+)
+def test_a_key_that_a_file_has_twice(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        resolve(recipe=str(path))
+    assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
+
+
+def test_a_key_that_replaces_a_merged_one_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("server: &a {lr: 1}\nclient: {<<: *a, lr: 2}\n")
+    settings = resolve(recipe=str(path))
+    assert (settings.server.lr, settings.client.lr) == (1, 2)
 
 
 def test_fraction_must_be_a_fraction() -> None:

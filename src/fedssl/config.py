@@ -436,10 +436,30 @@ def _layers(name: str) -> list[Tree]:
     return copy.deepcopy(cells.layers(cell))
 
 
+class _Once(yaml.SafeLoader):
+    """Takes a key once; of two, YAML takes the last without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Where keys still stand as they are written, before others are merged in (``<<``)."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                first = lines[key.value]
+                raise UserError(
+                    f"line {line}: {key.value} stands in line {first} already; leave one out"
+                )
+            lines[key.value] = line
+        return node
+
+
 def read_yaml(path: Path) -> Tree:
     """A YAML file that holds keys and values."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Once) or {}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     except OSError as error:
@@ -687,6 +707,49 @@ def _check_privacy(privacy: Privacy) -> None:
         )
 
 
+def check_used(*runs: Config) -> None:
+    """Refuse a key that is changed and acts in none of these runs: its user would believe it does.
+
+    For new runs only: one that an older version began with such a key can go on and be judged.
+    """
+    standard = flat({name: to_tree(getattr(Config, name)) for name in _PLAIN})
+    idle = [_idle(run) for run in runs]
+    for run, own in zip(runs, idle, strict=True):
+        values = flat(to_tree(run))
+        for key in own:
+            if values[key] != standard[key] and all(key in other for other in idle):
+                default = "null" if standard[key] is None else standard[key]
+                raise UserError(f"{key}={values[key]}: {own[key]}, or leave it at {default}")
+
+
+_PLAIN = ("privacy", "cohort", "engine", "server", "client")  # sections that ``_idle`` is about
+
+
+def _idle(config: Config) -> dict[str, str]:
+    """Keys that nothing looks at beside the others, and what would make them act."""
+    found: dict[str, str] = {}
+    if config.privacy.noise is None:
+        why = "does nothing without noise; add privacy.noise, as in privacy.noise=4"
+        found |= dict.fromkeys(("privacy.clip", "privacy.most_samples", "privacy.delta"), why)
+    if not config.privacy.secure:
+        found["privacy.threshold"] = "does nothing without secure sums; add privacy.secure=true"
+    if config.cohort.average not in ("trimmed", "krum"):
+        found["cohort.hostile"] = (
+            f"does nothing with cohort.average={config.cohort.average}; use cohort.average=trimmed "
+            "or krum"
+        )
+    if config.engine.name == "local":
+        found["engine.sites"] = (
+            "a simulation has no sites; write an app for them with fedssl deploy init"
+        )
+    for side, rule in (("server", config.server.optimizer), ("client", config.client.optimizer)):
+        if rule in ("adam", "adamw"):
+            found[f"{side}.momentum"] = (
+                f"does nothing with {side}.optimizer={rule}; use {side}.optimizer=sgd or lars"
+            )
+    return found
+
+
 def _check_judging(evaluate: Evaluate, encoder: Encoder) -> None:
     """By what, at which size, and beside which baselines."""
     if evaluate.protocols == ():
@@ -899,6 +962,8 @@ def _described(kind: Any) -> str:
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")] if value else []
+    if value is None:
+        raise UserError(f"{name}={value}: expected a list; give [] for an empty one")
     if not isinstance(value, (list, tuple)):
         value = [value]
     if arguments[-1] is Ellipsis:
@@ -923,7 +988,10 @@ def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
         return str(value)
     try:
         return _number(kind, value)
-    except (ValueError, TypeError, OverflowError):
+    except OverflowError:
+        digits = " of at most 18 digits" if kind is int else " below 1e308"
+        raise UserError(f"{name}={value}: too large; give {_EXPECTED[kind]}{digits}") from None
+    except (ValueError, TypeError):
         raise wrong from None
 
 
@@ -935,6 +1003,8 @@ def _number(kind: type[int] | type[float], value: Any) -> int | float:
         except ValueError:
             value = float(value)
     number = kind(value)
-    if number != number or (kind is int and (number != value or abs(number) >= 2**63)):
+    if number != number or (kind is int and number != value):
         raise ValueError
+    if kind is int and abs(number) >= 2**63:
+        raise OverflowError
     return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl import optim
+from fedssl import optim, plugins
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.data.dataset import Census
+from fedssl.data.partition import called
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
@@ -210,7 +211,7 @@ class Cohort(ABC):
 
     def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
         """The mean of the clients' replies (by samples, or uniform), and nothing else."""
-        self.algorithm.check_asked(task, "means")
+        self.algorithm.check_asked(task, "means", payload)
         answered: list[NDArray[np.int64]] = []
 
         def weighted() -> Iterator[tuple[float, Tree]]:
@@ -237,7 +238,7 @@ class Cohort(ABC):
         client's state and changes nothing. Where clients are to be seen only in sums, nobody is
         asked.
         """
-        self.algorithm.check_asked(task, "logs" if log else "gathers")
+        self.algorithm.check_asked(task, "logs" if log else "gathers", () if log else payload)
         replies: dict[int, Any] = {}
         if log and not self.average.logs:
             return replies
@@ -327,6 +328,7 @@ class Algorithm(ABC):
     # Where in a client's state its personal model is, or the number of that of the server's models
     # which is its (:meth:`numbered`); none: clients have none.
     personal: ClassVar[tuple[str, ...] | None] = None
+    client_names: Sequence[str] = ()  # by number, where clients are known by name
     note: str | None = None  # what a user should know before the first round
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
@@ -357,8 +359,16 @@ class Algorithm(ABC):
         sent = work.initial if work.shared is None else work.initial[work.shared]
         return {"change": sent, "loss": work.initial.new_zeros(())}
 
-    def check_asked(self, task: str, way: Literal["means", "gathers", "logs"]) -> None:
-        """Refuse what is not declared: what is private, and the report, go by the declaration."""
+    def check_asked(
+        self,
+        task: str,
+        way: Literal["means", "gathers", "logs"],
+        payload: tuple[Any, ...],
+    ) -> None:
+        """Refuse what is not declared: what is private, and the report, go by the declaration.
+
+        And what does not take the ``payload`` that clients are asked with.
+        """
         where = f"algorithm.name={self.params.name}: round asks clients to {task}"
         if not callable(getattr(self, task, None)):
             raise UserError(f"{where}, and it has no method of that name; name one that it has")
@@ -369,6 +379,10 @@ class Algorithm(ABC):
                 "logs": "for numbers of each client",
             }[way]
             raise UserError(f"{where} {learned}, and does not declare it; add {task} to its {way}")
+        why = plugins.misfit(getattr(self, task), None, *payload)
+        if why is not None:
+            sent = f"the client and {len(payload)} more"
+            raise UserError(f"{where}, which cannot be called with {sent} ({why})")
 
     def asked(self, secure: bool) -> tuple[str, ...]:
         """The means that rounds ask for, in secure sums or in the open; a site gives no others."""
@@ -390,11 +404,12 @@ class Algorithm(ABC):
             raise UserError(f"algorithm.batch={batch}: {self.objective.params.name} needs {need}")
         small = int(np.argmin(sizes))
         if sizes[small] < need:
+            who = called(self.client_names, small)
             raise UserError(
                 f"algorithm.name={self.params.name} with objective.name="
-                f"{self.objective.params.name}: client {small} holds {sizes[small]} sample(s), and "
-                f"the loss within one client compares at least {need}; use algorithm.name=dcco "
-                "with objective.name=cco, or a partition with larger clients"
+                f"{self.objective.params.name}: {who} holds {sizes[small]} sample(s), and the "
+                f"loss within one client compares at least {need}; use algorithm.name=dcco with "
+                "objective.name=cco, or a partition with larger clients"
             )
 
     def exact_on_union(self, work: Workspace) -> bool:
