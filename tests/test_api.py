@@ -97,6 +97,12 @@ def test_several_values_are_for_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_key_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"privacy.clip=5.0: does nothing without noise"):
+        fedssl.train(out=tmp_path / "run", privacy__clip=5)
+    assert not (tmp_path / "run").exists()
+
+
 def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
     """Checked as the command line's are, before anything is left on the disk."""
     own = {"extends": "default", "algorithm": {"name": "fedavg"}, "rounds": 1}

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl import loggers
+import fedssl
+from fedssl import config, loggers, run
 from fedssl.cli import _fresh_folder, main
 
 SMALL = [
@@ -158,6 +159,8 @@ def test_a_runs_folder_is_named_after_its_recipe(
             "client 0 holds 1 sample",
         ),
         (["run", "partition.samples=1"], "holds 1 sample"),  # its fedavg baseline
+        (["run", "server.momentum=0.9"], "server.momentum=0.9: does nothing with"),
+        (["reproduce", "default", "privacy.clip=5"], "privacy.clip=5.0: does nothing without"),
         (["evaluate", "/nonexistent"], "holds no run"),
         (["partition", "partition.name=folder"], "data.levels"),
     ],
@@ -178,6 +181,18 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert sentence in shown.err
     assert shown.err.startswith("fedssl: ") and shown.err.count("\n") == 1
     assert not (tmp_path / "runs").exists(), "nothing may be left behind"
+
+
+def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None:
+    """An older version took it; left out, it would be another run's configuration."""
+    out = tmp_path / "run"
+    words = [*SMALL, "privacy.clip=5", "server.momentum=0.9"]
+    run.run(config.resolve(config.read_recipe(None), words), out)
+    (out / "summary.json").unlink()
+    assert main(["run", "--resume", "--out", str(out)]) == 0
+    assert (out / "summary.json").exists()
+    assert fedssl.train(out=out, resume=True).finished
+    assert main(["evaluate", str(out)]) == 0
 
 
 def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:

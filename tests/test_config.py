@@ -19,6 +19,7 @@ def resolve(*words: str, recipe: str | None = None) -> config.Config:
 def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
     settings = resolve(recipe=name)
     assert settings.about
+    config.check_used(settings)
     again = config.build(yaml.safe_load(config.dump(settings)))
     assert again == settings
 
@@ -68,6 +69,38 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
         resolve(word)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("privacy.clip=5", "privacy.clip=5.0: does nothing without noise; add privacy.noise"),
+        ("privacy.most_samples=5", "privacy.most_samples=5: does nothing without noise; add"),
+        ("privacy.delta=0.1", "privacy.delta=0.1: does nothing without noise; add privacy.noise"),
+        ("privacy.threshold=0.9", "privacy.threshold=0.9: does nothing without secure sums; add"),
+        ("server.momentum=0.9", "server.momentum=0.9: does nothing with server.optimizer=adam;"),
+        (
+            "client.optimizer=adamw client.momentum=0.9",
+            "client.momentum=0.9: does nothing with client.optimizer=adamw; use",
+        ),
+        ("cohort.hostile=3", "cohort.hostile=3: does nothing with cohort.average=mean; use"),
+        ("cohort.average=median cohort.hostile=3", "cohort.hostile=3: does nothing with cohort."),
+        ("engine.sites=3", "engine.sites=3: a simulation has no sites; write an app for them"),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        config.check_used(resolve(*words.split()))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_key_that_acts_in_one_run_of_several_is_used() -> None:
+    clipped = resolve("privacy.clip=5")
+    noisy = resolve("privacy.clip=5", "privacy.noise=4")
+    config.check_used(clipped, noisy)
+    config.check_used(resolve("privacy.clip=1", "server.momentum=0", "cohort.hostile=1"))
+    with pytest.raises(UserError, match=r"privacy.clip=5"):
+        config.check_used(resolve(), clipped)
 
 
 def test_every_number_has_its_limits() -> None:

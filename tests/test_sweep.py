@@ -122,6 +122,7 @@ def test_a_key_that_no_run_or_not_every_run_has_is_refused(
         (["server.lr=[1,-1]"], "fedssl: server.lr=-1.0: must be above 0 and finite\n"),
         (["seed=[0,1]", "server.lr=[-1,1]"], "fedssl: seed=0: server.lr=-1.0: must be above 0"),
         (["server.lr=[-1,1]", "seed=[3]"], "fedssl: seed=3: server.lr=-1.0: must be above 0"),
+        (["seed=[0,1]", "privacy.clip=5"], "fedssl: privacy.clip=5.0: does nothing without noise"),
         (["seed=[]"], "seed=[]: expected a whole number"),
         (["algorithm.name=[dcco,fedavgg]"], "unknown (did you mean fedavg?)"),
         (["client.lr=[1,1.0]"], "client.lr=1.0: the same run as client.lr=1; leave one out"),

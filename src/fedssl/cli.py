@@ -382,6 +382,8 @@ def _run(options: argparse.Namespace) -> int:
     if swept is not None:
         return _sweep(*swept, options)
     name, settings = _resolve(options.words, options.out if options.resume else None)
+    if not options.resume:
+        configuration.check_used(settings)
     out = options.out or _fresh_folder(name)
 
     from fedssl import report, run, tables

@@ -687,6 +687,49 @@ def _check_privacy(privacy: Privacy) -> None:
         )
 
 
+def check_used(*runs: Config) -> None:
+    """Refuse a key that is changed and acts in none of these runs: its user would believe it does.
+
+    For new runs only: one that an older version began with such a key can go on and be judged.
+    """
+    standard = flat({name: to_tree(getattr(Config, name)) for name in _PLAIN})
+    idle = [_idle(run) for run in runs]
+    for run, own in zip(runs, idle, strict=True):
+        values = flat(to_tree(run))
+        for key in own:
+            if values[key] != standard[key] and all(key in other for other in idle):
+                default = "null" if standard[key] is None else standard[key]
+                raise UserError(f"{key}={values[key]}: {own[key]}, or leave it at {default}")
+
+
+_PLAIN = ("privacy", "cohort", "engine", "server", "client")  # sections that ``_idle`` is about
+
+
+def _idle(config: Config) -> dict[str, str]:
+    """Keys that nothing looks at beside the others, and what would make them act."""
+    found: dict[str, str] = {}
+    if config.privacy.noise is None:
+        why = "does nothing without noise; add privacy.noise, as in privacy.noise=4"
+        found |= dict.fromkeys(("privacy.clip", "privacy.most_samples", "privacy.delta"), why)
+    if not config.privacy.secure:
+        found["privacy.threshold"] = "does nothing without secure sums; add privacy.secure=true"
+    if config.cohort.average not in ("trimmed", "krum"):
+        found["cohort.hostile"] = (
+            f"does nothing with cohort.average={config.cohort.average}; use cohort.average=trimmed "
+            "or krum"
+        )
+    if config.engine.name == "local":
+        found["engine.sites"] = (
+            "a simulation has no sites; write an app for them with fedssl deploy init"
+        )
+    for side, rule in (("server", config.server.optimizer), ("client", config.client.optimizer)):
+        if rule in ("adam", "adamw"):
+            found[f"{side}.momentum"] = (
+                f"does nothing with {side}.optimizer={rule}; use {side}.optimizer=sgd or lars"
+            )
+    return found
+
+
 def _check_judging(evaluate: Evaluate, encoder: Encoder) -> None:
     """By what, at which size, and beside which baselines."""
     if evaluate.protocols == ():

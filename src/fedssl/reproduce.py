@@ -185,6 +185,8 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
             raise UserError(f"{name}: {error}") from None
     for job in jobs:
         _check_folder(job)
+    if not any(map(_started, jobs)):
+        config.check_used(*(job.settings for job in jobs))
     return jobs
 
 
