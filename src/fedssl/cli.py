@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedssl import __version__
+from fedssl import __version__, streams
 from fedssl import config as configuration
 from fedssl.api import fresh_folder as _fresh_folder
 from fedssl.api import recipe_of
 from fedssl.errors import TrainingError, UserError, go_on
+from fedssl.outputs import FULL
 from fedssl.process import wait_briefly
 
 EXAMPLES = """examples:
@@ -62,31 +62,31 @@ Then read app/SERVER.md, and send app/SITES.md to the sites.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0, 1 (training failed), 2 (a mistake to mend)."""
+    streams.keep()
+    options: argparse.Namespace | None = None
     try:
         options = _parse(arguments)
         wait_briefly()
-        return int(options.command(options))
+        code = int(options.command(options))
+        sys.stdout.flush()  # what does not fit on a full disk is found while it can be said
+        return code
     except UserError as error:
         print(f"fedssl: {error}", file=sys.stderr)
         return 2
     except TrainingError as error:
         print(f"fedssl: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # Whoever read us (head, less) has gone; Python must not complain when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except PermissionError as error:
         if error.filename is None:
             raise
         print(f"fedssl: {error.filename}: not allowed; change its permissions", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in FULL:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        hint = "make room, then continue with --resume"
-        print(f"fedssl: {where}{error.strerror}; {hint}", file=sys.stderr)
+        then = "continue with --resume" if hasattr(options, "resume") else "try again"
+        print(f"fedssl: {where}{error.strerror}; make room, then {then}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fedssl: stopped", file=sys.stderr)
