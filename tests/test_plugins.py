@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_a_file_that_will_not_do_is_said_in_one_line(
 
 def test_other_names_that_will_not_do(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
-    mine.write_text("class Own: pass\ndef f(): pass\n")
+    mine.write_text("class Own: pass\ndef f(*a): pass\n")
     for words, said in (
         (["algorithm.name=mine.py"], r"say what in the file, as in mine.py:Name"),
         (["algorithm.name=no.such.module:Own"], "ModuleNotFoundError"),
@@ -210,10 +211,10 @@ def test_other_names_that_will_not_do(tmp_path: Path) -> None:
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     """As in a notebook's session; the same file is one module."""
     path = tmp_path / "mine.py"
-    path.write_text("def f(): return 1\n")
+    path.write_text("def f(*a): return 1\n")
     first = plugins.load("protocol", f"{path}:f", "key=value", ())
     assert plugins.load("protocol", f"{path}:f", "key=value", ()) is first
-    path.write_text("def f(): return 2\n")
+    path.write_text("def f(*a): return 2\n")
     os.utime(path, ns=(1, 1))
     assert plugins.load("protocol", f"{path}:f", "key=value", ())() == 2
 
@@ -323,6 +324,36 @@ def test_what_ones_own_methods_raise_is_said_in_one_line(
     if trains:
         path.write_text(RAISING[where] + "    pass\n")
         assert main(["run", "--resume", "--out", str(out)]) == 0
+
+
+MISFITS = {
+    "algorithm.__init__": (FEDAVG, "self, params", "cannot be called with params, objective (too"),
+    "algorithm.round": (FEDAVG, "self, server", "round cannot be called with server, cohort (too"),
+    "algorithm.train": (FEDAVG, "self, client", "train, which cannot be called with the client"),
+    "objective.loss": (SIMCLR, "self, a", "loss cannot be called with encodings, labels, memory ("),
+    "objective.head": (SIMCLR, "self, a, b, c, d", "(missing a required argument: 'd')"),
+    "partition.split": (IID, "self, split", "split cannot be called with split, classes, seed ("),
+    "partition.__init__": (IID, "self", "cannot be called with params (too many positional"),
+    "evaluate.f": ("\n\n", "a, b", "cannot be called with train_features, train_labels, test_fea"),
+}
+
+
+@pytest.mark.parametrize("where", MISFITS)
+def test_what_takes_other_arguments_is_refused_before_the_first_round(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section, method = where.split(".")
+    source, takes, says = MISFITS[where]
+    path, out = tmp_path / "mine.py", tmp_path / "run"
+    body = f"def {method}({takes}):\n    raise AssertionError\n"
+    path.write_text(source + (body if section == "evaluate" else textwrap.indent(body, "    ")))
+    key = "evaluate.protocols" if section == "evaluate" else f"{section}.name"
+    own = f"{key}={path}:{'f' if section == 'evaluate' else 'Own'}"
+    words = ["algorithm.name=fedavg", "objective.name=simclr", "evaluate.protocols=knn", own]
+    assert main(["run", *SMALL, *words, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: {own}: ") and says in said and said.count("\n") == 1
+    assert not out.exists() or (method == "train" and not any(run_module.read(out)))
 
 
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ BASES = {
     "algorithm": "fedssl.algorithms.base:Algorithm",
     "objective": "fedssl.objectives.base:Objective",
 }
+# What has the methods, and takes the arguments, that are called.
+PATTERNS = {**BASES, "partition": "fedssl.data.partition:Iid"}
+PROTOCOL = ("train_features", "train_labels", "test_features", "test_labels", "classes", "seed")
 _FILES: dict[str, str] = {}  # of users' code in use, with the key=value that named it last
 _MODULES: dict[Path, tuple[int, types.ModuleType]] = {}  # with the time of the file's last change
 
@@ -225,8 +228,40 @@ def _check_class(section: str, found: Any, where: str, params: type | None) -> N
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise UserError(f"{where}: lacks {', '.join(missing)}")
+    _check_methods(found, where, PATTERNS[section])
     if params is not None:
         _check_params(found, where, params)
+
+
+def _check_methods(found: Any, where: str, pattern: str) -> None:
+    """What is called is to take what it will be called with: as many as ``pattern`` takes."""
+    module, _, name = pattern.partition(":")
+    like = getattr(importlib.import_module(module), name)
+    _check_call(found, where, "", *inspect.signature(like).parameters)
+    for method, theirs in vars(like).items():
+        own = inspect.getattr_static(found, method, None)
+        if inspect.isfunction(theirs) and inspect.isfunction(own) and not method.startswith("_"):
+            _check_call(own, where, f"{method} ", *inspect.signature(theirs).parameters)
+
+
+def _check_call(function: Any, where: str, what: str, *names: str) -> None:
+    why = misfit(function, *names)
+    if why is not None:
+        given = ", ".join(name for name in names if name != "self")
+        raise UserError(f"{where}: {what}cannot be called with {given} ({why})")
+
+
+def misfit(function: Any, *arguments: Any) -> str | None:
+    """Why a function cannot be called with these; none: it can, or does not say what it takes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _check_params(found: Any, where: str, base: type) -> None:
@@ -264,9 +299,10 @@ def _readable(kind: Any) -> bool:
 def _check_protocol(found: Any, where: str) -> None:
     if inspect.isclass(found) or not callable(found):
         raise UserError(
-            f"{where}: a protocol is a function of train_features, train_labels, test_features, "
-            "test_labels, classes and seed that returns numbers by name"
+            f"{where}: a protocol is a function of {', '.join(PROTOCOL)} that returns numbers by "
+            "name"
         )
+    _check_call(found, where, "", *PROTOCOL)
 
 
 def measures(function: Any, spec: str, *arguments: Any) -> dict[str, float]:

@@ -41,7 +41,7 @@ class Scripted(Cohort):
     """A cohort whose clients reply as a table says; None is a reply that never came."""
 
     def __init__(self, table: dict[str, dict[int, Any]], minimum: int = 1) -> None:
-        declares_all = SimpleNamespace(check_asked=lambda task, way: None)
+        declares_all = SimpleNamespace(check_asked=lambda *_: None)
         super().__init__(np.array([2, 0, 1]), cast(Any, declares_all), minimum)
         self.table = table
         self.asked: list[tuple[str, list[int]]] = []

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl import optim
+from fedssl import optim, plugins
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.data.dataset import Census
@@ -210,7 +210,7 @@ class Cohort(ABC):
 
     def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
         """The mean of the clients' replies (by samples, or uniform), and nothing else."""
-        self.algorithm.check_asked(task, "means")
+        self.algorithm.check_asked(task, "means", payload)
         answered: list[NDArray[np.int64]] = []
 
         def weighted() -> Iterator[tuple[float, Tree]]:
@@ -237,7 +237,7 @@ class Cohort(ABC):
         client's state and changes nothing. Where clients are to be seen only in sums, nobody is
         asked.
         """
-        self.algorithm.check_asked(task, "logs" if log else "gathers")
+        self.algorithm.check_asked(task, "logs" if log else "gathers", () if log else payload)
         replies: dict[int, Any] = {}
         if log and not self.average.logs:
             return replies
@@ -357,8 +357,16 @@ class Algorithm(ABC):
         sent = work.initial if work.shared is None else work.initial[work.shared]
         return {"change": sent, "loss": work.initial.new_zeros(())}
 
-    def check_asked(self, task: str, way: Literal["means", "gathers", "logs"]) -> None:
-        """Refuse what is not declared: what is private, and the report, go by the declaration."""
+    def check_asked(
+        self,
+        task: str,
+        way: Literal["means", "gathers", "logs"],
+        payload: tuple[Any, ...],
+    ) -> None:
+        """Refuse what is not declared: what is private, and the report, go by the declaration.
+
+        And what does not take the ``payload`` that clients are asked with.
+        """
         where = f"algorithm.name={self.params.name}: round asks clients to {task}"
         if not callable(getattr(self, task, None)):
             raise UserError(f"{where}, and it has no method of that name; name one that it has")
@@ -369,6 +377,10 @@ class Algorithm(ABC):
                 "logs": "for numbers of each client",
             }[way]
             raise UserError(f"{where} {learned}, and does not declare it; add {task} to its {way}")
+        why = plugins.misfit(getattr(self, task), None, *payload)
+        if why is not None:
+            sent = f"the client and {len(payload)} more"
+            raise UserError(f"{where}, which cannot be called with {sent} ({why})")
 
     def asked(self, secure: bool) -> tuple[str, ...]:
         """The means that rounds ask for, in secure sums or in the open; a site gives no others."""

@@ -140,7 +140,7 @@ class RemoteCohort(Cohort):
         """Under secure sums, without seeing any client's reply."""
         if not self.engine.work.config.privacy.secure:
             return super().mean(task, *payload, weight=weight)
-        self.algorithm.check_asked(task, "means")
+        self.algorithm.check_asked(task, "means", payload)
         from fedssl.privacy.secure import SumLost
 
         answered: list[int] = []
