@@ -133,6 +133,28 @@ def test_a_recipe_that_extends_itself(tmp_path: Path) -> None:
         resolve(recipe=str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rounds: 1\nseed: 1\nrounds: 2\n", "line 3: rounds stands in line 1 already; leave one"),
+        ("server: {lr: 1, lr: 2}\n", "line 1: lr stands in line 1 already"),
+    ],
+)
+def test_a_key_that_a_file_has_twice(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        resolve(recipe=str(path))
+    assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
+
+
+def test_a_key_that_replaces_a_merged_one_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("server: &a {lr: 1}\nclient: {<<: *a, lr: 2}\n")
+    settings = resolve(recipe=str(path))
+    assert (settings.server.lr, settings.client.lr) == (1, 2)
+
+
 def test_fraction_must_be_a_fraction() -> None:
     for bad in ("0", "1.5", "-0.1"):
         with pytest.raises(UserError, match=r"cohort\.fraction"):

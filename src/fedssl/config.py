@@ -436,10 +436,30 @@ def _layers(name: str) -> list[Tree]:
     return copy.deepcopy(cells.layers(cell))
 
 
+class _Once(yaml.SafeLoader):
+    """Takes a key once; of two, YAML takes the last without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Where keys still stand as they are written, before others are merged in (``<<``)."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                first = lines[key.value]
+                raise UserError(
+                    f"line {line}: {key.value} stands in line {first} already; leave one out"
+                )
+            lines[key.value] = line
+        return node
+
+
 def read_yaml(path: Path) -> Tree:
     """A YAML file that holds keys and values."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Once) or {}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     except OSError as error:
