@@ -39,6 +39,7 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("objective.lambda=-1", "objective.lambda=-1.0: must be finite and not negative"),
         ("objective.projector=[]", "objective.projector=[]: expected the widths"),
         ("objective.projector=8,-3", "objective.projector=[8, -3]: expected the widths"),
+        ("evaluate.baselines=null", "evaluate.baselines=None: expected a list; give [] for an"),
         ("evaluate.protocols=[]", "evaluate.protocols=[]: name at least one"),
         ("paper.results=5", "paper.results=5: expected keys and values"),
         ("1=2", "1: unknown key"),
@@ -57,10 +58,10 @@ def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
         ("evaluate.baselines=fedfoo", "evaluate.baselines=fedfoo: unknown"),
         ("data.levels=class,kind", "data.levels=kind: unknown"),
         ("encoder.init=", "encoder.init=: has no value; give one, or encoder.init=null for none"),
-        ("rounds=1e400", "rounds=1e400: expected a whole number"),
-        (f"rounds={2**63}", f"rounds={2**63}: expected a whole number"),
-        (f"server.lr={10**400}", f"server.lr={10**400}: expected a number"),
-        (f"seed={'9' * 5000}", "999: expected a whole number"),  # more than Python reads
+        ("rounds=1e400", "rounds=1e400: too large; give a whole number of at most 18 digits"),
+        (f"rounds={2**63}", f"rounds={2**63}: too large; give a whole number"),
+        (f"server.lr={10**400}", f"server.lr={10**400}: too large; give a number below"),
+        (f"seed={'9' * 5000}", "999: too large; give a whole number"),  # more than Python reads
         ("engine.threads=100000", "engine.threads=100000: must be at most 1024"),
     ],
 )

@@ -962,6 +962,8 @@ def _described(kind: Any) -> str:
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")] if value else []
+    if value is None:
+        raise UserError(f"{name}={value}: expected a list; give [] for an empty one")
     if not isinstance(value, (list, tuple)):
         value = [value]
     if arguments[-1] is Ellipsis:
@@ -986,7 +988,10 @@ def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
         return str(value)
     try:
         return _number(kind, value)
-    except (ValueError, TypeError, OverflowError):
+    except OverflowError:
+        digits = " of at most 18 digits" if kind is int else " below 1e308"
+        raise UserError(f"{name}={value}: too large; give {_EXPECTED[kind]}{digits}") from None
+    except (ValueError, TypeError):
         raise wrong from None
 
 
@@ -998,6 +1003,8 @@ def _number(kind: type[int] | type[float], value: Any) -> int | float:
         except ValueError:
             value = float(value)
     number = kind(value)
-    if number != number or (kind is int and (number != value or abs(number) >= 2**63)):
+    if number != number or (kind is int and number != value):
         raise ValueError
+    if kind is int and abs(number) >= 2**63:
+        raise OverflowError
     return number
