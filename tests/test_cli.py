@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedssl
-from fedssl import config, loggers, run
+from fedssl import cli, config, loggers, run
 from fedssl.cli import _fresh_folder, main
 
 SMALL = [
@@ -198,6 +199,27 @@ def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None
 def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *SMALL, "--out", "/proc/fedssl"]) == 2
     assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "said"), [("new", ""), ("old", "/old")])
+def test_what_is_not_allowed_is_named(
+    name: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file that is there, or the folder in which none can be made."""
+    (tmp_path / "old").touch()
+
+    def refused(options: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+
+    monkeypatch.setattr(cli, "_doctor", refused)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == (
+        f"fedssl: {tmp_path}{said}: not allowed; change its permissions\n"
+    )
 
 
 def test_a_full_disk_is_one_line_and_exit_code_2(

@@ -79,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         if error.filename is None:
             raise
-        print(f"fedssl: {error.filename}: not allowed; change its permissions", file=sys.stderr)
+        # Of a file that could not be made, it is the folder that does not allow it.
+        path = Path(os.fsdecode(error.filename))
+        place = path if os.path.lexists(path) else path.parent
+        print(f"fedssl: {place}: not allowed; change its permissions", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in FULL:
