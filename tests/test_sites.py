@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from PIL import Image
 
 from fedssl import config, run, tables
+from fedssl.deployment import Introduction, server_session
+from fedssl.errors import UserError
 from fedssl.reevaluate import evaluate
+from fedssl.session import prepare
 
 SITES = ("berlin", "oslo", "paris")
 WORDS = [
@@ -65,6 +69,46 @@ def test_sites_are_named_and_each_has_its_numbers(
     personal = [(out / name).read_bytes() for name in note["personal"]]
     assert (out / "encoder.safetensors").read_bytes() not in personal
     assert len(set(personal)) == 3
+
+
+SMALL = [
+    ("algorithm.name=fedavg objective.name=simclr", "small holds 1 sample(s), and the loss within"),
+    (
+        "algorithm.name=ccl objective.name=moco encoder.norm=group algorithm.batch=4",
+        "algorithm.mix=4: small holds 1 image(s) to mix",
+    ),
+    ("algorithm.name=fedavg", "encoder.norm=batch: needs batches of at least 2 samples, and small"),
+    (
+        "algorithm.name=fedavg algorithm.batch=1",
+        "at least 2 samples, and algorithm.batch is 1; use",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), SMALL)
+def test_a_site_that_is_too_small_is_named(words: str, said: str, tmp_path: Path) -> None:
+    for name, count in (("large", 6), ("small", 1)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for image in range(count):
+            made = Image.new("RGB", (16, 16), (40 * image, 90, 0))
+            made.save(tmp_path / "images" / name / f"{image}.png")
+    plain = ["data.levels=client", "evaluate.protocols=unlabeled"]
+    with pytest.raises(UserError, match=re.escape(said)):
+        prepare(settings(tmp_path / "images", tmp_path, *plain, *words.split()))
+
+
+def test_a_server_names_the_site_that_is_too_small() -> None:
+    words = [
+        *WORDS,
+        "engine.name=flower",
+        "engine.sites=2",
+        "algorithm.name=fedavg",
+        "data.root=null",
+    ]
+    sites = [Introduction(name, name, n, (3,), 16, 16) for name, n in (("a", 1), ("b", 6))]
+    asked = [*words, "evaluate.protocols=knn", "objective.name=simclr", "encoder.norm=group"]
+    with pytest.raises(UserError, match=r": a holds 1 sample"):
+        server_session(config.resolve(config.read_recipe(None), asked), sites)
 
 
 def test_clients_with_norm_layers_of_their_own_get_their_models(

@@ -161,9 +161,8 @@ def server_session(config: Config, sites: Sequence[Introduction]) -> Session:
     dataset = nothing(first) if config.data.root is None else _own(config, first)
     sizes = np.array([site.samples for site in sites])
     offsets = np.concatenate(([0], np.cumsum(sizes)))
-    session = assemble(config, dataset, Groups(np.zeros(offsets[-1], dtype=np.int64), offsets))
-    session.site_names = numbered([site.name for site in sites])
-    return session
+    groups = Groups(np.zeros(offsets[-1], dtype=np.int64), offsets)
+    return assemble(config, dataset, groups, site_names=numbered([site.name for site in sites]))
 
 
 def numbered(names: Sequence[str]) -> list[str]:

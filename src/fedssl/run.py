@@ -26,6 +26,7 @@ from fedssl.api import give_back
 from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
+from fedssl.data.partition import called
 from fedssl.deployment import SITES
 from fedssl.errors import TrainingError, UserError, go_on
 from fedssl.evaluate import drift
@@ -264,8 +265,7 @@ def check_clients(session: Session, out: Path, what: str, otherwise: str) -> Non
             continue
         had = f"had {old} images in {out}" if name in before else f"was not in {out}"
         has = f"has {new}" if name in after else "is not there"
-        who = f"client {name}" if name.isdecimal() else name
-        raise UserError(f"{what}: {who} {had} and {has} now; {fix}")
+        raise UserError(f"{what}: {called([name], 0)} {had} and {has} now; {fix}")
     if checkpoint.of_other_images(out, session.dataset):
         raise UserError(
             f"{what}: the training images are not those of {out} (some were added, removed, "

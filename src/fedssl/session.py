@@ -25,7 +25,7 @@ from fedssl.config import Config, SourceParams
 from fedssl.data import datasets, sources
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups, Split
-from fedssl.data.partition import Folder, client_names, partition, uneven
+from fedssl.data.partition import Folder, called, client_names, partition, uneven
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.base import Engine
 from fedssl.engines.local import LocalEngine
@@ -464,6 +464,7 @@ def assemble(
     trains: bool = True,
     weights: bool = True,
     classes: int | None = None,
+    site_names: list[str] | None = None,
 ) -> Session:
     """A session of data that is here, or of a deployment's server, whose data is elsewhere.
 
@@ -491,9 +492,12 @@ def assemble(
         clients = size = 1
     algorithm = algorithm_class(config.algorithm, objective)
     check_objective(objective, train, config, trains)
+    here = groups is held and federation is None and not deployed(config)
+    names = client_names(config.partition, groups, dataset) if here else []
+    algorithm.client_names = names = site_names or names
     algorithm.check_clients(groups.sizes)
     if federation is None:
-        check_cohort(config, objective, groups, size)
+        check_cohort(config, objective, groups, size, names)
     if federation is None and trains:
         algorithm.found(len(groups), config)
     height, width = train.images[0].shape[2:]
@@ -517,7 +521,9 @@ def assemble(
     if compiles_passes(config, engine):
         work.compile_passes()
     check_compiled(config, work)
-    return Session(config, dataset, engine, Server(work), size, classes=classes)
+    return Session(
+        config, dataset, engine, Server(work), size, site_names=site_names, classes=classes
+    )
 
 
 def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
@@ -688,7 +694,9 @@ def pooled(config: Config, groups: Groups, cohort: int) -> tuple[Config, Groups]
     return config, one
 
 
-def check_cohort(config: Config, objective: Objective, groups: Groups, size: int) -> None:
+def check_cohort(
+    config: Config, objective: Objective, groups: Groups, size: int, names: Sequence[str]
+) -> None:
     """Enough samples in every round for the loss, and in every batch for batch norm."""
     fewest = int(np.sort(groups.sizes)[:size].sum())
     if fewest < objective.minimum:
@@ -697,11 +705,13 @@ def check_cohort(config: Config, objective: Objective, groups: Groups, size: int
             f"objective.name={config.objective.name} compares at least {objective.minimum}; "
             "take more clients a round"
         )
-    smallest = min(int(groups.sizes.min()), config.algorithm.batch or len(groups.members))
-    if config.encoder.norm == "batch" and smallest < 2:
+    smallest = int(groups.sizes.argmin())
+    single = config.algorithm.batch == 1
+    if config.encoder.norm == "batch" and (single or groups.sizes[smallest] < 2):
+        which = "algorithm.batch is 1" if single else f"{called(names, smallest)} has 1"
         raise UserError(
-            "encoder.norm=batch: needs batches of at least 2 samples, and a client or "
-            "algorithm.batch has 1; use encoder.norm=group"
+            f"encoder.norm=batch: needs batches of at least 2 samples, and {which}; use "
+            "encoder.norm=group"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -18,6 +18,7 @@ from fedssl import optim, plugins
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config, Optimizer
 from fedssl.data.dataset import Census
+from fedssl.data.partition import called
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
@@ -327,6 +328,7 @@ class Algorithm(ABC):
     # Where in a client's state its personal model is, or the number of that of the server's models
     # which is its (:meth:`numbered`); none: clients have none.
     personal: ClassVar[tuple[str, ...] | None] = None
+    client_names: Sequence[str] = ()  # by number, where clients are known by name
     note: str | None = None  # what a user should know before the first round
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
@@ -402,11 +404,12 @@ class Algorithm(ABC):
             raise UserError(f"algorithm.batch={batch}: {self.objective.params.name} needs {need}")
         small = int(np.argmin(sizes))
         if sizes[small] < need:
+            who = called(self.client_names, small)
             raise UserError(
                 f"algorithm.name={self.params.name} with objective.name="
-                f"{self.objective.params.name}: client {small} holds {sizes[small]} sample(s), and "
-                f"the loss within one client compares at least {need}; use algorithm.name=dcco "
-                "with objective.name=cco, or a partition with larger clients"
+                f"{self.objective.params.name}: {who} holds {sizes[small]} sample(s), and the "
+                f"loss within one client compares at least {need}; use algorithm.name=dcco with "
+                "objective.name=cco, or a partition with larger clients"
             )
 
     def exact_on_union(self, work: Workspace) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedssl.algorithms.base import Algorithm, Cohort, Server, per_client
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams
+from fedssl.data.partition import called
 from fedssl.data.random import choose, key
 from fedssl.errors import UserError
 from fedssl.objectives.base import Memory, Objective
@@ -122,9 +123,10 @@ class CCL(Algorithm):
         if self.params.remote != "off" and len(sizes) == 1:
             self.note = "ccl with one client: there are no remote features, so it is MoCo alone"
         if self.params.remote != "off" and sizes[small] < self.params.mix:
+            who = called(self.client_names, small)
             raise UserError(
-                f"algorithm.mix={self.params.mix}: client {small} holds {sizes[small]} image(s) to "
-                "mix; lower algorithm.mix, or use a partition with larger clients"
+                f"algorithm.mix={self.params.mix}: {who} holds {sizes[small]} image(s) to mix; "
+                "lower algorithm.mix, or use a partition with larger clients"
             )
 
     def round(self, server: Server, cohort: Cohort) -> None:

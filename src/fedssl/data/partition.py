@@ -363,6 +363,12 @@ def client_names(params: PartitionParams, groups: Groups, data: Dataset) -> list
     return list(map(str, range(len(groups))))
 
 
+def called(names: Sequence[str], client: int) -> str:
+    """A client in a sentence: by its folder's name, else by its number."""
+    name = names[client] if names else str(client)
+    return f"client {name}" if name.isdecimal() else name
+
+
 def table(
     groups: Groups,
     labels: Ints | None,
