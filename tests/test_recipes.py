@@ -335,7 +335,7 @@ def test_reading_a_recipe_gives_one_a_copy() -> None:
         ("[-, ~]", "[1]", "rows.three.paper=[1]: expected a list of 2, one for each column"),
         ("[-, ~]", "[1, much]", "column b: much: expected a number"),
         ("cells: {b:", "cells: {c:", "rows.one.cells.c: no such column; choose one of a, b"),
-        ("measure: knn_top1", "rounds: 1", "a number of what?"),
+        ("measure: knn_top1", "schedule: constant", "a number of what?"),
         ("rows:", "rows: 1\nx:", "rows: expected names with keys"),
         ("  two: {note: a remark}", "  two: 5", "rows.two: expected a name without / and keys"),
     ],
