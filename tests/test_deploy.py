@@ -162,6 +162,7 @@ def test_a_site_is_told_of_damaged_images() -> None:
         ),
         ([*WORDS, "evaluate.drift=true"], "evaluate.drift=true: compares clients' models"),
         ([*WORDS, "encoder.name=tiny", "encoder.groups=7"], "encoder.groups=7"),
+        ([*WORDS, "privacy.clip=5"], "privacy.clip=5.0: does nothing without noise"),
     ],
 )
 def test_refusals_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:

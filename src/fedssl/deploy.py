@@ -99,6 +99,7 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
             file=sys.stderr,
         )
     config = configuration.resolve(tree, [*words, *fixed])
+    configuration.check_used(config)
     if config.engine.sites is None:
         raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
     data = config.data
