@@ -47,8 +47,8 @@ RATES = ("server.lr", "client.lr")  # may be searched, for each seed anew
 NEAR = 2.0  # points that two rows may differ by where a paper says that they are about the same
 MARGIN = 1.0  # points, or the seeds' spread if larger: what is closer is too close to say
 PART = re.compile(
-    r"(?P<alone>^)?(?P<asked><!-- generated: (?P<name>\S+) ?(?P<argument>.*?) -->)"
-    r".*?(?P<end><!-- /generated -->)",
+    r"(?P<alone>^)?(?P<asked><!-- generated: (?P<name>\S+)(?: (?P<argument>[^\n]*?))? -->)"
+    r"(?:(?!<!-- generated: ).)*?(?P<end><!-- /generated -->)",
     re.MULTILINE | re.DOTALL,
 )
 MARK = re.compile(r"<!-- /?generated.*?-->")
@@ -68,7 +68,7 @@ def filled(page: Path) -> str:
     here = page.parent.relative_to(ROOT).as_posix()
 
     def fill(found: re.Match[str]) -> str:
-        text = part(found["name"], found["argument"], here)
+        text = part(found["name"], found["argument"] or "", here)
         between = "\n\n" if found["alone"] is not None else ""
         return f"{found['asked']}{between}{text}{between}{found['end']}"
 

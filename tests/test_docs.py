@@ -200,6 +200,17 @@ def test_generated_parts_are_not_stale(page: str, generate: ModuleType) -> None:
     assert generate.filled(DOCS / page) == text, "run: python docs/generate.py"
 
 
+def test_what_is_written_between_parts_stays(generate: ModuleType) -> None:
+    page = DOCS / "made.md"
+    asked = "<!-- generated: exchanges -->{}<!-- /generated -->\n\nMine.\n\n- "
+    inline = "<!-- generated: reading perfcl/_base.yaml -->{}<!-- /generated -->\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda self, **_: (asked + inline).format("", "old"))
+        patch.setattr(generate, "PARTS", {"exchanges": lambda _: "one", "reading": lambda x: x})
+        text = generate.filled(page)
+    assert text == asked.format("\n\none\n\n") + inline.format("perfcl/_base.yaml")
+
+
 def test_only_what_was_measured_at_the_papers_size_stands_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generate: ModuleType
 ) -> None:

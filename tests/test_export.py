@@ -245,6 +245,8 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
     said = "holds 2 models; name the file of one: mine.safetensors, other.safetensors"
     with pytest.raises(UserError, match=f"^encoder.init={tmp_path / 'one'}: {said}"):
         started(tmp_path / "one")
+    (tmp_path / "one/other.safetensors").rename(tmp_path / "one/encoder.safetensors")
+    assert torch.equal(started(tmp_path / "one")[0], started(folder)[0])
 
 
 def test_an_export_knows_its_tower_by_any_name(

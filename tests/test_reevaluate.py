@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -220,6 +221,11 @@ def test_a_run_of_unlabeled_sites_is_judged_on_classes(
     assert "knn_top1" in rows["result"] and levels not in capsys.readouterr().err
     with pytest.raises(UserError, match=rf"{levels}, and .* clients \(east, west\); say"):
         judged("sites", knn)  # whose names are no classes
+    clients = [{"client": k, "name": str(k), "samples": 6} for k in range(2)]
+    (tmp_path / "run/clients.json").write_text(json.dumps(clients))  # as of a run without names
+    for k in range(12):
+        made(tmp_path / f"figures/{'test' if k >= 8 else 'train'}/{k % 2}/{k}.png", k)
+    assert judged("figures", knn)[0] == found
     assert found == judged("sites", knn, "data.levels=class")[0]
     with pytest.raises(UserError, match=r"change data\.levels \(not given here, so the run's\)$"):
         judged("flat")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fedssl.encoder import load_encoder as load_encoder
     from fedssl.runs import Run as Run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Run", "__version__", "load_encoder", "train"]
 _PLACES = {"train": "fedssl.api", "load_encoder": "fedssl.encoder", "Run": "fedssl.runs"}
 

@@ -475,23 +475,27 @@ def _answering(config: Config) -> str:
 def _single(config: Config) -> str:
     """What a site with hardly any images must know, where statistics of images are sent."""
     from fedssl import privacy
+    from fedssl.plan import Plan
 
     kind, secure = algorithm_of(config), config.privacy.secure
     tasks = [f"`{task}`" for task in kind.asked(secure) if task in kind.statistics]
     if not tasks:
         return ""
-    who = "A site with one or two images"
-    fix = "Take part with more images, or ask the server's operator for"
-    if privacy.telling(config, kind, [MANY]):
+    plan, few = Plan.from_config(config.algorithm, config.seed), privacy.few_images(config)
+    most = max(size for size in range(1, MANY + 1) if plan.averaged(size) <= few)
+    who, fix = f"A site with at most {most} images", "Take part with more images"
+    if most == MANY:
         who = f"With `algorithm.batch={config.algorithm.batch}` every site"
-        fix = "Ask the server's operator for a larger batch, or for none, or for"
-    fix += " `privacy.secure=true`: the server then learns only sums over the sites."
+        fix = "Ask the server's operator for a larger batch, or for none"
+    if config.cohort.average == "mean":  # else there are no secure sums
+        fix += ", or for" if most == MANY else ", or ask the server's operator for"
+        fix += " `privacy.secure=true`: the server then learns only sums over the sites"
     if secure:
-        fix = "They leave masked, and the server learns only sums over the sites (below)."
+        fix = "They leave masked, and the server learns only sums over the sites (below)"
     text = (
         f"**{who} sends single images' encodings**: in {' and '.join(tasks)} go means over the "
-        "images that a round uses here. Of one image they are its encoding, and of two both "
-        f"encodings can be computed from them. {fix}"
+        "images that a round uses here. Over one image they are its encoding, and from those over "
+        f"up to {few} images each encoding can be computed. {fix}."
     )
     return textwrap.fill(text, 100) + "\n\n"
 

@@ -52,11 +52,11 @@ class Plan:
         return self.count(size) * min(size, self.batch or size)
 
     def first_pass(self, size: int) -> int:
-        """Steps of a round that see no sample twice: statistics are means over these."""
+        """Steps that statistics are of: one pass over the samples, or fewer in a round of fewer."""
         return min(self.count(size), self.batches(size))
 
     def averaged(self, size: int) -> int:
-        """Samples that a client's statistics are means over."""
+        """Samples that a client's statistics are means over, repeats counted."""
         return self.first_pass(size) * min(size, self.batch or size)
 
     def contributing(self, size: int) -> int:

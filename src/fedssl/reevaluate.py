@@ -132,7 +132,8 @@ def _say_levels(
     if data.levels == own or not classes:
         return
     text = f"{datasets.where(data)}: data.levels={','.join(own or ())}, the run's, names no class"
-    sites = sorted(set(classes) & {row["name"] for row in Run(run).clients})
+    names = {row["name"] for row in Run(run).clients if row["name"] != str(row["client"])}
+    sites = sorted(set(classes) & names)
     if sites:
         raise UserError(
             f"{text}, and the folders in train/ are called as the run's clients "

@@ -655,8 +655,6 @@ def test_paired_below_train_and_test(root: Path) -> None:
     assert (labels(dataset.train), labels(dataset.test)) == ([0, 1], [0, 1])
     assert (reds(dataset.train), reds(dataset.train, 1)) == ([0, 1], [2, 3])
     assert paired(root, levels=("client",)).clients == ("x", "y")
-    with pytest.raises(UserError, match=r"test/ beside it; give the folder above train"):
-        paired(root / "train")
     (root / "test/b").rename(root / "test/c")
     with pytest.raises(UserError, match=r"are called a, b in train/ and a, c in test/; rename"):
         paired(root)
@@ -716,6 +714,12 @@ def test_paired_mistakes(root: Path) -> None:
         paired(root, halves=True)
 
 
+def test_paired_in_a_folder_called_train_beside_test(root: Path) -> None:
+    """As older runs have it; of one modality's folder it would be a mistake."""
+    make(root, "train/a/0.png", "train/b/0.png", "test/a/1.png", "test/b/1.png")
+    assert len(paired(root / "train").train) == 1 and paired(root / "train").test is None
+
+
 # Halves and labels
 
 
@@ -749,6 +753,8 @@ def test_other_channels_are_those_of_files(root: Path, monkeypatch: pytest.Monke
         assert np.array_equal(found, read) and found.dtype == back.dtype == torch.uint8
         assert torch.equal(back, found.repeat(1, 3, 1, 1)) and back.is_contiguous()
     assert datasets.in_channels(colour, [3]) == colour
+    with pytest.raises(UserError, match="images of 3 channels cannot become images of 4"):
+        datasets.in_channels(colour, [4])
     towers = dataclasses.replace(colour, train=Split(colour.train.images * 2), test=None)
     assert [x.shape[1] for x in datasets.in_channels(towers, [3, 1]).train.images] == [3, 1]
 

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, settings
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 from torch import Tensor
+from torch.nn import functional
 
 from fedssl import config as configuration
 from fedssl import deploy, hub, privacy, run
@@ -47,7 +50,7 @@ def found(*words: str) -> dict[int, int]:
         ("algorithm.batch=1 algorithm.local_epochs=1", {0: 1, 1: 2}),
         ("algorithm.batch=2 algorithm.local_epochs=2", {0: 1, 1: 2, 2: 2}),  # one of 3 is left out
         ("algorithm.batch=3", {0: 1, 1: 2}),
-        ("objective.bound=1 privacy.noise=1", {0: 1, 1: 2}),  # which the server adds
+        ("objective.bound=1 privacy.noise=1", {0: 1, 1: 2, 2: 3}),  # noise: by the server
         ("cohort.average=median", {0: 1, 1: 2}),
         ("engine.name=flower privacy.secure=true", {}),
         ("algorithm.name=fedavg", {}),
@@ -96,6 +99,51 @@ def first_views(moments: dict[str, Tensor]) -> Tensor:
     return torch.stack((f + half, f - half))
 
 
+@pytest.mark.parametrize("images", [3, 5])
+def test_a_bound_tells_the_encodings_of_some_more(images: int) -> None:
+    config = settings("objective.bound=1", "objective.projector=64,32")
+    assert 5 < privacy.few_images(config) == 6
+    engine, server = engine_of(config, made_split(), groups_of(images))
+    zero = torch.zeros(32, dtype=torch.float64)
+    encodings, reply = answered(engine, 0, server.weights, {"f": zero, "g": zero})
+    assert encodings.norm(dim=1).min() > 1  # so that all are scaled to the bound
+    real = functional.normalize(encodings)
+    assert (torch.cdist(real, turned(reply, images)).amin(1) < 1e-4).all()
+    assert torch.pdist(real).min() > 0.01
+
+
+def turned(moments: dict[str, Tensor], images: int) -> Tensor:
+    """First views from means and products, turned such that all norms are 1."""
+    f, g, rank = moments["f"], moments["g"], images - 1
+    left, size, right = torch.linalg.svd((moments["fg"] - torch.outer(f, g)) * images)
+    a, b = (x[:, :rank] * size[:rank].sqrt() for x in (left, right.T))
+    pairs = [(i, j) for i in range(rank) for j in range(i, rank)]
+    products = torch.stack([a[:, i] * a[:, j] * (2 - (i == j)) for i, j in pairs], 1)
+    spread = (moments["f2"] - f**2)[:, None] * images
+    solved = torch.linalg.lstsq(products, spread).solution[:, 0]
+    inner = torch.zeros(rank, rank).double()
+    for (i, j), value in zip(pairs, solved, strict=True):
+        inner[i, j] = inner[j, i] = value
+    root = torch.linalg.cholesky(inner)
+    a, b = a @ root, b @ torch.linalg.inv(root).T
+    plane = torch.linalg.svd(torch.eye(images).double() - 1 / images)[0][:, :rank]
+
+    def views(angles: NDArray[np.float64], flip: int) -> tuple[Tensor, Tensor]:
+        skew = torch.from_numpy(angles).reshape(rank, rank)
+        turn = torch.linalg.matrix_exp(skew - skew.T)
+        turn[:, 0] *= -1 if flip else 1
+        return f + plane @ turn @ a.T, g + plane @ turn @ b.T
+
+    def missed(angles: NDArray[np.float64], flip: int) -> NDArray[np.float64]:
+        return (torch.cat([x.norm(dim=1) for x in views(angles, flip)]) - 1).numpy()
+
+    generator = np.random.default_rng(0)
+    tries = [(generator.normal(size=rank * rank), k % 2) for k in range(20)]
+    ends = [(least_squares(missed, start, args=(flip,), xtol=1e-15), flip) for start, flip in tries]
+    best, flip = min(ends, key=lambda end: float(end[0].cost))
+    return views(best.x, flip)[0]
+
+
 def small(*words: str) -> Config:
     return configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
 
@@ -113,15 +161,15 @@ def test_a_run_says_it_on_the_screen_in_the_report_and_on_the_card(
     assert exchanges.sheet(Run(out), curves.read(Run(out))).verdict.endswith(f". But {said}.")
     assert said in hub.model_card(Run(out), load_encoder(out))
     named(out, oslo=1, berlin=2, rome=3)
-    tells = "“locate” and “encode” are made of one or two images: they tell the encoding of each."
+    tells = "“locate” and “encode” are made of at most 2 images: they tell the encoding of each."
     verdict = exchanges.sheet(Run(out), curves.read(Run(out))).verdict
     assert verdict.endswith(f"the replies of 2 of 3 clients (oslo, berlin) to {tells}")
     card = hub.model_card(Run(out), load_encoder(out))
     assert f"the replies of 2 of 3 clients to {tells}" in card
     assert "oslo" not in card  # names may be those of people
     named(out, oslo=3, berlin=4, rome=3)
-    assert "made of one" not in hub.model_card(Run(out), load_encoder(out))
-    assert "made of one" not in exchanges.sheet(Run(out), curves.read(Run(out))).verdict
+    assert "are made of" not in hub.model_card(Run(out), load_encoder(out))
+    assert "are made of" not in exchanges.sheet(Run(out), curves.read(Run(out))).verdict
 
 
 def named(out: Path, **sizes: int) -> None:
@@ -134,7 +182,7 @@ def test_nothing_is_said_where_it_does_not_happen() -> None:
         ["partition.samples=3"],
         ["partition.samples=2", "algorithm.name=fedavg"],
     ):
-        assert not any("made of one" in note for note in prepare(small(*words)).notes())
+        assert not any("are made of" in note for note in prepare(small(*words)).notes())
 
 
 def test_a_deployments_server_names_the_sites() -> None:
@@ -147,7 +195,14 @@ def test_a_deployments_server_names_the_sites() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "A site with one or two images sends single images' encodings**: in `locate` and"),
+        ("", "A site with at most 2 images sends single images' encodings**: in `locate` and"),
+        ("objective.bound=1", "A site with at most 6 images sends single images' encodings**"),
+        ("algorithm.batch=2 algorithm.local_epochs=1", "A site with at most 3 images sends"),
+        ("algorithm.batch=2 algorithm.local_steps=2", "A site with at most 3 images sends"),
+        (
+            "cohort.average=median",
+            "can be computed. Take part with more images. Secure sums are not",
+        ),
         ("algorithm.batch=1", "With `algorithm.batch=1` every site sends single images'"),
         ("privacy.secure=true", "They leave masked, and the server learns only sums over"),
         ("algorithm.name=fedavg", None),
@@ -157,6 +212,6 @@ def test_sites_are_told(words: str, said: str | None) -> None:
     config = deploy.settle("default", [*SITES, *words.split()])
     text = " ".join(deploy.sites(config, "default").split())
     assert (said or "") in text and ("single images' encodings" in text) == (said is not None)
-    wanted = said is not None and "secure" not in words
+    wanted = said is not None and "secure" not in words and "median" not in words
     assert ("operator for a larger batch" in text) == (words == "algorithm.batch=1")
     assert ("`privacy.secure=true`: the server then learns only sums" in text) == wanted

@@ -256,6 +256,11 @@ def in_channels(dataset: Dataset, wanted: Sequence[int]) -> Dataset:
 def _in_channels(pixels: Tensor, channels: int) -> Tensor:
     if pixels.shape[1] == channels:
         return pixels
+    if {pixels.shape[1], channels} != {1, 3}:
+        raise UserError(
+            f"images of {pixels.shape[1]} channels cannot become images of {channels}: only grey "
+            "ones (1) and ones in colour (3) can become each other"
+        )
     if channels == 3:
         return pixels.expand(-1, 3, -1, -1).contiguous()
     grey = torch.empty_like(pixels[:, :1])
@@ -555,7 +560,8 @@ def _paired(data: config.Data) -> Dataset:
 
 def _modalities(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The names of the two, and for each split → its folder: train/NAME, NAME/train or NAME."""
-    above = _splits(root)
+    # A folder called train beside test/ may be trained on alone, as it always could.
+    above = _splits(root) if (root / "train").is_dir() else {"train": ""}
     names = _two(root, above["train"])
     if above["train"]:
         for split in above:

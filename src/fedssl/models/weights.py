@@ -20,7 +20,7 @@ def place(path: Path, key: str = "") -> Path:
     ``key`` is what the path was given by, for an error's line.
     """
     check_readable(path, key)
-    known = (NOTE, "config.json", "config.yaml")
+    known = (NOTE, "config.json", "config.yaml", "encoder.safetensors", "model.safetensors")
     if not path.is_dir() or any((path / name).exists() for name in known):
         return path
     found = sorted(path.glob("*.safetensors"))

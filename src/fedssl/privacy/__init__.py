@@ -12,7 +12,10 @@ from fedssl.data.images import few
 from fedssl.errors import UserError
 from fedssl.plan import Plan
 
-FEW = 2  # images whose statistics tell each one's encoding
+# Images whose statistics tell each one's encoding. Means and products of N encodings leave open how
+# they are turned in N - 1 dimensions: of two, nothing. Where a bound makes all norms known, there
+# are 2 N equations for the turn's (N - 1)(N - 2) / 2 angles.
+FEW, FEW_BOUNDED = 2, 6
 NAMED = 5  # clients that are named
 
 
@@ -89,15 +92,18 @@ def check(config: Config, algorithm: Algorithm) -> None:
 def telling(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> dict[int, int]:
     """The clients whose statistics tell single images' encodings: how many images these are of.
 
-    The mean over one image is that image's. Of two, means and mean squares give both numbers of
-    every dimension, and mean products say which belong together. Noise does not help: the server
-    adds it. A secure sum does: nobody sees a client's part.
+    Noise does not help: the server adds it. A secure sum does: nobody sees a client's part.
     """
     if config.privacy.secure or not algorithm.statistics:
         return {}
-    plan = Plan.from_config(config.algorithm, config.seed)
+    plan, most = Plan.from_config(config.algorithm, config.seed), few_images(config)
     used = {k: plan.averaged(size) for k, size in enumerate(sizes)}
-    return {k: images for k, images in used.items() if images <= FEW}
+    return {k: images for k, images in used.items() if images <= most}
+
+
+def few_images(config: Config) -> int:
+    """Statistics over so many images, or fewer, tell the encoding of each."""
+    return FEW if getattr(config.objective, "bound", None) is None else FEW_BOUNDED
 
 
 def told(
@@ -118,7 +124,7 @@ def told(
     tasks = " and ".join(f"“{task}”" for task in asked if task in algorithm.statistics)
     tell = "one image: they are its encoding"
     if max(single.values()) > 1:
-        tell = "one or two images: they tell the encoding of each"
+        tell = f"at most {few_images(config)} images: they tell the encoding of each"
     return f"in a round, the replies of {who} to {tasks} are made of {tell}"
 
 
