@@ -201,7 +201,7 @@ def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
     assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "said"), [("new", ""), ("old", "/old")])
+@pytest.mark.parametrize(("name", "said"), [("new", ""), ("a/b/new", ""), ("old", "/old")])
 def test_what_is_not_allowed_is_named(
     name: str,
     said: str,

@@ -104,6 +104,21 @@ def test_a_key_that_acts_in_one_run_of_several_is_used() -> None:
         config.check_used(resolve(), clipped)
 
 
+def test_another_rule_leaves_the_recipes_momentum() -> None:
+    recipe = "fedema/table3/fedbyol/cifar10-noniid"
+    swapped = resolve("client.optimizer=adam", recipe=recipe)
+    assert (resolve(recipe=recipe).client.momentum, swapped.client.momentum) == (0.9, 0)
+    config.check_used(swapped)
+    assert resolve("client.optimizer=lars", recipe=recipe).client.momentum == 0.9
+    with pytest.raises(UserError, match=r"client.momentum=0.5: does nothing"):
+        config.check_used(resolve("client.optimizer=adam", "client.momentum=0.5", recipe=recipe))
+
+
+def test_a_file_may_merge_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("server:\n  <<: {lr: 1}\n  <<: {momentum: 0.5}\n")
+    assert resolve("server.optimizer=sgd", recipe=str(tmp_path / "a.yaml")).server.momentum == 0.5
+
+
 def test_every_number_has_its_limits() -> None:
     """Below them it would fail in the middle of a run, or do nothing."""
     kinds: dict[str, object] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -336,6 +337,15 @@ MISFITS = {
     "partition.__init__": (IID, "self", "cannot be called with params (too many positional"),
     "evaluate.f": ("\n\n", "a, b", "cannot be called with train_features, train_labels, test_fea"),
 }
+
+
+def test_a_decorator_decides_what_is_taken() -> None:
+    @functools.wraps(lambda a, b, rng: None)
+    def wrapper(*given: object) -> None:
+        pass
+
+    assert plugins.misfit(wrapper, 1, 2) is None
+    assert plugins.misfit(lambda a, b, rng: None, 1, 2) is not None
 
 
 @pytest.mark.parametrize("where", MISFITS)

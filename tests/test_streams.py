@@ -32,7 +32,7 @@ def shell(
         return int(file.read()), done
 
 
-@pytest.mark.parametrize("redirected", ["2>&1 | true", ">&- 2>&-"])
+@pytest.mark.parametrize("redirected", ["2>&1 | true", ">&- 2>&-", "2>/dev/full"])
 def test_a_run_needs_nobody_who_reads(redirected: str, tmp_path: Path) -> None:
     status, done = shell(redirected, "run", *SMALL, "--out", str(tmp_path / "run"))
     assert status == 0 and done.stderr == ""
@@ -41,7 +41,7 @@ def test_a_run_needs_nobody_who_reads(redirected: str, tmp_path: Path) -> None:
 
 
 # The last: what a shell's script, whose own file takes the number, is to write to.
-@pytest.mark.parametrize("redirected", ["2>&1 | true", "2>&-", "2</dev/null"])
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&1 | true", "2>&-", "2</dev/null"])
 def test_a_mistake_is_one_whoever_reads(redirected: str) -> None:
     assert shell(redirected, "run", "bogus=1")[0] == 2
 
@@ -59,6 +59,15 @@ def test_a_terminal_may_go() -> None:
 def test_other_commands_end_quietly(redirected: str) -> None:
     status, done = shell(redirected, "recipes")
     assert status == 0 and done.stderr == ""
+
+
+def test_python_u_has_no_buffer() -> None:
+    code = "import os; from fedssl import streams; streams.keep(); print(1, end=''); os._exit(0)"
+    for option, printed in (("-u", "1"), ("-B", "")):
+        command = [sys.executable, option, "-c", code]
+        unset = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        done = subprocess.run(command, capture_output=True, text=True, env=unset)
+        assert done.stdout == printed
 
 
 def test_no_file_gets_the_number_of_a_closed_stream() -> None:

@@ -77,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedssl: {error}", file=sys.stderr)
         return 1
     except PermissionError as error:
-        if error.filename is None:
+        if not isinstance(error.filename, str | bytes):
             raise
         # Of a file that could not be made, it is the folder that does not allow it.
         path = Path(os.fsdecode(error.filename))
-        place = path if os.path.lexists(path) else path.parent
+        place = next(p for p in (path, *path.parents) if os.path.lexists(p))
         print(f"fedssl: {place}: not allowed; change its permissions", file=sys.stderr)
         return 2
     except OSError as error:

@@ -444,6 +444,8 @@ class _Once(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
             line = key.start_mark.line + 1
             if key.value in lines:
                 first = lines[key.value]
@@ -723,6 +725,7 @@ def check_used(*runs: Config) -> None:
 
 
 _PLAIN = ("privacy", "cohort", "engine", "server", "client")  # sections that ``_idle`` is about
+NO_MOMENTUM = ("adam", "adamw")  # rules that have none
 
 
 def _idle(config: Config) -> dict[str, str]:
@@ -743,7 +746,7 @@ def _idle(config: Config) -> dict[str, str]:
             "a simulation has no sites; write an app for them with fedssl deploy init"
         )
     for side, rule in (("server", config.server.optimizer), ("client", config.client.optimizer)):
-        if rule in ("adam", "adamw"):
+        if rule in NO_MOMENTUM:
             found[f"{side}.momentum"] = (
                 f"does nothing with {side}.optimizer={rule}; use {side}.optimizer=sgd or lars"
             )
@@ -860,7 +863,7 @@ def _put(tree: Tree, name: str, value: Any) -> None:
 
 
 def _merge(recipe: Tree, overrides: Tree) -> Tree:
-    """Overrides win; a new name keeps only keys that mean the same under every name."""
+    """Overrides win; a new name, or rule, keeps only keys that mean the same under every name."""
     tree = dict(recipe)
     for section, value in overrides.items():
         base = tree.get(section)
@@ -870,6 +873,8 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
         if section in VARIANTS and _renamed(base, value):
             dropped = _dropped(section, base, value)
             base = {k: v for k, v in base.items() if k not in dropped}
+        if value.get("optimizer") in NO_MOMENTUM:
+            base = {k: v for k, v in base.items() if k != "momentum"}
         for pair in ALTERNATIVES:
             if set(pair) & value.keys():
                 base = {k: v for k, v in base.items() if k not in pair}

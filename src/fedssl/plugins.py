@@ -254,7 +254,8 @@ def _check_call(function: Any, where: str, what: str, *names: str) -> None:
 def misfit(function: Any, *arguments: Any) -> str | None:
     """Why a function cannot be called with these; none: it can, or does not say what it takes."""
     try:
-        signature = inspect.signature(function)
+        # What is called is a decorator's wrapper, whatever it wraps.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return None
     try:

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any, TextIO
 
+from fedssl.outputs import FULL
+
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a pipe, a terminal; what is not to be written to
 
 
@@ -17,6 +19,7 @@ class _Stream(io.FileIO):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
         self.name = stream.name.strip("<>")
+        self.told = stream is not sys.__stderr__  # what stderr cannot take cannot be said anywhere
 
     def write(self, data: Any) -> int:
         try:
@@ -25,7 +28,7 @@ class _Stream(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())  # else Python would try the rest again when it ends
             os.close(nowhere)
-            if error.errno not in GONE:
+            if error.errno not in (GONE if self.told else (*GONE, *FULL)):
                 raise OSError(error.errno, error.strerror, self.name) from None
             return memoryview(data).nbytes
 
@@ -51,9 +54,11 @@ def _kept(stream: TextIO) -> TextIO:
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
     lossy = stream.errors not in ("strict", "surrogateescape")
+    raw: Any = _Stream(stream)
     return io.TextIOWrapper(
-        io.BufferedWriter(_Stream(stream)),
+        raw if stream.write_through else io.BufferedWriter(raw),  # python -u has no buffer
         stream.encoding,
         stream.errors if lossy else "replace",  # where ± and … are no letters
-        line_buffering=stream.line_buffering or stream.write_through,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
