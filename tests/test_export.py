@@ -228,7 +228,8 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
     def started(path: Path, *words: str) -> list[torch.Tensor]:
         given = [*SMALL, *words, f"encoder.init={path}"]
         network = prepare(config.resolve(config.read_recipe(None), given)).work.network
-        return [next(tower.encoder.parameters()) for tower in network.towers]  # type: ignore[union-attr]
+        encoders = [tower.get_submodule("encoder") for tower in network.towers]
+        return [next(encoder.parameters()) for encoder in encoders]
 
     of_two = ("data.halves=true", "encoder.towers=2")
     list(export.export(two_towers, "hf", tmp_path / "hub"))

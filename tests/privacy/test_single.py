@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,10 +83,14 @@ def answered(
     engine: LocalEngine, client: int, weights: Tensor, centre: Centre
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The first views' encodings that a client sees in a round, and what the server gets."""
-    one, seen = engine.client(np.array([client]), 0, remember=False), []
-    real = engine.algorithm.objective.moments
+    one = engine.client(np.array([client]), 0, remember=False)
+    real, seen = engine.algorithm.objective.moments, []
+
+    def spy(encodings: Sequence[Tensor], given: Centre) -> dict[str, Tensor]:
+        seen.append(encodings[0])
+        return real(encodings, given)
+
     with pytest.MonkeyPatch.context() as patch:
-        spy = lambda e, c: seen.append(e[0]) or real(e, c)  # noqa: E731
         patch.setattr(engine.algorithm.objective, "moments", spy)
         reply = engine.algorithm.encode(one, weights, centre)
     return torch.cat(seen), reply
@@ -102,7 +107,7 @@ def first_views(moments: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("images", [3, 5])
 def test_a_bound_tells_the_encodings_of_some_more(images: int) -> None:
     config = settings("objective.bound=1", "objective.projector=64,32")
-    assert 5 < privacy.few_images(config) == 6
+    assert images <= privacy.few_images(config)
     engine, server = engine_of(config, made_split(), groups_of(images))
     zero = torch.zeros(32, dtype=torch.float64)
     encodings, reply = answered(engine, 0, server.weights, {"f": zero, "g": zero})

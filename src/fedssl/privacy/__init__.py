@@ -14,7 +14,8 @@ from fedssl.plan import Plan
 
 # Images whose statistics tell each one's encoding. Means and products of N encodings leave open how
 # they are turned in N - 1 dimensions: of two, nothing. Where a bound makes all norms known, there
-# are 2 N equations for the turn's (N - 1)(N - 2) / 2 angles.
+# are 2 N - 2 more equations (their sums were known) for the turn's (N - 1)(N - 2) / 2 angles:
+# enough up to six, where finitely many turns are left.
 FEW, FEW_BOUNDED = 2, 6
 NAMED = 5  # clients that are named
 
