@@ -15,6 +15,7 @@ import ast
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import os
 import posixpath
@@ -45,6 +46,7 @@ TABLES = ROOT / "results" / "tables.yaml"
 SHOWN = ("rounds", "data.name", "evaluate.")  # settings that other columns are about
 RATES = ("server.lr", "client.lr")  # may be searched, for each seed anew
 NEAR = 2.0  # points that two rows may differ by where a paper says that they are about the same
+NOT_YET = "not measured yet"
 MARGIN = 1.0  # points, or the seeds' spread if larger: what is closer is too close to say
 PART = re.compile(
     r"(?P<alone>^)?(?P<asked><!-- generated: (?P<name>\S+)(?: (?P<argument>[^\n]*?))? -->)"
@@ -336,7 +338,7 @@ def compared(pattern: str) -> str:
         if not results and paper.get("note"):
             results = {"": paper["note"]}
         for measure, number in results.items():
-            mine = ours.get((name, measure), "not measured yet")
+            mine = ours.get((name, measure), NOT_YET)
             rows.append(f"| `{name}` | {tables.title(measure)} | {number} | {mine} |")
     return "\n".join(rows)
 
@@ -500,7 +502,7 @@ def _beside(measures: Sequence[str], rows: Sequence[Row], data: Sequence[str]) -
         found = [next((each[m] for each in of if m in each), None) for m in measures]
         cells = ["–" if number is None else f"{number:.1f}" for number in found]
         name = f"untrained, {images}" if len(data) > 1 else "untrained"
-        lines.append([name, *cells, "0" if any(of) else "not measured yet", ""])
+        lines.append([name, *cells, "0" if any(of) else NOT_YET, ""])
     for row in rows:
         cells = [_cell(row, measure) for measure in measures]
         lines.append([f"`{row.name}`", *cells, *_made(row.shown)])
@@ -534,7 +536,7 @@ def _number(number: float | None, failed: bool) -> str:
 def _made(lines: Sequence[Line]) -> list[str]:
     """Rounds, and each seed's time."""
     if not lines:
-        return ["not measured yet", ""]
+        return [NOT_YET, ""]
     stars = [r"\*" if line.get("beside") else "" for line in lines]  # two would be italics
     times = [
         f"{line['seconds'] / 60:.1f}{star}" if line["seconds"] else "–"
@@ -612,7 +614,9 @@ def _claims(claims: Sequence[str], measure: str, rows: dict[str, Row]) -> str:
         papers = " and ".join("–" if number is None else f"{number}" for number in printed)
         shown = f"`{left}` {relation}" + "".join(f" `{name}`" for name in rest)
         shown += f", {' and '.join(map(tables.title, measures))}" if other else ""
-        lines.append([shown, papers if any(printed) else "", *verdict(relation, pair, each)])
+        first, *shorter = verdicts(relation, pair, each)
+        lines.append([shown, papers if any(printed) else "", *first])
+        lines += [[f"{shown}, in fewer rounds", "", *cells] for cells in shorter]
     head = ["the paper's claim", "its numbers", "ours", "rounds", "seeds", "in our rows"]
     return _grid(head, lines)
 
@@ -651,23 +655,29 @@ def _side(row: Row, measure: str, lines: Sequence[Line]) -> Side:
     return Side(values, failed, lines[0]["rounds"], untrained)
 
 
-def verdict(relation: str, pair: Sequence[Row], measures: Sequence[str]) -> list[str]:
-    """Our numbers, their rounds and seeds, and whether the claim appears in them."""
+def verdicts(relation: str, pair: Sequence[Row], measures: Sequence[str]) -> list[list[str]]:
+    """Our numbers, rounds and seeds, and whether the claim appears; then those of shorter runs."""
     if not all(row.lines for row in pair):
-        return ["", "", "", "not measured yet"]
+        return [["", "", "", NOT_YET]]
     alike = _alike(pair)
-    shorter = not alike and relation == ">" and _shorter(pair)
-    if not alike and not shorter:
-        return ["", "", "", f"not measured alike yet ({_unlike(pair)})"]
-    compared = alike or [row.shown for row in pair]
+    if alike:
+        first, *others = (_verdict(relation, pair, measures, of) for of in alike)
+        return [first, *(other for other in others if other[-1] != NOT_YET)]
+    if relation == ">" and _shorter(pair):
+        *columns, word = _verdict(relation, pair, measures, [row.shown for row in pair])
+        if word == "appears":  # otherwise it may be for want of rounds
+            return [[*columns, f"{word} with fewer rounds"]]
+    return [["", "", "", f"not measured alike yet ({_unlike(pair)})"]]
+
+
+def _verdict(
+    relation: str, pair: Sequence[Row], measures: Sequence[str], compared: Sequence[Sequence[Line]]
+) -> list[str]:
     sides = [_side(*of) for of in zip(pair, measures, compared, strict=True)]
     lost = relation == "fails" and sides[0].values and sides[0].untrained is None
     if lost or not all(side.values or side.failed for side in sides):
-        return ["", "", "", "not measured yet"]
+        return ["", "", "", NOT_YET]
     word = _fails(sides[0]) if relation == "fails" else _ahead(relation, *sides)
-    if shorter and word != "appears":  # which may be for want of rounds
-        return ["", "", "", f"not measured alike yet ({_unlike(pair)})"]
-    word += " with fewer rounds" if shorter else ""
     rounds = dict.fromkeys(f"{side.rounds:,}" for side in sides)
     columns = [[_number(side.mean, True) for side in sides], rounds, [s.seeds for s in sides]]
     return [*(" and ".join(column) for column in columns), word]
@@ -693,16 +703,20 @@ def _ahead(relation: str, left: Side, right: Side) -> str:
     return "too close to say" if abs(ahead) <= margin else "**does not appear**"
 
 
-def _alike(pair: Sequence[Row]) -> list[list[Line]]:
-    """What is compared: of runs alike those with results, then the longest."""
-    if len(pair) == 1:
-        return [pair[0].shown]
+def _alike(pair: Sequence[Row]) -> list[list[list[Line]]]:
+    """What is compared: of runs alike those with results, the longest; then the shorter ones."""
     # A row with a classifier of its own is another training: only the images must be the same.
-    other = pair[0].head != pair[1].head
-    found = [[a, b] for a in pair[0].groups for b in pair[1].groups if _like(a[0], b[0], other)]
-    return max(
-        found, key=lambda both: (all(_rank(own)[0] for own in both), *map(_rank, both)), default=[]
-    )
+    other = len({row.head for row in pair}) > 1
+    every = map(list, itertools.product(*(row.groups for row in pair)))
+    found = [groups for groups in every if _like(groups[0][0], groups[-1][0], other)]
+    found.sort(key=lambda of: (all(_rank(own)[0] for own in of), *map(_rank, of)), reverse=True)
+    shorter = [of for of in found[1:] if not other and _cut_short(of[0][0], found[0][0][0])]
+    return [*found[:1], *shorter]
+
+
+def _cut_short(a: Line, b: Line) -> bool:
+    """Whether a run is another but for its fewer rounds."""
+    return _trained(a) == _trained(b) and a["rounds"] < b["rounds"]
 
 
 def _like(a: Line, b: Line, other: bool) -> bool:
@@ -717,7 +731,7 @@ def _shorter(pair: Sequence[Row]) -> bool:
     """Whether the first row had fewer rounds than the second, and all else was the same."""
     a, b = (row.shown[0] for row in pair)
     share = a["rounds"] * b["paper_rounds"] < b["rounds"] * a["paper_rounds"]
-    return _trained(a) == _trained(b) and share and a["rounds"] < b["rounds"]
+    return share and _cut_short(a, b)
 
 
 def _unlike(pair: Sequence[Row]) -> str:

@@ -76,6 +76,7 @@ def cells(page: str, start: str) -> dict[str, str]:
 
 ROUNDS, LINEAR, WORD = "rounds", "linear, 5000 labels", "in our rows"
 AHEAD, NEAR, FAILS = "`dcco-4` > `dcco-16`", "`dcco-4` ~ `dcco-16`", "`fedavg` fails"
+SHORTER = f"{AHEAD}, in fewer rounds"
 
 
 def test_what_is_not_measured_is_listed_beside_the_papers_numbers(
@@ -351,9 +352,38 @@ def test_only_runs_of_as_many_rounds_are_compared(generate: ModuleType, rows: Pa
     both = line("noniid-4", 70.0, rounds=100, changed={"rounds": 100})
     write(rows, line("noniid-4", 40.0), longer, line("noniid-16", 30.0), both)
     assert cells(generate.results("mine"), AHEAD)["ours"] == "70.0 and 80.0"
+    assert SHORTER in generate.results("mine")
     write(rows, line("noniid-4", 40.0), line("noniid-16", 30.0, rounds=2, paper_rounds=20))
     row = cells(generate.results("mine"), AHEAD)  # the same share of their recipes' rounds
     assert row["rounds"] == "10 and 2" and row[WORD] == "appears"
+
+
+def test_a_claim_is_looked_for_in_shorter_runs_too(generate: ModuleType, rows: Path) -> None:
+    def pair(four: float | None, sixteen: float, rounds: int, **other: Any) -> list[dict[str, Any]]:
+        own = {"rounds": rounds, "changed": {"rounds": rounds}, **other}
+        return [line("noniid-4", four, **own), line("noniid-16", sixteen, **own)]
+
+    full = pair(50.0, 49.5, 100)
+    write(rows, *full, *pair(30.0, 40.0, 40, seed=1))
+    page = generate.results("mine")
+    row = {"its numbers": "49.6 and 45.9", "ours": "50.0 and 49.5", "rounds": "100"}
+    assert cells(page, AHEAD) == row | {"seeds": "1 and 1", WORD: "too close to say"}
+    row = {"its numbers": "", "ours": "30.0 and 40.0", "rounds": "40"}
+    assert cells(page, SHORTER) == row | {"seeds": "1 and 1", WORD: "**does not appear**"}
+    write(rows, *full, pair(30.0, 40.0, 40)[0])  # one of the two alone
+    assert SHORTER not in generate.results("mine")
+    write(rows, *full, *pair(30.0, 40.0, 40, changed={"data.holdout": 0.1}))  # other settings
+    assert SHORTER not in generate.results("mine")
+    write(rows, *pair(30.0, 40.0, 40), *pair(None, 40.0, 100, failed="nan"))  # longer, but failed
+    page = generate.results("mine")
+    assert cells(page, AHEAD)["rounds"] == "40" and SHORTER not in page
+    write(rows, *full, *pair(None, 40.0, 40))  # not judged so
+    assert SHORTER not in generate.results("mine")
+    alone = line("noniid-16-cco-fedavg", 4.0)
+    write(rows, alone, alone | {"rounds": 5, "ours": {"linear@5000_top1": 9.0}})
+    assert cells(generate.results("mine"), FAILS)[WORD] == "appears"
+    word = cells(generate.results("mine"), f"{FAILS}, in fewer rounds")[WORD]
+    assert word == "**does not appear**"
 
 
 def test_a_row_that_is_ahead_with_fewer_rounds_is_ahead(generate: ModuleType, rows: Path) -> None:
@@ -401,6 +431,8 @@ def test_supervised_training_is_judged_by_its_own_classifier(
     claim = {"its numbers": "45.9 and 42.4", "ours": "44.0 and 46.0", "rounds": "10 and 3"}
     claim |= {"seeds": "1 and 1", WORD: "**does not appear**"}
     assert cells(page, "`dcco-16` > `supervised`") == claim
+    write(rows, own, line("noniid-16", 44.0), line("noniid-16", 40.0, rounds=5))
+    assert "in fewer rounds" not in generate.results("mine")  # rounds are other rounds there
 
 
 def test_lines_are_added_in_the_place_of_older_ones(tmp_path: Path) -> None:
