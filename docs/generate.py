@@ -79,7 +79,7 @@ def filled(page: Path) -> str:
 
 def main() -> None:
     """Write what is stale, and name the pages."""
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         if (text := filled(page)) != page.read_text(encoding="utf-8"):
             page.write_text(text, encoding="utf-8")
             print(page.relative_to(ROOT))
@@ -462,12 +462,16 @@ def _rank(lines: Sequence[Line]) -> tuple[bool, int, float, int]:
     return bool(chosen), lines[0]["rounds"], statistics.fmean(chosen or [0.0]), likest
 
 
+def brief(name: str) -> str:
+    """Of a table of results/tables.yaml the first measure alone."""
+    table, rows, _, data = _table(name)
+    first = table["measures"][0]
+    return _beside([first], [row for row in rows if row.head in ("", first)], data)
+
+
 def results(name: str) -> str:
     """A table of results/tables.yaml: ours beside the paper's, its claims, and every run."""
-    table = yaml.safe_load(TABLES.read_text(encoding="utf-8"))[name]
-    rows = _rows(table)
-    known = [line for row in rows for line in row.lines]
-    data = sorted({line["data"] for line in known})
+    table, rows, known, data = _table(name)
     of = sorted({config.read_recipe(row.recipe)["data"]["name"] for row in rows if row.printed})
     brackets = [f"In brackets the paper's number, on {', '.join(of)}."] if of else []
     blocks = [f"## {table['title']}", " ".join([table["about"].strip(), *brackets])]
@@ -479,6 +483,14 @@ def results(name: str) -> str:
     if table.get("looked"):
         blocks += [f"Looked into: {table['looked'].strip()}"]
     return "\n\n".join([*blocks, *([_runs(known, len(data) > 1)] if known else [])])
+
+
+def _table(name: str) -> tuple[dict[str, Any], list[Row], list[Line], list[str]]:
+    """A table of results/tables.yaml, its rows, every run of them, and what images these had."""
+    table = yaml.safe_load(TABLES.read_text(encoding="utf-8"))[name]
+    rows = _rows(table)
+    known = [line for row in rows for line in row.lines]
+    return table, rows, known, sorted({line["data"] for line in known})
 
 
 def _rows(table: dict[str, Any]) -> list[Row]:
@@ -821,6 +833,7 @@ def yaml_of(name: str) -> str:
 
 
 PARTS: dict[str, Callable[[str], str]] = {
+    "brief": brief,
     "commands": commands,
     "compared": compared,
     "configuration": configuration,

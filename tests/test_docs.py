@@ -200,6 +200,11 @@ def test_generated_parts_are_not_stale(page: str, generate: ModuleType) -> None:
     assert generate.filled(DOCS / page) == text, "run: python docs/generate.py"
 
 
+def test_the_readmes_generated_parts_are_not_stale(generate: ModuleType) -> None:
+    page = ROOT / "README.md"
+    assert generate.filled(page) == page.read_text(encoding="utf-8"), "run: python docs/generate.py"
+
+
 def test_what_is_written_between_parts_stays(generate: ModuleType) -> None:
     page = DOCS / "made.md"
     asked = "<!-- generated: exchanges -->{}<!-- /generated -->\n\nMine.\n\n- "
