@@ -20,7 +20,6 @@ import json
 import os
 import posixpath
 import re
-import shlex
 import statistics
 import textwrap
 import tokenize
@@ -35,9 +34,10 @@ import griffe
 import yaml
 from mkdocs.exceptions import PluginError
 
-from fedssl import cli, config, reproduce, tables
+from fedssl import cli, config, tables
 from fedssl.data.augment import PRESETS
 
+Line = dict[str, Any]  # of a file of results
 NAMES = {"dcco": "DCCO", "fedema": "FedEMA", "decssl": "Dec-SSL", "perfcl": "PerFCL", "ccl": "CCL"}
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "results" / "measured.jsonl"
@@ -329,18 +329,32 @@ def recipes(paper: str) -> str:
 
 
 def compared(pattern: str) -> str:
-    """The paper's numbers, ours beside them where measured.jsonl has them at full size."""
+    """The paper's numbers, and ours with the images and the rounds that they had."""
     rows = ["| recipe | measure | the paper's | ours |", "| --- | --- | --- | --- |"]
-    ours = _at_full_size()
+    lines = read_lines(ROWS)
     for name in config.matching(pattern):
         paper = config.read_recipe(name).get("paper", {})
         results = dict(paper.get("results", {}))
         if not results and paper.get("note"):
             results = {"": paper["note"]}
+        mine = [line for line in lines if line["recipe"] == name]
         for measure, number in results.items():
-            mine = ours.get((name, measure), NOT_YET)
-            rows.append(f"| `{name}` | {tables.title(measure)} | {number} | {mine} |")
+            ours = _by_images(mine, measure)
+            rows.append(f"| `{name}` | {tables.title(measure)} | {number} | {ours} |")
     return "\n".join(rows)
+
+
+def _by_images(lines: Sequence[Line], measure: str) -> str:
+    """A recipe's numbers seed by seed, with the first words on their images, and their rounds."""
+    found = []
+    for images in dict.fromkeys(line["data"] for line in lines):
+        shown = Row("", "", "", {}, [line for line in lines if line["data"] == images]).shown
+        numbers = [line["ours"][measure] for line in shown if measure in line["ours"]]
+        if numbers:
+            text = ", ".join(f"{number:.1f}" for number in numbers)
+            rounds = f"{shown[0]['rounds']:,} of {shown[0]['paper_rounds']:,} rounds"
+            found.append(f"{text} ({images.partition(': ')[0]}, {rounds})")
+    return "; ".join(found) or NOT_YET
 
 
 def measured(paper: str) -> str:
@@ -378,17 +392,6 @@ def _numbers(line: dict[str, Any]) -> str:
     )
 
 
-def _at_full_size() -> dict[tuple[str, str], str]:
-    """Ours by recipe and measure, of runs that changed nothing that a result depends on."""
-    found: dict[tuple[str, str], str] = {}
-    for line in _lines():
-        recipe, words = _recipe_of(line), shlex.split(line["command"])[3:]
-        keys = [word.partition("=")[0] for word in words]
-        if recipe and all(key.startswith(reproduce.COMPARABLE) for key in keys):
-            found |= {(recipe, k): f"{v} ({line['hardware']})" for k, v in line["numbers"].items()}
-    return found
-
-
 def _recipe_of(line: dict[str, Any]) -> str:
     """The recipe that a measured line's command names; empty: none."""
     words = line["command"].split()
@@ -402,8 +405,6 @@ def _lines() -> list[dict[str, Any]]:
 
 
 # Results
-
-Line = dict[str, Any]
 
 
 class Row(typing.NamedTuple):

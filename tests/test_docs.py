@@ -216,20 +216,33 @@ def test_what_is_written_between_parts_stays(generate: ModuleType) -> None:
     assert text == asked.format("\n\none\n\n") + inline.format("perfcl/_base.yaml")
 
 
-def test_only_what_was_measured_at_the_papers_size_stands_beside_it(
+def test_our_numbers_stand_beside_the_papers_with_their_images_and_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generate: ModuleType
 ) -> None:
     name = "fedema/table3/fedu/cifar10-noniid"
+    monkeypatch.setattr(generate, "ROWS", tmp_path / "rows.jsonl")
+    assert f"| `{name}` | linear | 80.52 | not measured yet |" in generate.compared(name)
+    run = {"recipe": name, "data": "Mine: drawn", "ours": {"linear_top1": 12.26}, "heldout": None}
+    run |= {"seed": 0, "rounds": 50, "paper_rounds": 100, "changed": {}}
+    other = {"data": "Yours", "rounds": 100, "ours": {"knn_top1": 5.0, "linear_top1": 7.0}}
+    lines = [run, run | {"seed": 1, "ours": {"linear_top1": 13.0}}, run | {"rounds": 9}]
+    lines += [run | other, run | {"data": "Hers", "ours": {"knn_top1": 5.0}}]
+    lines += [
+        run | {"recipe": "fedema/table3/fedbyol/cifar10-noniid", "ours": {"linear_top1": 99.0}}
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ours = "12.3, 13.0 (Mine, 50 of 100 rounds); 7.0 (Yours, 100 of 100 rounds)"
+    assert f"| `{name}` | linear | 80.52 | {ours} |" in generate.compared(name)
+
+
+def test_what_was_measured_stands_on_its_papers_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generate: ModuleType
+) -> None:
     made = {"hardware": "h", "commit": "c", "date": "d"}
-    line = {"what": "x", "numbers": {"linear_top1": 12.25}, **made}
-    words = f"fedssl run {name} data.root=DIR precision=bf16 seed=3"
-    file = tmp_path / "measured.jsonl"
-    monkeypatch.setattr(generate, "MEASURED", file)
-    for command in (f"{words} rounds=8", words.replace(name, "data.size=8")):
-        file.write_text(json.dumps({**line, "command": command}) + "\n")
-        assert f"| `{name}` | linear | 80.52 | not measured yet |" in generate.compared(name)
-    file.write_text(json.dumps({**line, "command": words}) + "\n")
-    assert f"| `{name}` | linear | 80.52 | 12.25 (h) |" in generate.compared(name)
+    command = "fedssl run fedema/table3/fedu/cifar10-noniid data.root=DIR"
+    line = {"what": "x", "numbers": {"linear_top1": 12.25}, "command": command, **made}
+    (tmp_path / "measured.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(generate, "MEASURED", tmp_path / "measured.jsonl")
     assert "12.25" in generate.measured("fedema")
     assert generate.measured("ccl") == "Not measured yet."
 
