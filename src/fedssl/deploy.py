@@ -21,6 +21,7 @@ from fedssl.errors import UserError
 
 if TYPE_CHECKING:
     from fedssl.data.dataset import Dataset
+    from fedssl.privacy import Replies
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
@@ -473,31 +474,65 @@ def _answering(config: Config) -> str:
 
 
 def _single(config: Config) -> str:
-    """What a site with hardly any images must know, where statistics of images are sent."""
+    """What a site with hardly any images must know, where its replies tell of single ones."""
     from fedssl import privacy
-    from fedssl.plan import Plan
 
-    kind, secure = algorithm_of(config), config.privacy.secure
-    tasks = [f"`{task}`" for task in kind.asked(secure) if task in kind.statistics]
-    if not tasks:
+    kind = algorithm_of(config)
+    found = [(r, _most_images(config, kind, r.most)) for r in privacy.kinds(config, kind)]
+    said = [_sends(config, replies, most) for replies, most in found if most]
+    if not said:
         return ""
-    plan, few = Plan.from_config(config.algorithm, config.seed), privacy.few_images(config)
-    most = max(size for size in range(1, MANY + 1) if plan.averaged(size) <= few)
-    who, fix = f"A site with at most {most} images", "Take part with more images"
+    everyone, few = any(most == MANY for _, most in found), found[0][0].most
+    said.append(_remedy(config, everyone, few))
+    return textwrap.fill(" ".join(said), 100) + "\n\n"
+
+
+def _sends(config: Config, replies: Replies, most: int) -> str:
+    """What a site with at most ``most`` images sends."""
+    who = "A site with one image" if most == 1 else f"A site with at most {most} images"
     if most == MANY:
         who = f"With `algorithm.batch={config.algorithm.batch}` every site"
-        fix = "Ask the server's operator for a larger batch, or for none"
-    if config.cohort.average == "mean":  # else there are no secure sums
-        fix += ", or for" if most == MANY else ", or ask the server's operator for"
-        fix += " `privacy.secure=true`: the server then learns only sums over the sites"
-    if secure:
-        fix = "They leave masked, and the server learns only sums over the sites (below)"
-    text = (
-        f"**{who} sends single images' encodings**: in {' and '.join(tasks)} go means over the "
-        "images that a round uses here. Over one image they are its encoding, and from those over "
-        f"up to {few} images each encoding can be computed. {fix}."
+    tasks = " and ".join(f"`{task}`" for task in replies.tasks)
+    if replies.changes:
+        what = f"{who} sends changes of the weights that are made of one image"
+        return f"**{what}**, in {tasks}: {replies.tell(1)}."
+    return (
+        f"**{who} sends single images' encodings**: in {tasks} go means over the images that a "
+        "round uses here. Over one image they are its encoding, and from those over up to "
+        f"{replies.most} images each encoding can be computed."
     )
-    return textwrap.fill(text, 100) + "\n\n"
+
+
+def _most_images(config: Config, kind: Any, most: int) -> int:
+    """The most images of a site whose replies are made of at most ``most``; 0: of none."""
+    from fedssl.plan import Plan
+
+    plan = Plan.from_config(config.algorithm, config.seed)
+    sizes = range(kind.smallest_client(), MANY + 1)
+    return max((size for size in sizes if plan.averaged(size) <= most), default=0)
+
+
+def _remedy(config: Config, everyone: bool, few: int) -> str:
+    """What helps where replies of up to ``few`` images tell of each, everyone's or small sites'."""
+    from fedssl import privacy
+
+    if config.privacy.secure:
+        assert config.engine.sites is not None
+        least = privacy.fewest(config, config.engine.sites)
+        text = "This leaves masked, and the server learns only sums over the sites (below)."
+        if least <= few:
+            text += (
+                f" But a sum may be over {least} sites: if a round uses at most {few} images of "
+                "these together, it tells their encodings."
+            )
+        return text
+    fix = "Take part with more images"
+    if everyone:
+        fix = "Ask the server's operator for a larger batch, or for none"
+    if config.cohort.average == "mean" and not algorithm_of(config).gathers:  # else there are none
+        fix += ", or for" if everyone else ", or ask the server's operator for"
+        fix += " `privacy.secure=true`: the server then learns only sums over the sites"
+    return f"{fix}."
 
 
 def sites(config: Config, recipe: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from fedssl.algorithms.base import Algorithm, Average
 from fedssl.algorithms.dcco import DCCO
+from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.data.images import few
 from fedssl.errors import UserError
@@ -90,21 +92,72 @@ def check(config: Config, algorithm: Algorithm) -> None:
         )
 
 
-def telling(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> dict[int, int]:
-    """The clients whose statistics tell single images' encodings: how many images these are of.
+@dataclass(frozen=True)
+class Replies:
+    """Those to these exchanges; made of ``most`` images or fewer, they tell of single images."""
 
-    Noise does not help: the server adds it. A secure sum does: nobody sees a client's part.
+    tasks: tuple[str, ...]
+    most: int
+    changes: bool  # of the weights; else statistics of encodings
+
+    def tell(self, images: int) -> str:
+        """What such replies tell that are made of so many images."""
+        if self.changes:
+            return "published attacks have reconstructed images from such changes of weights"
+        return "they are its encoding" if images == 1 else "they tell the encoding of each"
+
+
+def kinds(config: Config, algorithm: Algorithm) -> list[Replies]:
+    """The replies that can tell of single images; those that do it of more images come first.
+
+    Several steps on one image count as one step does: nothing else is in the change. A change by
+    more images is harder to read, by no proof.
     """
-    if config.privacy.secure or not algorithm.statistics:
-        return {}
-    plan, most = Plan.from_config(config.algorithm, config.seed), few_images(config)
+    if algorithm.pools_data or not shares(algorithm):
+        return []
+    asked = (*algorithm.asked(config.privacy.secure), *algorithm.gathers)
+    statistics = tuple(task for task in asked if task in algorithm.statistics)
+    rest = (*algorithm.statistics, *algorithm.varying)  # the latter are of single images anyway
+    changes = tuple(task for task in asked if task not in rest)
+    found = Replies(statistics, few_images(config), False), Replies(changes, 1, True)
+    return [replies for replies in found if replies.tasks]
+
+
+def shares(algorithm: Algorithm) -> bool:
+    """Whether anything but a loss leaves a client; somebody's own algorithm may reply more."""
+    alone = not algorithm.has_global and not algorithm.gathers
+    return not (alone and type(algorithm).reply_like is Standalone.reply_like)
+
+
+def telling(config: Config, replies: Replies, sizes: Sequence[int]) -> dict[int, int]:
+    """The clients whose replies tell of single images: how many images these are made of.
+
+    Noise does not help: the server adds it. Of a secure sum nobody sees a client's part, and these
+    are the clients of the smallest one that there may be, if they tell it together.
+    """
+    plan = Plan.from_config(config.algorithm, config.seed)
+    # A round that averages one image trains on this one alone, and the other way round.
     used = {k: plan.averaged(size) for k, size in enumerate(sizes)}
-    return {k: images for k, images in used.items() if images <= most}
+    if config.privacy.secure and used:
+        least = sorted(used, key=lambda k: used[k])[: fewest(config, len(used))]
+        return {k: used[k] for k in least} if sum(used[k] for k in least) <= replies.most else {}
+    return {k: images for k, images in used.items() if images <= replies.most}
 
 
 def few_images(config: Config) -> int:
     """Statistics over so many images, or fewer, tell the encoding of each."""
     return FEW if getattr(config.objective, "bound", None) is None else FEW_BOUNDED
+
+
+def fewest(config: Config, clients: int) -> int:
+    """How few clients a round's first secure sum may be of.
+
+    ``cohort.minimum`` does not count: it is looked at when the server has the sum.
+    """
+    from fedssl.engines.site import survivors_needed
+    from fedssl.session import cohort_size
+
+    return survivors_needed(config.privacy.threshold, cohort_size(config, clients))
 
 
 def told(
@@ -114,19 +167,30 @@ def told(
 
     Of ``names`` those that are only the clients' numbers are left out.
     """
-    single = telling(config, algorithm, sizes)
-    if not single:
-        return None
-    who = f"{len(single):,} of {len(sizes):,} clients"
-    who = f"all {len(sizes):,} clients" if len(single) == len(sizes) else who
+    said = []
+    for replies in kinds(config, algorithm):
+        single = telling(config, replies, sizes)
+        tasks = " and ".join(f"“{task}”" for task in replies.tasks)
+        if single and config.privacy.secure:
+            images = sum(single.values())
+            made = f"may be made of {images} images, of {len(single)} clients"
+            said.append(f"the sums of replies to {tasks} {made}: {replies.tell(images)}")
+        elif single:
+            images = max(single.values())
+            made = "one image" if images == 1 else f"at most {replies.most} images"
+            who = _who(single, len(sizes), names)
+            said.append(
+                f"the replies of {who} to {tasks} are made of {made}: {replies.tell(images)}"
+            )
+    return f"in a round, {'; '.join(said)}" if said else None
+
+
+def _who(single: Collection[int], clients: int, names: Sequence[str]) -> str:
+    """How many clients, and some of their names."""
+    who = f"{len(single):,} of {clients:,} clients"
+    who = f"all {clients:,} clients" if len(single) == clients else who
     own = [names[k] for k in single if k < len(names) and names[k] != str(k)]
-    who += f" ({few(own, NAMED)})" if own else ""
-    asked = algorithm.asked(config.privacy.secure)
-    tasks = " and ".join(f"“{task}”" for task in asked if task in algorithm.statistics)
-    tell = "one image: they are its encoding"
-    if max(single.values()) > 1:
-        tell = f"at most {few_images(config)} images: they tell the encoding of each"
-    return f"in a round, the replies of {who} to {tasks} are made of {tell}"
+    return f"{who} ({few(own, NAMED)})" if own else who
 
 
 def _check_secure(config: Config) -> None:

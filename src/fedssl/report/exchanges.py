@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedssl import deploy, plugins, privacy
-from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.engines.site import survivors_needed
 from fedssl.metrics import is_number
@@ -89,7 +88,7 @@ def sheet(run: Run, history: History) -> Sheet:
 
 
 def _single(run: Run, config: Config, algorithm: Any) -> str | None:
-    """Who sends the encodings of single images, where it is known how many images clients have."""
+    """Whose replies tell of single images, where it is known how many images clients have."""
     sizes = [int(own["samples"]) for own in run.clients]
     return privacy.told(config, algorithm, sizes, [str(own["name"]) for own in run.clients])
 
@@ -109,13 +108,7 @@ def _protected(config: Config, algorithm: Any) -> list[str]:
     sums, *rest = (" ".join(part.split()) for part in text.split("\n\n"))
     if config.cohort.average != "mean":
         sums = ROBUST.format(config.cohort.average)
-    return [sums, *rest] if _shares(algorithm) or config.privacy.secure else rest
-
-
-def _shares(algorithm: Any) -> bool:
-    """Whether anything but a loss leaves a client; somebody's own algorithm may reply more."""
-    alone = not algorithm.has_global and not algorithm.gathers
-    return not (alone and type(algorithm).reply_like is Standalone.reply_like)
+    return [sums, *rest] if privacy.shares(algorithm) or config.privacy.secure else rest
 
 
 def _declared(config: Config, algorithm: Any) -> list[str]:
@@ -139,7 +132,9 @@ def _names(config: Config, algorithm: Any, history: History) -> list[str]:
 
 def _exchange(name: str, config: Config, algorithm: Any, history: History) -> Exchange:
     seen, kind = _seen(name, config, algorithm)
-    carries = deploy.about(algorithm, name) if _shares(algorithm) else "Its loss, nothing else"
+    carries = (
+        deploy.about(algorithm, name) if privacy.shares(algorithm) else "Its loss, nothing else"
+    )
     return Exchange(name, carries, seen, history.exchanges.get(name, Moved()), kind)
 
 
@@ -164,7 +159,7 @@ def _verdict(config: Config, algorithm: Any, asked: Sequence[str], history: Hist
             f"{plugins.label(config.algorithm.name)} has all data in one place: in reality every "
             "image would have left its site."
         )
-    if not _shares(algorithm):
+    if not privacy.shares(algorithm):
         return "No image and no model left a client: each trained alone, and sent only its loss."
     logged = any(task in algorithm.logs and task not in algorithm.simulated for task in asked)
     numbers = ", and single numbers of each client for its log" if logged else ""
