@@ -9,11 +9,15 @@ from typing import Any
 # As the command line does, before torch: threads that wait must not spin beside other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import hypothesis
 import pytest
 import torch
 
 from fedssl import report
 
+# A busy machine is slow, and no test of properties is about time.
+hypothesis.settings.register_profile("fedssl", deadline=None)
+hypothesis.settings.load_profile("fedssl")
 sys.path.insert(0, str(Path(__file__).parent))
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = (

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -158,7 +158,6 @@ def test_iid_uses_all_and_is_even(total: int, clients: int, seed: int) -> None:
 # samples
 
 
-@settings(deadline=None)
 @given(
     counts=COUNTS,
     size=st.integers(1, 20),
@@ -198,7 +197,6 @@ def test_samples_at_full_size(size: int, clients: int, alpha: float) -> None:
         assert held.mean() == pytest.approx(100 * (1 - absent), rel=0.02)
 
 
-@settings(deadline=None)
 @given(counts=COUNTS, size=st.integers(1, 20), seed=SEEDS, window=WINDOWS)
 def test_samples_at_alpha_0_leave_a_class_only_when_it_is_empty(
     counts: list[int], size: int, seed: int, window: int
@@ -339,7 +337,6 @@ def test_fifty_thousand_clients_within_a_second_and_little_memory() -> None:
 # classes
 
 
-@settings(deadline=None)
 @given(numbers=st.data(), total=st.integers(1, 12), seed=SEEDS)
 def test_classes_are_always_dealt_evenly(numbers: st.DataObject, total: int, seed: int) -> None:
     each = numbers.draw(st.integers(1, total), label="classes a client")
@@ -416,7 +413,6 @@ def test_classes_that_do_not_divide_name_numbers_that_do(
 # dirichlet
 
 
-@settings(deadline=None)
 @given(
     counts=COUNTS,
     clients=st.integers(1, 6),
@@ -489,7 +485,6 @@ def test_dirichlet_gives_up_at_once_where_it_is_hopeless() -> None:
         assert draw.call_count == 1
 
 
-@settings(deadline=None)
 @given(
     counts=COUNTS,
     clients=st.integers(1, 6),
@@ -603,7 +598,6 @@ def test_dirichlet_at_small_alpha_is_near_one_class() -> None:
 # skew
 
 
-@settings(deadline=None)
 @given(
     counts=COUNTS,
     clients=st.integers(1, 30),
@@ -637,7 +631,6 @@ def test_skew_at_beta_1_is_iid(total: int, clients: int, seed: int) -> None:
     assert np.array_equal(skew.offsets, iid.offsets)
 
 
-@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(30, 60), min_size=1, max_size=10),
     clients=st.integers(1, 30),

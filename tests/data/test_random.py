@@ -30,7 +30,7 @@ def chi_square(cells: np.ndarray, count: int) -> float:
     return float((statistic - (count - 1)) / math.sqrt(2 * (count - 1)))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(WORDS, st.integers(-(2**63), 2**64 - 1))
 def test_mix_gives_the_same_bits_in_python_numpy_and_torch(state: int, part: int) -> None:
     expected = random.mix(state, part)

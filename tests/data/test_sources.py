@@ -96,7 +96,7 @@ def test_five_angles_divide_the_circle() -> None:
         assert np.hypot(16 - y, x - 16) == pytest.approx(12, abs=0.2)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     channels=st.integers(1, 4),
     height=st.integers(1, 9),

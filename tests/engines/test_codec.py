@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl.engines.codec import Malformed, Packed, pack, unpack, unpack_like
@@ -29,7 +29,6 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(trees)
 def test_what_arrives_is_what_was_sent(tree) -> None:  # type: ignore[no-untyped-def]
     there = flatten(unpack(pack(tree)))

@@ -59,7 +59,7 @@ def test_gradient_with_respect_to_encodings_is_equation_7() -> None:
     torch.testing.assert_close(g.grad, by_hand_g, rtol=1e-10, atol=1e-12)
 
 
-@budget(deadline=None, max_examples=50)
+@budget(max_examples=50)
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=8), seed=st.integers(0, 99))
 @pytest.mark.parametrize("objective", objectives())
 def test_mean_of_moments_is_the_unions(

@@ -84,7 +84,7 @@ replies = st.builds(
 
 @pytest.mark.parametrize("task", ["encode", "descend"])
 @pytest.mark.parametrize("most", [1, 7])
-@budget(deadline=None, max_examples=100)
+@budget(max_examples=100)
 @given(reply=replies, other=replies, samples=st.integers(1, 20), theirs=st.integers(1, 20))
 def test_no_client_moves_the_sum_by_more_than_twice_its_bound(
     task: str, most: int, reply: Tree, other: Tree, samples: int, theirs: int
@@ -450,7 +450,7 @@ encodings = arrays(
 )
 
 
-@budget(deadline=None, max_examples=100)
+@budget(max_examples=100)
 @given(f=encodings, seed=st.integers(0, 1000), bound=st.sampled_from([0.01, 1.0, 30.0]))
 def test_moments_of_bounded_encodings_are_bounded(f: np.ndarray, seed: int, bound: float) -> None:
     g = np.random.default_rng(seed).normal(size=f.shape) * 10.0 ** (seed % 7 - 3)

@@ -53,7 +53,7 @@ def drawn(count: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("name", RULES)
-@budget(deadline=None, max_examples=60)
+@budget(max_examples=60)
 @given(hostile=st.integers(0, 3), extra=st.integers(0, 3), seed=st.integers(0, 2**31))
 def test_hostile_clients_cannot_leave_the_honest_range(
     name: str, hostile: int, extra: int, seed: int

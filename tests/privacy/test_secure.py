@@ -139,7 +139,7 @@ def cohorts(
     return replies, threshold, lost
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cohorts())
 def test_the_mean_is_the_plain_one_within_the_stated_bound(
     cohort: tuple[dict[int, tuple[float, trees.Tree]], int, dict[str, set[int]]],
