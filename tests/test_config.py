@@ -87,6 +87,18 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
         ("cohort.hostile=3", "cohort.hostile=3: does nothing with cohort.average=mean; use"),
         ("cohort.average=median cohort.hostile=3", "cohort.hostile=3: does nothing with cohort."),
         ("engine.sites=3", "engine.sites=3: a simulation has no sites; write an app for them"),
+        ("engine.workers=4", "engine.workers=4: does nothing with engine.name=local; use engine."),
+        (
+            "engine.timeout=5",
+            "engine.timeout=5.0: does nothing with engine.name=local; use engine.name=flower, or "
+            "leave it at 600.0",
+        ),
+        ("engine.updates=fp16", "engine.updates=fp16: does nothing with engine.name=local; use"),
+        ("engine.max_norm=2", "engine.max_norm=2.0: does nothing with engine.name=local; use"),
+        (
+            "engine.name=flower engine.chunk=64",
+            "engine.chunk=64: does nothing with engine.name=flower; use engine.name=local, or",
+        ),
     ],
 )
 def test_a_key_that_would_do_nothing_is_refused(words: str, sentence: str) -> None:
@@ -112,6 +124,21 @@ def test_another_rule_leaves_the_recipes_momentum() -> None:
     assert resolve("client.optimizer=lars", recipe=recipe).client.momentum == 0.9
     with pytest.raises(UserError, match=r"client.momentum=0.5: does nothing"):
         config.check_used(resolve("client.optimizer=adam", "client.momentum=0.5", recipe=recipe))
+
+
+def test_another_engine_leaves_what_the_recipe_has_for_its_own(tmp_path: Path) -> None:
+    recipe = str(tmp_path / "a.yaml")
+    words = "name: flower, workers: 4, timeout: 5, updates: fp16, max_norm: 2, threads: 1"
+    Path(recipe).write_text(f"extends: default\nengine: {{{words}}}\n")
+    config.check_used(resolve(recipe=recipe))
+    assert resolve("engine.name=flower", recipe=recipe) == resolve(recipe=recipe)
+    local = resolve("engine.name=local", recipe=recipe)
+    assert local.engine == config.Engine(threads=1)
+    config.check_used(local)
+    with pytest.raises(UserError, match=r"engine.timeout=7.0: does nothing"):
+        config.check_used(resolve("engine.name=local", "engine.timeout=7", recipe=recipe))
+    with pytest.raises(UserError, match=r"engine.name=\['local'\]: unknown"):
+        resolve("engine.name=[local]", recipe=recipe)
 
 
 def test_a_file_may_merge_twice(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ def test_a_site_is_told_of_damaged_images() -> None:
             [*WORDS, "privacy.secure=true", "cohort.average=median"],
             "cohort.average=median with privacy.secure=true",
         ),
+        ([*WORDS, "engine.workers=4"], "engine.workers=4: real sites are no processes of a"),
+        ([*WORDS, "engine.compile=on"], "engine.compile=on: sites train without compiling; leave"),
         ([*WORDS, "algorithm.name=dccoo"], "did you mean"),
         (
             [*WORDS, "evaluate.monitor=collaborative@10%"],

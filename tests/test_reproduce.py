@@ -301,7 +301,6 @@ def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path
         ("algorithm: {norm_policy: reset}", "algorithm.norm_policy=reset: is about batch norm's"),
         ("algorithm: {name: fedu}", "algorithm.name=fedu: acts on the predictor"),
         ("encoder: {init: nowhere}", "encoder.init=nowhere: no such file"),
-        ("engine: {name: local, updates: fp16}", "engine.updates=fp16 with engine.name=local"),
         ("evaluate: {protocols: [head]}", "evaluate.protocols=head: objective.name=simclr"),
         ("device: 'cuda:99'", "device=cuda:99: not available here"),
     ],

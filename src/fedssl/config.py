@@ -714,18 +714,21 @@ def check_used(*runs: Config) -> None:
 
     For new runs only: one that an older version began with such a key can go on and be judged.
     """
-    standard = flat({name: to_tree(getattr(Config, name)) for name in _PLAIN})
     idle = [_idle(run) for run in runs]
     for run, own in zip(runs, idle, strict=True):
-        values = flat(to_tree(run))
+        names = {section: {"name": getattr(run, section).name} for section in VARIANTS}
+        values, standard = (flat(to_tree(each)) for each in (run, build(names)))
         for key in own:
             if values[key] != standard[key] and all(key in other for other in idle):
                 default = "null" if standard[key] is None else standard[key]
                 raise UserError(f"{key}={values[key]}: {own[key]}, or leave it at {default}")
 
 
-_PLAIN = ("privacy", "cohort", "engine", "server", "client")  # sections that ``_idle`` is about
 NO_MOMENTUM = ("adam", "adamw")  # rules that have none
+OF_ENGINE = {  # keys that one engine alone looks at
+    "local": ("chunk",),
+    "flower": ("workers", "timeout", "updates", "max_norm", "sites"),
+}
 
 
 def _idle(config: Config) -> dict[str, str]:
@@ -741,15 +744,33 @@ def _idle(config: Config) -> dict[str, str]:
             f"does nothing with cohort.average={config.cohort.average}; use cohort.average=trimmed "
             "or krum"
         )
-    if config.engine.name == "local":
-        found["engine.sites"] = (
-            "a simulation has no sites; write an app for them with fedssl deploy init"
-        )
     for side, rule in (("server", config.server.optimizer), ("client", config.client.optimizer)):
         if rule in NO_MOMENTUM:
             found[f"{side}.momentum"] = (
                 f"does nothing with {side}.optimizer={rule}; use {side}.optimizer=sgd or lars"
             )
+    return found | _idle_engine(config.engine)
+
+
+def _of_others(engine: str) -> dict[str, str]:
+    """Keys that do nothing with an engine, and the one that looks at each."""
+    return {key: other for other, keys in OF_ENGINE.items() if other != engine for key in keys}
+
+
+def _idle_engine(engine: Engine) -> dict[str, str]:
+    """Of the other engine, and of simulations where clients are real sites."""
+    found = {
+        f"engine.{key}": f"does nothing with engine.name={engine.name}; use engine.name={other}"
+        for key, other in _of_others(engine.name).items()
+    }
+    if engine.name == "local":
+        found["engine.sites"] = (
+            "a simulation has no sites; write an app for them with fedssl deploy init"
+        )
+    elif engine.sites is not None:
+        found["engine.workers"] = "real sites are no processes of a simulation; leave it out"
+        if engine.compile == "on":  # which off and auto are true of
+            found["engine.compile"] = "sites train without compiling; leave it out"
     return found
 
 
@@ -863,7 +884,7 @@ def _put(tree: Tree, name: str, value: Any) -> None:
 
 
 def _merge(recipe: Tree, overrides: Tree) -> Tree:
-    """Overrides win; a new name, or rule, keeps only keys that mean the same under every name."""
+    """Overrides win; a new name, rule or engine keeps only keys that mean the same under each."""
     tree = dict(recipe)
     for section, value in overrides.items():
         base = tree.get(section)
@@ -875,6 +896,8 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
             base = {k: v for k, v in base.items() if k not in dropped}
         if value.get("optimizer") in NO_MOMENTUM:
             base = {k: v for k, v in base.items() if k != "momentum"}
+        if section == "engine" and isinstance(value.get("name"), str):
+            base = {k: v for k, v in base.items() if k not in _of_others(value["name"])}
         for pair in ALTERNATIVES:
             if set(pair) & value.keys():
                 base = {k: v for k, v in base.items() if k not in pair}

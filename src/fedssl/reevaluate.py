@@ -192,7 +192,7 @@ def _on_other_data(settings: config.Config, given: Set[str], own: object) -> con
         data=data,
         partition=whole.partition,
         cohort=whole.cohort,
-        engine=replace(settings.engine, name="local", max_norm=None, updates="full"),
+        engine=replace(settings.engine, name="local"),
         privacy=whole.privacy,
         # What watched the rounds says nothing here, and need not suit the data.
         evaluate=replace(settings.evaluate, monitor=None, targets=()),

@@ -528,14 +528,7 @@ def assemble(
 
 def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
     """Where client work happens (``engine.name``)."""
-    settings = work.config.engine
-    if settings.name == "local":
-        for name, value in (("max_norm", settings.max_norm), ("updates", settings.updates)):
-            if value not in (None, "full"):
-                raise UserError(
-                    f"engine.{name}={value} with engine.name=local: nothing travels there; use "
-                    "engine.name=flower"
-                )
+    if work.config.engine.name == "local":
         return LocalEngine(work, algorithm, groups, average)
     from fedssl.engines.remote import RemoteEngine
 
