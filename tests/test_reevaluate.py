@@ -101,6 +101,14 @@ def test_a_new_site_does_not_get_the_model_of_another(
         shutil.rmtree(new)
 
 
+def test_more_neighbours_than_there_are_is_said(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for k, said in ((22, ""), (23, "evaluate.k=23: knn has only 22 labelled samples; all vote")):
+        evaluate(trained / "run", ["evaluate.protocols=knn", f"evaluate.k={k}"])
+        assert capsys.readouterr().err == (said and f"fedssl: evaluate: {said}\n")
+
+
 def test_images_that_were_moved_are_the_runs_own(trained: Path, tmp_path: Path) -> None:
     photos = shutil.copytree(trained / "photos", tmp_path / "moved")
     words = [f"data.root={photos}", "evaluate.protocols=[knn,per-client]"]

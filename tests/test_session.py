@@ -38,6 +38,17 @@ def test_judging_at_another_size_and_without_labels() -> None:
     assert unlabeled.judge(weights)["effective_rank"] > 1
 
 
+def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> None:
+    few = ("data.labels=100", "evaluate.protocols=knn,knn@10,linear@10", "evaluate.monitor=knn@50")
+    notes = list(prepare(small(*few, "evaluate.k=60")).notes())
+    assert notes == [
+        "evaluate.k=60: knn@10 has only 10 labelled samples; all vote",
+        "evaluate.k=60: knn@50 has only 50 labelled samples; all vote",
+    ]
+    assert not list(prepare(small(*few)).notes())
+    assert not list(prepare(small("evaluate.protocols=linear@10", "evaluate.k=60")).notes())
+
+
 def test_the_second_tower_is_judged_by_its_own_weights() -> None:
     words = ("encoder.towers=2", "data.halves=true")
     first = prepare(small(*words))

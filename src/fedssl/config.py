@@ -216,7 +216,7 @@ class Evaluate:
     # the training images; or any, evenly. None: by folder if the test split has client folders,
     # else matched.
     client_test: Literal["folder", "matched", "iid"] | None = None
-    k: int = 20  # neighbours of knn
+    k: int = 20  # neighbours of knn; more than there are: all of them
     temperature: float = 0.1  # of knn
     size: int | None = None  # image size when judging; none: data.size
     tower: Literal["first", "second"] = "first"

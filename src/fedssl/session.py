@@ -39,6 +39,7 @@ from fedssl.evaluate import (
     per_client,
     protocols,
 )
+from fedssl.evaluate import notes as judge_notes
 from fedssl.evaluate.features import extract, pool_cases, top1
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
@@ -150,6 +151,7 @@ class Session:
             yield f"{self.config.algorithm.name}: {single} (docs/privacy.md)"
         if self.algorithm.note is not None:
             yield self.algorithm.note
+        yield from self.judging_notes()
         if self.site_names is not None:
             return
         if self.config.data.name == "folder":
@@ -173,6 +175,12 @@ class Session:
         for spec, share in {words.partition("=")[2]: share for words, share in shares}.items():
             train = self.dataset.train
             yield from collaborative.notes(spec, self.config, self.clients, train, share)
+
+    def judging_notes(self) -> Iterator[str]:
+        """Of these, what is about judging alone."""
+        if self.judged:
+            data, settings = self.dataset, self.config.evaluate
+            yield from judge_notes(settings, data.train, data.test, len(data.classes))
 
     def _found(self) -> str:
         """What the user's folders were taken for."""

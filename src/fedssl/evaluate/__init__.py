@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -113,6 +114,17 @@ def check(
     for spec in settings.monitor or ():
         _check_spec(spec, "evaluate.monitor", train, test, classes, holdout)
     _check_targets(settings, named if settings.monitor is None else settings.monitor)
+
+
+def notes(settings: Evaluate, train: Split, test: Split | None, classes: int) -> Iterator[str]:
+    """What a user should know before an encoder is judged."""
+    if settings.k == Evaluate.k:  # a data set may well be smaller than what nobody chose
+        return
+    named = (*protocols(settings, train, test), *(settings.monitor or ()))
+    for spec in dict.fromkeys(spec for spec in named if parse(spec)[0] == "knn"):
+        count = len(_draw(train, spec, classes, 0))
+        if settings.k > count:
+            yield f"evaluate.k={settings.k}: {spec} has only {count} labelled samples; all vote"
 
 
 def _check_spec(
