@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedssl import config, run
 from fedssl.data.dataset import Split
@@ -47,6 +48,34 @@ def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> No
     ]
     assert not list(prepare(small(*few)).notes())
     assert not list(prepare(small("evaluate.protocols=linear@10", "evaluate.k=60")).notes())
+
+
+KINDS = {"cat": 6, "newt": 2, "owl": 6}
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("data.labels=9", "data.labels=9: needs 3 samples of each class, but class newt has 2; at"),
+        ("data.holdout=0.7", "data.holdout=0.7: takes 3 samples of each class, but class newt has"),
+        ("evaluate.protocols=linear@9", "linear@9: labels=9: needs 3 samples of each class, but c"),
+        ("evaluate.protocols=linear@70%", "linear@70%: takes 3 samples of each class, but class n"),
+        ("evaluate.monitor=semi@70%", "evaluate.monitor=semi@70%: takes 3 samples of each class, "),
+    ],
+)
+def test_a_class_of_which_there_are_too_few_is_called_by_its_name(
+    tmp_path: Path, word: str, line: str
+) -> None:
+    files = [f"train/{name}/{k}.png" for name, n in KINDS.items() for k in range(n)]
+    for number, file in enumerate([*files, *(f"test/{name}/0.png" for name in KINDS)]):
+        path = tmp_path / "photos" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 10 * number).save(path)
+    where = ("data.name=folder", f"data.root={tmp_path / 'photos'}", f"data.cache={tmp_path}")
+    given = ("partition.name=iid", "partition.clients=2", "cohort.size=2", *where, word)
+    with pytest.raises(UserError) as error:
+        prepare(small(*given))
+    assert line in str(error.value) and "class newt has 2; " in str(error.value)
 
 
 def test_the_second_tower_is_judged_by_its_own_weights() -> None:

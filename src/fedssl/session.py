@@ -564,7 +564,8 @@ def held_out(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     if not share:
         return np.empty(0, dtype=np.int64)
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
-    return datasets.held_out(labels, share, len(dataset.classes), config.seed).numpy()
+    names = dataset.classes
+    return datasets.held_out(labels, share, len(names), config.seed, names=names).numpy()
 
 
 def client_data(config: Config, dataset: Dataset, found: sources.Sources | None = None) -> Groups:
@@ -765,12 +766,11 @@ def check_evaluation(
     config: Config, dataset: Dataset, objective: Objective, groups: Groups
 ) -> None:
     """Protocols that the data allows, of a tower that exists."""
-    settings, classes = config.evaluate, len(dataset.classes)
-    check_protocols(settings, dataset.train, dataset.test, classes, holdout=config.data.holdout)
+    settings, names = config.evaluate, dataset.classes
+    train, test, classes, holdout = dataset.train, dataset.test, len(names), config.data.holdout
+    check_protocols(settings, train, test, classes, holdout=holdout, names=names)
     if "per-client" in (*(settings.protocols or ()), *(settings.monitor or ())):
-        per_client.check(
-            settings.client_test, groups, dataset.train, dataset.test, classes, config.seed
-        )
+        per_client.check(settings.client_test, groups, train, test, classes, config.seed)
     for words, share in collaborations(settings).items():
         collaborative.check(words, config, groups, dataset, share)
     if settings.tower == "second" and config.encoder.towers == 1:
