@@ -397,8 +397,10 @@ def _run(options: argparse.Namespace) -> int:
         summary = run.run(settings, out, options.resume)
     except (run.Interrupted, KeyboardInterrupt):
         return _stopped(out)
-    print(tables.result(summary, settings))
-    report.leave(out)
+    try:
+        print(tables.result(summary, settings))
+    finally:  # the run is finished, whether or not its table finds room
+        report.leave(out)
     print(f"\n{tables.closing(summary)}\n{out}")
     return 0
 
