@@ -99,6 +99,52 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
             "engine.name=flower engine.chunk=64",
             "engine.chunk=64: does nothing with engine.name=flower; use engine.name=local, or",
         ),
+        (
+            "privacy.noise=4 checkpoint.seconds=60",
+            "checkpoint.seconds=60.0: with privacy.noise there is one after every round; use 0, or",
+        ),
+        ("data.corrupt=skip", "data.corrupt=skip: does nothing with data.name=digits, which has"),
+        ("encoder.patch=4", "encoder.patch=4: does nothing with encoder.name=tiny; use encoder."),
+        (
+            "partition.name=skew partition.sources=3",
+            "partition.sources=3: does nothing with partition.source=labels; use another",
+        ),
+        (
+            "algorithm.name=fedema algorithm.lambda=1 algorithm.tau=0.5",
+            "algorithm.tau=0.5: does nothing with algorithm.lambda=1.0; use algorithm.lambda=auto",
+        ),
+        (
+            "algorithm.name=fedema algorithm.decay=0.9 algorithm.tau=0.5",
+            "algorithm.tau=0.5: does nothing with algorithm.decay=[0.9]; use algorithm.lambda=auto",
+        ),
+        (
+            "algorithm.name=gossip algorithm.edge_probability=0.5",
+            "algorithm.edge_probability=0.5: does nothing with algorithm.topology=cycle; use topol",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.neighbours=3",
+            "algorithm.neighbours=3: does nothing with algorithm.lambda=0; use an algorithm.lambda",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.temperature=1",
+            "algorithm.temperature=1.0: does nothing with algorithm.lambda=0; use",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.remote=off algorithm.features=8",
+            "algorithm.features=8: does nothing with algorithm.remote=off; use algorithm.remote=b",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.remote=off algorithm.mix=2",
+            "algorithm.mix=2: does nothing with algorithm.remote=off; use algorithm.remote=both",
+        ),
+        (
+            "algorithm.name=featarc algorithm.clusters=1 algorithm.start=apart",
+            "algorithm.start=apart: does nothing with algorithm.clusters=1; use more algorithm.cl",
+        ),
+        (
+            "algorithm.name=fedca algorithm.align=0 algorithm.base_epochs=5",
+            "algorithm.base_epochs=5: does nothing with algorithm.align=0; use an algorithm.align",
+        ),
     ],
 )
 def test_a_key_that_would_do_nothing_is_refused(words: str, sentence: str) -> None:
@@ -114,6 +160,28 @@ def test_a_key_that_acts_in_one_run_of_several_is_used() -> None:
     config.check_used(resolve("privacy.clip=1", "server.momentum=0", "cohort.hostile=1"))
     with pytest.raises(UserError, match=r"privacy.clip=5"):
         config.check_used(resolve(), clipped)
+    drawn = resolve("algorithm.name=gossip", "algorithm.edge_probability=0.5")
+    with pytest.raises(UserError, match=r"algorithm.edge_probability=0.5"):
+        config.check_used(resolve(), drawn)  # which has no such key
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "privacy.noise=4 checkpoint.seconds=0",
+        "data.name=folder data.corrupt=skip",
+        "encoder.name=vit-tiny encoder.patch=4",
+        "partition.name=skew partition.source=style partition.sources=3",
+        "algorithm.name=fedema algorithm.tau=0.5",
+        "algorithm.name=gossip algorithm.topology=random algorithm.edge_probability=0.5",
+        "algorithm.name=ccl algorithm.neighbours=3 algorithm.temperature=1 algorithm.mix=2",
+        "algorithm.name=featarc algorithm.start=apart",
+        "algorithm.name=fedca algorithm.base_epochs=5",
+        "engine.name=flower engine.compile=on engine.workers=4",
+    ],
+)
+def test_a_key_that_acts_is_not_refused(words: str) -> None:
+    config.check_used(resolve(*words.split()))
 
 
 def test_another_rule_leaves_the_recipes_momentum() -> None:

@@ -155,8 +155,10 @@ def test_a_site_is_told_of_damaged_images() -> None:
             [*WORDS, "privacy.secure=true", "cohort.average=median"],
             "cohort.average=median with privacy.secure=true",
         ),
-        ([*WORDS, "engine.workers=4"], "engine.workers=4: real sites are no processes of a"),
-        ([*WORDS, "engine.compile=on"], "engine.compile=on: sites train without compiling; leave"),
+        ([*WORDS, "engine.workers=4"], "engine.workers=4: does nothing at real sites"),
+        ([*WORDS, "engine.compile=on"], "engine.compile=on: does nothing at real sites"),
+        ([*WORDS, "partition.fraction=0.5"], "partition.fraction=0.5: does nothing at real sites"),
+        ([*WORDS, "partition.level=case"], "partition.level=case: does nothing at real sites"),
         ([*WORDS, "algorithm.name=dccoo"], "did you mean"),
         (
             [*WORDS, "evaluate.monitor=collaborative@10%"],
