@@ -50,6 +50,13 @@ def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> No
     assert not list(prepare(small("evaluate.protocols=linear@10", "evaluate.k=60")).notes())
 
 
+def test_rounds_that_never_come_are_said() -> None:
+    for rounds, every, said in ((3, 4, True), (4, 4, False), (0, 4, False), (3, 0, False)):
+        notes = list(prepare(small(f"rounds={rounds}", f"evaluate.every={every}")).notes())
+        line = "evaluate.every=4: there are 3 rounds, so only the end is judged"
+        assert notes == [line] * said
+
+
 KINDS = {"cat": 6, "newt": 2, "owl": 6}
 
 

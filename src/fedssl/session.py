@@ -152,6 +152,9 @@ class Session:
         if self.algorithm.note is not None:
             yield self.algorithm.note
         yield from self.judging_notes()
+        every, rounds = self.config.evaluate.every, self.config.rounds
+        if self.judged and 0 < rounds < every:
+            yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is judged"
         if self.site_names is not None:
             return
         if self.config.data.name == "folder":
