@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedssl
-from fedssl import progress, run
+from fedssl import files, progress, run
 from fedssl.api import fresh_folder
 from fedssl.cli import main
 from fedssl.errors import UserError
@@ -101,6 +101,19 @@ def test_a_key_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"privacy.clip=5.0: does nothing without noise"):
         fedssl.train(out=tmp_path / "run", privacy__clip=5)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_told_as_what_goes_on_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    out = tmp_path / "run"
+    with pytest.raises(UserError) as error:
+        fedssl.train("default", out, **KEYS)
+    assert f"then continue with fedssl.train(out='{out}', resume=True). What" in str(error.value)
 
 
 def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:

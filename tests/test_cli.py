@@ -187,7 +187,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None:
     """An older version took it; left out, it would be another run's configuration."""
     out = tmp_path / "run"
-    words = [*SMALL, "privacy.clip=5", "server.momentum=0.9"]
+    words = [*SMALL, "privacy.clip=5", "server.momentum=0.9", "engine.workers=3"]
     run.run(config.resolve(config.read_recipe(None), words), out)
     (out / "summary.json").unlink()
     assert main(["run", "--resume", "--out", str(out)]) == 0

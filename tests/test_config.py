@@ -87,6 +87,64 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
         ("cohort.hostile=3", "cohort.hostile=3: does nothing with cohort.average=mean; use"),
         ("cohort.average=median cohort.hostile=3", "cohort.hostile=3: does nothing with cohort."),
         ("engine.sites=3", "engine.sites=3: a simulation has no sites; write an app for them"),
+        ("engine.workers=4", "engine.workers=4: does nothing with engine.name=local; use engine."),
+        (
+            "engine.timeout=5",
+            "engine.timeout=5.0: does nothing with engine.name=local; use engine.name=flower, or "
+            "leave it at 600.0",
+        ),
+        ("engine.updates=fp16", "engine.updates=fp16: does nothing with engine.name=local; use"),
+        ("engine.max_norm=2", "engine.max_norm=2.0: does nothing with engine.name=local; use"),
+        (
+            "engine.name=flower engine.chunk=64",
+            "engine.chunk=64: does nothing with engine.name=flower; use engine.name=local, or",
+        ),
+        (
+            "privacy.noise=4 checkpoint.seconds=60",
+            "checkpoint.seconds=60.0: with privacy.noise there is one after every round; use 0, or",
+        ),
+        ("data.corrupt=skip", "data.corrupt=skip: does nothing with data.name=digits, which has"),
+        ("encoder.patch=4", "encoder.patch=4: does nothing with encoder.name=tiny; use encoder."),
+        (
+            "partition.name=skew partition.sources=3",
+            "partition.sources=3: does nothing with partition.source=labels; use another",
+        ),
+        (
+            "algorithm.name=fedema algorithm.lambda=1 algorithm.tau=0.5",
+            "algorithm.tau=0.5: does nothing with algorithm.lambda=1.0; use algorithm.lambda=auto",
+        ),
+        (
+            "algorithm.name=fedema algorithm.decay=0.9 algorithm.tau=0.5",
+            "algorithm.tau=0.5: does nothing with algorithm.decay=[0.9]; use algorithm.lambda=auto",
+        ),
+        (
+            "algorithm.name=gossip algorithm.edge_probability=0.5",
+            "algorithm.edge_probability=0.5: does nothing with algorithm.topology=cycle; use topol",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.neighbours=3",
+            "algorithm.neighbours=3: does nothing with algorithm.lambda=0; use an algorithm.lambda",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.temperature=1",
+            "algorithm.temperature=1.0: does nothing with algorithm.lambda=0; use",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.remote=off algorithm.features=8",
+            "algorithm.features=8: does nothing with algorithm.remote=off; use algorithm.remote=b",
+        ),
+        (
+            "algorithm.name=ccl algorithm.lambda=0 algorithm.remote=off algorithm.mix=2",
+            "algorithm.mix=2: does nothing with algorithm.remote=off; use algorithm.remote=both",
+        ),
+        (
+            "algorithm.name=featarc algorithm.clusters=1 algorithm.start=apart",
+            "algorithm.start=apart: does nothing with algorithm.clusters=1; use more algorithm.cl",
+        ),
+        (
+            "algorithm.name=fedca algorithm.align=0 algorithm.base_epochs=5",
+            "algorithm.base_epochs=5: does nothing with algorithm.align=0; use an algorithm.align",
+        ),
     ],
 )
 def test_a_key_that_would_do_nothing_is_refused(words: str, sentence: str) -> None:
@@ -102,6 +160,28 @@ def test_a_key_that_acts_in_one_run_of_several_is_used() -> None:
     config.check_used(resolve("privacy.clip=1", "server.momentum=0", "cohort.hostile=1"))
     with pytest.raises(UserError, match=r"privacy.clip=5"):
         config.check_used(resolve(), clipped)
+    drawn = resolve("algorithm.name=gossip", "algorithm.edge_probability=0.5")
+    with pytest.raises(UserError, match=r"algorithm.edge_probability=0.5"):
+        config.check_used(resolve(), drawn)  # which has no such key
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "privacy.noise=4 checkpoint.seconds=0",
+        "data.name=folder data.corrupt=skip",
+        "encoder.name=vit-tiny encoder.patch=4",
+        "partition.name=skew partition.source=style partition.sources=3",
+        "algorithm.name=fedema algorithm.tau=0.5",
+        "algorithm.name=gossip algorithm.topology=random algorithm.edge_probability=0.5",
+        "algorithm.name=ccl algorithm.neighbours=3 algorithm.temperature=1 algorithm.mix=2",
+        "algorithm.name=featarc algorithm.start=apart",
+        "algorithm.name=fedca algorithm.base_epochs=5",
+        "engine.name=flower engine.compile=on engine.workers=4",
+    ],
+)
+def test_a_key_that_acts_is_not_refused(words: str) -> None:
+    config.check_used(resolve(*words.split()))
 
 
 def test_another_rule_leaves_the_recipes_momentum() -> None:
@@ -112,6 +192,21 @@ def test_another_rule_leaves_the_recipes_momentum() -> None:
     assert resolve("client.optimizer=lars", recipe=recipe).client.momentum == 0.9
     with pytest.raises(UserError, match=r"client.momentum=0.5: does nothing"):
         config.check_used(resolve("client.optimizer=adam", "client.momentum=0.5", recipe=recipe))
+
+
+def test_another_engine_leaves_what_the_recipe_has_for_its_own(tmp_path: Path) -> None:
+    recipe = str(tmp_path / "a.yaml")
+    words = "name: flower, workers: 4, timeout: 5, updates: fp16, max_norm: 2, threads: 1"
+    Path(recipe).write_text(f"extends: default\nengine: {{{words}}}\n")
+    config.check_used(resolve(recipe=recipe))
+    assert resolve("engine.name=flower", recipe=recipe) == resolve(recipe=recipe)
+    local = resolve("engine.name=local", recipe=recipe)
+    assert local.engine == config.Engine(threads=1)
+    config.check_used(local)
+    with pytest.raises(UserError, match=r"engine.timeout=7.0: does nothing"):
+        config.check_used(resolve("engine.name=local", "engine.timeout=7", recipe=recipe))
+    with pytest.raises(UserError, match=r"engine.name=\['local'\]: unknown"):
+        resolve("engine.name=[local]", recipe=recipe)
 
 
 def test_a_file_may_merge_twice(tmp_path: Path) -> None:

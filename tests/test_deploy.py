@@ -131,6 +131,23 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
     assert "flwr list --format json fedssl" in text and '"status": "finished:completed"' in text
 
 
+@pytest.mark.parametrize(
+    ("recipe", "key", "plain"),
+    [
+        ("fedema/table12/fedbyol/5-clients-50pct", "fraction=0.5", 1.0),
+        ("dcco/derm-64", "level=case", "client"),
+    ],
+)
+def test_what_a_recipe_does_to_the_clients_images_is_left_out_and_said(
+    recipe: str, key: str, plain: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = deploy.settle(recipe, WORDS)
+    assert getattr(config.partition, key.partition("=")[0]) == plain
+    said = f"fedssl: {recipe}: partition.{key} is left out: sites have their own data, which"
+    shown = capsys.readouterr().err
+    assert shown.startswith(said) and shown.count("\n") == 1
+
+
 def test_a_site_is_told_of_damaged_images() -> None:
     fails = deploy.sites(deploy.settle("default", WORDS), "default")
     assert "One damaged image keeps this site, and so the run, from starting" in fails
@@ -155,6 +172,10 @@ def test_a_site_is_told_of_damaged_images() -> None:
             [*WORDS, "privacy.secure=true", "cohort.average=median"],
             "cohort.average=median with privacy.secure=true",
         ),
+        ([*WORDS, "engine.workers=4"], "engine.workers=4: does nothing at real sites"),
+        ([*WORDS, "engine.compile=on"], "engine.compile=on: does nothing at real sites"),
+        ([*WORDS, "partition.fraction=0.5"], "partition.fraction=0.5: does nothing at real sites"),
+        ([*WORDS, "partition.level=case"], "partition.level=case: does nothing at real sites"),
         ([*WORDS, "algorithm.name=dccoo"], "did you mean"),
         (
             [*WORDS, "evaluate.monitor=collaborative@10%"],

@@ -24,7 +24,7 @@ pytest.importorskip("flwr")
 from far import BYOL, Here
 from flwr.app import Context, Message, RecordDict
 
-from fedssl import __version__, deploy, deployment, files, loggers, report, run
+from fedssl import __version__, checkpoint, deploy, deployment, files, loggers, report, run
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
@@ -680,6 +680,22 @@ def test_resume_is_true_or_false(
         flower.server_app(recipe)(grid_of(settled(), tmp_path), context)
     said = f"fedssl: resume={json.dumps(given)}: must be true or false, unquoted\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_of_the_servers_is_told_as_what_goes_on_there(
+    sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, *arguments: Any) -> None:
+        raise UserError(f"{path}: cannot be written; {files.RESUME}")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(configuration.dump(settled()))
+    context = Context(1, 1, {}, RecordDict(), {"out": str(tmp_path / "far"), "resume": False})
+    with pytest.raises(UserError):
+        flower.server_app(recipe)(grid_of(settled(), sites), context)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "make room, then continue with --run-config 'resume=true'. What was saved" in told
 
 
 def test_where_a_site_keeps_its_state(

@@ -132,8 +132,8 @@ def test_a_logger_that_does_not_open_says_how_to_go_on(
     assert main(["run", *SMALL, "log=wandb", "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert (
-        f"(no login); mend it, or leave it out with log=[], then continue with --resume --out {out}"
-        in error
+        "(no login); mend it, or leave it out with log=[], then continue with --resume. "
+        f"The run is in {out}\n" in error
     )
     assert main(["run", "log=[]", "--resume", "--out", str(out)]) == 0
 

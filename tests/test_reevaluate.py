@@ -21,6 +21,7 @@ from fedssl.data import datasets
 from fedssl.errors import UserError
 from fedssl.evaluate.unlabeled import effective_rank
 from fedssl.reevaluate import evaluate
+from fedssl.runs import Run
 
 WORDS = [
     "data.name=folder", "data.levels=client,class", "data.size=8", "data.labels=22",
@@ -99,6 +100,34 @@ def test_a_new_site_does_not_get_the_model_of_another(
         assert evaluate(out, [f"data.root={trained / 'photos'}", "evaluate.protocols=knn"])
     finally:
         shutil.rmtree(new)
+
+
+@pytest.mark.parametrize("key", ["every=5", "monitor=knn", "targets=50", "baselines=fedavg"])
+def test_keys_about_training_are_refused(
+    key: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(trained / "run"), f"evaluate.{key}"]) == 2
+    said = f"evaluate.{key}: is about training, and nothing is trained here; leave it out"
+    assert capsys.readouterr().err == f"fedssl: {said}\n"
+
+
+def test_what_watched_the_rounds_need_not_suit_other_protocols(
+    trained: Path, tmp_path: Path
+) -> None:
+    """Targets are of knn or linear, among those that were monitored."""
+    out = shutil.copytree(trained / "run", tmp_path / "run")
+    text = (out / "config.yaml").read_text()
+    (out / "config.yaml").write_text(text.replace("  monitor:\n  - knn\n", "  monitor: null\n"))
+    assert Run(out).settings.evaluate.monitor is None
+    assert evaluate(out, ["evaluate.protocols=unlabeled"])
+
+
+def test_more_neighbours_than_there_are_is_said(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for k, said in ((22, ""), (23, "evaluate.k=23: knn has only 22 labelled samples; all vote")):
+        evaluate(trained / "run", ["evaluate.protocols=knn", f"evaluate.k={k}"])
+        assert capsys.readouterr().err == (said and f"fedssl: evaluate: {said}\n")
 
 
 def test_images_that_were_moved_are_the_runs_own(trained: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import load
 from PIL import Image
 
-from fedssl import __version__, checkpoint, config, reproduce, run
+from fedssl import __version__, checkpoint, config, files, reproduce, run
 from fedssl.cli import main
 from fedssl.errors import TrainingError, UserError
 
@@ -115,6 +116,26 @@ def test_ctrl_c_and_the_same_command_again(
     assert main(command) == 0
     assert rounds == 12, "the interrupted run went on from where it was"
     assert len(lines(root / "table.jsonl")) == 3
+
+
+def test_a_full_disk_is_told_as_what_goes_on_here(
+    table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no --resume, neither here nor in results/measure.py."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    Path("plan.txt").write_text(f"{table}/simclr/iid rounds=2\n")
+    here = (main, ["reproduce", f"{table}/simclr/iid", "rounds=2", "--out", "a"])
+    for command, words in (here, (load("results/measure.py").main, ["plan.txt", "--out", "b"])):
+        with monkeypatch.context() as disk:
+            disk.setattr(files, "save_file", full)
+            assert command(words) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert "; make room, then call it again, and it goes on. What was saved" in told
+        assert command(words) == 0
+        capsys.readouterr()
 
 
 def test_other_data_and_other_keys_are_named(table: str) -> None:
@@ -301,7 +322,6 @@ def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path
         ("algorithm: {norm_policy: reset}", "algorithm.norm_policy=reset: is about batch norm's"),
         ("algorithm: {name: fedu}", "algorithm.name=fedu: acts on the predictor"),
         ("encoder: {init: nowhere}", "encoder.init=nowhere: no such file"),
-        ("engine: {name: local, updates: fp16}", "engine.updates=fp16 with engine.name=local"),
         ("evaluate: {protocols: [head]}", "evaluate.protocols=head: objective.name=simclr"),
         ("device: 'cuda:99'", "device=cuda:99: not available here"),
     ],

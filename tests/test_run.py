@@ -18,6 +18,7 @@ from helpers import timeless, without_code
 from safetensors.torch import load_file
 
 from fedssl import checkpoint, config, run
+from fedssl.algorithms.dcco import DCCO
 from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
 from fedssl.errors import TrainingError, UserError
@@ -384,6 +385,29 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="no longer finite"):
         checkpoint.write(tmp_path, session)
     assert (tmp_path / checkpoint.FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ((), "lower engine.chunk (now 8192), then continue with --resume. The last good"),
+        (("algorithm.batch=2",), "lower algorithm.batch (now 2) and start a new run in another"),
+        (("engine.merge=off",), "lower algorithm.batch (now all images of a client) and start a"),
+    ],
+)
+def test_without_memory_it_says_what_would_help(
+    words: tuple[str, ...], fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(DCCO, "round", full)
+    with pytest.raises(UserError) as error:
+        run.run(small(*words), tmp_path / "run")
+    assert f"device=cpu: out of memory; {fix}" in str(error.value)
+    if "engine.chunk" in fix:  # as it says; of a batch it would be refused
+        monkeypatch.undo()
+        run.run(small("engine.chunk=8"), tmp_path / "run", resume=True)
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedssl import config, run
 from fedssl.data.dataset import Split
@@ -36,6 +37,52 @@ def test_judging_at_another_size_and_without_labels() -> None:
     assert same.judge(weights) != other.judge(weights)
     unlabeled = prepare(small("evaluate.size=24", "evaluate.protocols=unlabeled"))
     assert unlabeled.judge(weights)["effective_rank"] > 1
+
+
+def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> None:
+    few = ("data.labels=100", "evaluate.protocols=knn,knn@10,linear@10", "evaluate.monitor=knn@50")
+    notes = list(prepare(small(*few, "evaluate.k=60")).notes())
+    assert notes == [
+        "evaluate.k=60: knn@10 has only 10 labelled samples; all vote",
+        "evaluate.k=60: knn@50 has only 50 labelled samples; all vote",
+    ]
+    assert not list(prepare(small(*few)).notes())
+    assert not list(prepare(small("evaluate.protocols=linear@10", "evaluate.k=60")).notes())
+
+
+def test_rounds_that_never_come_are_said() -> None:
+    for rounds, every, said in ((3, 4, True), (4, 4, False), (0, 4, False), (3, 0, False)):
+        notes = list(prepare(small(f"rounds={rounds}", f"evaluate.every={every}")).notes())
+        line = "evaluate.every=4: there are 3 rounds, so only the end is judged"
+        assert notes == [line] * said
+
+
+KINDS = {"cat": 6, "newt": 2, "owl": 6}
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("data.labels=9", "data.labels=9: needs 3 samples of each class, but class newt has 2; at"),
+        ("data.holdout=0.7", "data.holdout=0.7: takes 3 samples of each class, but class newt has"),
+        ("evaluate.protocols=linear@9", "linear@9: labels=9: needs 3 samples of each class, but c"),
+        ("evaluate.protocols=linear@70%", "linear@70%: takes 3 samples of each class, but class n"),
+        ("evaluate.monitor=semi@70%", "evaluate.monitor=semi@70%: takes 3 samples of each class, "),
+    ],
+)
+def test_a_class_of_which_there_are_too_few_is_called_by_its_name(
+    tmp_path: Path, word: str, line: str
+) -> None:
+    files = [f"train/{name}/{k}.png" for name, n in KINDS.items() for k in range(n)]
+    for number, file in enumerate([*files, *(f"test/{name}/0.png" for name in KINDS)]):
+        path = tmp_path / "photos" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 10 * number).save(path)
+    where = ("data.name=folder", f"data.root={tmp_path / 'photos'}", f"data.cache={tmp_path}")
+    given = ("partition.name=iid", "partition.clients=2", "cohort.size=2", *where, word)
+    with pytest.raises(UserError) as error:
+        prepare(small(*given))
+    assert line in str(error.value) and "class newt has 2; " in str(error.value)
 
 
 def test_the_second_tower_is_judged_by_its_own_weights() -> None:

@@ -93,6 +93,15 @@ def test_a_way_of_showing_letters_that_a_user_chose() -> None:
     assert "\\u03bb" in done.stdout
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_stdout_costs_no_report(unbuffered: str, tmp_path: Path) -> None:
+    words = ("run", *SMALL, "--out", str(tmp_path / "run"))
+    status, done = shell("> /dev/full", *words, PYTHONUNBUFFERED=unbuffered)
+    said = "fedssl: stdout: No space left on device; make room, then continue with --resume\n"
+    assert status == 2 and done.stderr.endswith(said)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_a_full_disk_is_said_without_options_that_there_are_not() -> None:
     for words in (("recipes",), ("recipes", "default")):  # more than a buffer holds, and less
         status, done = shell("> /dev/full", *words)

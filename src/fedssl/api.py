@@ -11,7 +11,7 @@ from typing import Any
 
 from fedssl import config
 from fedssl.config import Tree
-from fedssl.errors import UserError
+from fedssl.errors import UserError, going_on
 from fedssl.process import wait_briefly
 from fedssl.runs import Run
 
@@ -53,12 +53,12 @@ def train(
 
     from fedssl import report, run
 
+    again = f"continue with fedssl.train(out={str(folder)!r}, resume=True)"
     try:
-        run.run(settings, folder, resume)
+        with going_on(again):
+            run.run(settings, folder, resume)
     except run.Interrupted:
-        raise KeyboardInterrupt(
-            f"stopped; continue with fedssl.train(out={str(folder)!r}, resume=True)"
-        ) from None
+        raise KeyboardInterrupt(f"stopped; {again}") from None
     report.leave(folder)
     return Run(folder)
 

@@ -19,7 +19,7 @@ from fedssl import __version__, streams
 from fedssl import config as configuration
 from fedssl.api import fresh_folder as _fresh_folder
 from fedssl.api import recipe_of
-from fedssl.errors import TrainingError, UserError, go_on
+from fedssl.errors import CONTINUE, TrainingError, UserError, go_on
 from fedssl.outputs import FULL
 from fedssl.process import wait_briefly
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in FULL:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        then = "continue with --resume" if hasattr(options, "resume") else "try again"
+        then = CONTINUE if hasattr(options, "resume") else "try again"
         print(f"fedssl: {where}{error.strerror}; make room, then {then}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -397,8 +397,10 @@ def _run(options: argparse.Namespace) -> int:
         summary = run.run(settings, out, options.resume)
     except (run.Interrupted, KeyboardInterrupt):
         return _stopped(out)
-    print(tables.result(summary, settings))
-    report.leave(out)
+    try:
+        print(tables.result(summary, settings))
+    finally:  # the run is finished, whether or not its table finds room
+        report.leave(out)
     print(f"\n{tables.closing(summary)}\n{out}")
     return 0
 

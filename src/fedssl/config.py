@@ -73,8 +73,16 @@ class Augment:
     noise: float | None = None  # standard deviation, pixels being 0 to 1
 
 
+class Params:
+    """Keys of a section whose name stands for a class."""
+
+    def idle_keys(self) -> dict[str, str]:
+        """Keys that nothing looks at beside the section's others, and what would make them act."""
+        return {}
+
+
 @dataclass(frozen=True)
-class PartitionParams:
+class PartitionParams(Params):
     """Keys of every partition."""
 
     name: str
@@ -92,6 +100,11 @@ class SourceParams(PartitionParams):
     sources: int = 5  # how many, of all but labels
     # Of features: encoder.safetensors, or a run's folder; none: untrained, of the run's own kind.
     encoder: str | None = None
+
+    def idle_keys(self) -> dict[str, str]:
+        """There are as many labels as classes."""
+        why = "does nothing with partition.source=labels; use another partition.source"
+        return {"sources": why} if self.source == "labels" else {}
 
 
 Initializer = Literal["he", "torch"]
@@ -125,14 +138,14 @@ class Encoder:
 
 
 @dataclass(frozen=True)
-class ObjectiveParams:
+class ObjectiveParams(Params):
     """Keys of every objective."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class AlgorithmParams:
+class AlgorithmParams(Params):
     """Keys of every algorithm: how long a client trains in a round."""
 
     name: str
@@ -216,7 +229,7 @@ class Evaluate:
     # the training images; or any, evenly. None: by folder if the test split has client folders,
     # else matched.
     client_test: Literal["folder", "matched", "iid"] | None = None
-    k: int = 20  # neighbours of knn
+    k: int = 20  # neighbours of knn; more than there are: all of them
     temperature: float = 0.1  # of knn
     size: int | None = None  # image size when judging; none: data.size
     tower: Literal["first", "second"] = "first"
@@ -714,18 +727,23 @@ def check_used(*runs: Config) -> None:
 
     For new runs only: one that an older version began with such a key can go on and be judged.
     """
-    standard = flat({name: to_tree(getattr(Config, name)) for name in _PLAIN})
-    idle = [_idle(run) for run in runs]
-    for run, own in zip(runs, idle, strict=True):
-        values = flat(to_tree(run))
-        for key in own:
-            if values[key] != standard[key] and all(key in other for other in idle):
+    known = [(_idle(run), flat(to_tree(run))) for run in runs]
+    for run, (idle, values) in zip(runs, known, strict=True):
+        names = {section: {"name": getattr(run, section).name} for section in VARIANTS}
+        standard = flat(to_tree(build(names)))
+        for key in (key for key in idle if key in values and values[key] != standard[key]):
+            if not any(key in theirs and key not in others for others, theirs in known):
                 default = "null" if standard[key] is None else standard[key]
-                raise UserError(f"{key}={values[key]}: {own[key]}, or leave it at {default}")
+                raise UserError(f"{key}={values[key]}: {idle[key]}, or leave it at {default}")
 
 
-_PLAIN = ("privacy", "cohort", "engine", "server", "client")  # sections that ``_idle`` is about
+FILES = ("folder", "paired", "tiny-imagenet")  # data sets that are files of images
 NO_MOMENTUM = ("adam", "adamw")  # rules that have none
+AT_SITES = "does nothing at real sites; use it in a simulation"
+OF_ENGINE = {  # keys that one engine alone looks at
+    "local": ("chunk",),
+    "flower": ("workers", "timeout", "updates", "max_norm", "sites"),
+}
 
 
 def _idle(config: Config) -> dict[str, str]:
@@ -734,6 +752,8 @@ def _idle(config: Config) -> dict[str, str]:
     if config.privacy.noise is None:
         why = "does nothing without noise; add privacy.noise, as in privacy.noise=4"
         found |= dict.fromkeys(("privacy.clip", "privacy.most_samples", "privacy.delta"), why)
+    elif config.checkpoint.seconds:  # 0 says as much
+        found["checkpoint.seconds"] = "with privacy.noise there is one after every round; use 0"
     if not config.privacy.secure:
         found["privacy.threshold"] = "does nothing without secure sums; add privacy.secure=true"
     if config.cohort.average not in ("trimmed", "krum"):
@@ -741,15 +761,51 @@ def _idle(config: Config) -> dict[str, str]:
             f"does nothing with cohort.average={config.cohort.average}; use cohort.average=trimmed "
             "or krum"
         )
-    if config.engine.name == "local":
-        found["engine.sites"] = (
-            "a simulation has no sites; write an app for them with fedssl deploy init"
-        )
     for side, rule in (("server", config.server.optimizer), ("client", config.client.optimizer)):
         if rule in NO_MOMENTUM:
             found[f"{side}.momentum"] = (
                 f"does nothing with {side}.optimizer={rule}; use {side}.optimizer=sgd or lars"
             )
+    for section in VARIANTS:
+        own = getattr(config, section).idle_keys()
+        found |= {f"{section}.{key}": why for key, why in own.items()}
+    return found | _idle_images(config) | _idle_engine(config.engine)
+
+
+def _idle_images(config: Config) -> dict[str, str]:
+    """Of data sets, encoders and folders of other kinds."""
+    found: dict[str, str] = {}
+    if config.data.name not in FILES:
+        why = f"does nothing with data.name={config.data.name}, which has no files of images"
+        found["data.corrupt"] = f"{why}; it is for data.name={', '.join(FILES)}"
+    if config.encoder.name != "vit-tiny":
+        found["encoder.patch"] = (
+            f"does nothing with encoder.name={config.encoder.name}; use encoder.name=vit-tiny"
+        )
+    if config.engine.sites is not None:
+        found |= dict.fromkeys(("partition.fraction", "partition.level"), AT_SITES)
+    return found
+
+
+def _of_others(engine: str) -> dict[str, str]:
+    """Keys that do nothing with an engine, and the one that looks at each."""
+    return {key: other for other, keys in OF_ENGINE.items() if other != engine for key in keys}
+
+
+def _idle_engine(engine: Engine) -> dict[str, str]:
+    """Of the other engine, and of simulations where clients are real sites."""
+    found = {
+        f"engine.{key}": f"does nothing with engine.name={engine.name}; use engine.name={other}"
+        for key, other in _of_others(engine.name).items()
+    }
+    if engine.name == "local":
+        found["engine.sites"] = (
+            "a simulation has no sites; write an app for them with fedssl deploy init"
+        )
+    elif engine.sites is not None:
+        found["engine.workers"] = AT_SITES
+        if engine.compile == "on":  # off says as much
+            found["engine.compile"] = AT_SITES
     return found
 
 
@@ -863,7 +919,7 @@ def _put(tree: Tree, name: str, value: Any) -> None:
 
 
 def _merge(recipe: Tree, overrides: Tree) -> Tree:
-    """Overrides win; a new name, or rule, keeps only keys that mean the same under every name."""
+    """Overrides win; a new name, rule or engine keeps only keys that mean the same under each."""
     tree = dict(recipe)
     for section, value in overrides.items():
         base = tree.get(section)
@@ -875,6 +931,8 @@ def _merge(recipe: Tree, overrides: Tree) -> Tree:
             base = {k: v for k, v in base.items() if k not in dropped}
         if value.get("optimizer") in NO_MOMENTUM:
             base = {k: v for k, v in base.items() if k != "momentum"}
+        if section == "engine" and isinstance(value.get("name"), str):
+            base = {k: v for k, v in base.items() if k not in _of_others(value["name"])}
         for pair in ALTERNATIVES:
             if set(pair) & value.keys():
                 base = {k: v for k, v in base.items() if k not in pair}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
 MANY = 1024  # images, of a site of which nothing is known
+WHOLE = {"source": "labels", "fraction": 1.0, "level": "client"}  # a site's data, undivided
 CONNECTION = "fedssl"  # the server's name in Flower's config.toml
 QUIET = (
     "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 \\\n"
@@ -91,15 +92,7 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
     fixed += [] if "data.root" in given else ["data.root=null"]
     # Baselines would be trained at all sites, one after another.
     fixed += [] if "evaluate.baselines" in given else ["evaluate.baselines=[]"]
-    tree = configuration.read_recipe(recipe)
-    source = (tree.get("partition") or {}).get("source", "labels")
-    if source != "labels":
-        print(
-            f"fedssl: {recipe}: partition.source={source} is left out: sites have their own data, "
-            "which nobody divides or alters",
-            file=sys.stderr,
-        )
-    config = configuration.resolve(tree, [*words, *fixed])
+    config = configuration.resolve(_undivided(recipe), [*words, *fixed])
     configuration.check_used(config)
     if config.engine.sites is None:
         raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
@@ -109,6 +102,19 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
     own = dataclasses.replace(data, levels=levels, root=root, cache=cache)
     encoder = dataclasses.replace(config.encoder, init=_absolute(config.encoder.init))
     return dataclasses.replace(config, data=own, encoder=encoder)
+
+
+def _undivided(recipe: str) -> configuration.Tree:
+    """A recipe without what it does to the clients' images; where that is something, it is said."""
+    tree = configuration.read_recipe(recipe)
+    given = tree.get("partition") or {}
+    for key in (key for key, plain in WHOLE.items() if given.get(key, plain) != plain):
+        print(
+            f"fedssl: {recipe}: partition.{key}={given[key]} is left out: sites have their own "
+            "data, which nobody divides or alters",
+            file=sys.stderr,
+        )
+    return {**tree, "partition": {k: v for k, v in given.items() if k not in WHOLE}}
 
 
 def _absolute(path: str | None) -> str | None:

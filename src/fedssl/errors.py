@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+
+CONTINUE = "continue with --resume"  # in a hint: what goes on with a run of ``fedssl run``
 
 
 class UserError(Exception):
@@ -19,6 +23,16 @@ class UserError(Exception):
 
 class TrainingError(Exception):
     """Training cannot go on (a loss that is not finite); what was saved is kept."""
+
+
+@contextlib.contextmanager
+def going_on(words: str) -> Iterator[None]:
+    """Hints within say ``words`` where a run does not go on with ``--resume``."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (str(error).replace(CONTINUE, words),)
+        raise
 
 
 def go_on(folder: str | Path) -> str:

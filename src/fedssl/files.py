@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedssl.errors import UserError
+from fedssl.errors import CONTINUE, UserError
 from fedssl.outputs import FULL
 
 LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
-RESUME = "make room, then continue with --resume. What was saved before is kept"
+RESUME = f"make room, then {CONTINUE}. What was saved before is kept"
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.errors import UserError
+from fedssl.errors import CONTINUE, UserError
 from fedssl.files import write_json
 
 PATIENCE = 30.0  # seconds that the end of a run waits for lines still on their way
@@ -259,7 +259,7 @@ def start(config: Config | None, out: Path, round: int) -> list[Logger]:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"log={name}: cannot be opened ({reason}); mend it, or leave it out with log=[], "
-                f"then continue with --resume --out {out}"
+                f"then {CONTINUE}. The run is in {out}"
             ) from None
     return found
 

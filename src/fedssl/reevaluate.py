@@ -22,6 +22,8 @@ from fedssl.session import deployed, prepare
 from fedssl.tables import models
 
 FILE = "evaluations.jsonl"
+# Keys about rounds, which are over, and about other runs.
+OF_TRAINING = ("every", "monitor", "targets", "baselines", "drift")
 SAME_IMAGES = {"data.size", "data.cache", "data.corrupt"}  # keys that leave them the run's own
 OF_OWN_DATA = {
     "per-client": "judges the run's own clients",
@@ -45,8 +47,12 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
         if word.startswith("data.holdout"):
             raise UserError(f"{word}: what was held out of training is decided when it starts")
+        if word.startswith(tuple(f"evaluate.{key}=" for key in OF_TRAINING)):
+            raise UserError(f"{word}: is about training, and nothing is trained here; leave it out")
     tree = config.read_yaml(known)
     settings = config.resolve(tree, words)
+    # What watched the rounds says nothing here, and need not suit the protocols or the data.
+    settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES
     sites = deployed(settings)
     if sites and not given:  # it was trained on images that are elsewhere: the server's are others
@@ -80,6 +86,8 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     done, rounds = session.server.round, settings.rounds
     if done < rounds:
         print(f"fedssl: evaluate: round {done} of {rounds}: it has not ended", file=sys.stderr)
+    for note in session.judging_notes():
+        print(f"fedssl: evaluate: {note}", file=sys.stderr)
     rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
     _append(run, {"rounds": session.server.round, "changed": list(words), "rows": rows})
     shown = models("result", rows["result"], session.judges)
@@ -192,8 +200,6 @@ def _on_other_data(settings: config.Config, given: Set[str], own: object) -> con
         data=data,
         partition=whole.partition,
         cohort=whole.cohort,
-        engine=replace(settings.engine, name="local", max_norm=None, updates="full"),
+        engine=replace(settings.engine, name="local"),
         privacy=whole.privacy,
-        # What watched the rounds says nothing here, and need not suit the data.
-        evaluate=replace(settings.evaluate, monitor=None, targets=()),
     )

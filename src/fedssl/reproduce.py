@@ -18,7 +18,7 @@ import torch
 
 from fedssl import __version__, config, metrics, run, sweep, tables
 from fedssl.config import Config
-from fedssl.errors import TrainingError, UserError
+from fedssl.errors import TrainingError, UserError, going_on
 from fedssl.evaluate import check_heldout, chooser
 from fedssl.files import write_text, writing
 from fedssl.run import Interrupted as Interrupted
@@ -247,7 +247,8 @@ def work(jobs: Sequence[Job]) -> list[Job]:
             continue
         print(label, file=sys.stderr)
         try:
-            run.run(job.settings, job.folder, resume=_started(job))
+            with going_on("call it again, and it goes on"):
+                run.run(job.settings, job.folder, resume=_started(job))
         except TrainingError as error:
             print(f"{label}: {error}", file=sys.stderr)
             failed.append(job)

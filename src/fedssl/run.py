@@ -28,7 +28,7 @@ from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
 from fedssl.data.partition import called
 from fedssl.deployment import SITES
-from fedssl.errors import TrainingError, UserError, go_on
+from fedssl.errors import CONTINUE, TrainingError, UserError, go_on
 from fedssl.evaluate import drift
 from fedssl.files import save, write_json, write_text, writing
 from fedssl.metrics import Metrics, for_one, read
@@ -78,7 +78,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
             folder: stack.enter_context(_metrics(session, folders[folder], folder))
             for folder, session in sessions.items()
         }
-        with _stop_signals() as stop, plugins.blamed("continue with --resume"):
+        with _stop_signals() as stop, plugins.blamed(CONTINUE):
             for folder, session in sessions.items():
                 work = functools.partial(train, session, folder, stop, metrics[folder])
                 session.engine.drive(work)
@@ -96,7 +96,7 @@ def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> di
     """One run of a session whose clients are elsewhere."""
     start_folder(session, settings, out, resume)
     with _metrics(session, settings, out) as metrics:
-        with _stop_signals() as stop, plugins.blamed("continue with --resume"):
+        with _stop_signals() as stop, plugins.blamed(CONTINUE):
             session.engine.drive(functools.partial(train, session, out, stop, metrics))
         summary = finish(session, out)
         metrics.conclude(summary)
@@ -395,12 +395,7 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         skipped = True
         progress.say(f"round {server.round + 1} skipped: {reason}")
     except torch.OutOfMemoryError:
-        chunk, batch = session.config.engine.chunk, session.config.algorithm.batch
-        raise UserError(
-            f"device={session.work.device}: out of memory; lower "
-            + (f"engine.chunk (now {chunk})" if batch is None else f"algorithm.batch (now {batch})")
-            + f", then continue with --resume. {checkpoint.kept(out)}"
-        ) from None
+        raise _no_memory(session, out) from None
     for warning in server.warnings:
         progress.say(f"round {server.round + 1}: {warning}")
     for client, fault in sorted(cohort.traffic.faults.items()):
@@ -431,6 +426,16 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
         **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
         **drift.measure(session),
     }
+
+
+def _no_memory(session: Session, out: Path) -> UserError:
+    """What to lower; a run's batch is its own, so that takes a new one."""
+    chunk, batch = session.config.engine.chunk, session.config.algorithm.batch
+    now = "all images of a client" if batch is None else batch
+    fix = f"lower algorithm.batch (now {now}) and start a new run in another folder"
+    if session.engine.merges:
+        fix = f"lower engine.chunk (now {chunk}), then {CONTINUE}. {checkpoint.kept(out)}"
+    return UserError(f"device={session.work.device}: out of memory; {fix}")
 
 
 def draw(session: Session, round: int) -> NDArray[np.int64]:

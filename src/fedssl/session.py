@@ -39,6 +39,7 @@ from fedssl.evaluate import (
     per_client,
     protocols,
 )
+from fedssl.evaluate import notes as judge_notes
 from fedssl.evaluate.features import extract, pool_cases, top1
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
@@ -150,6 +151,10 @@ class Session:
             yield f"{self.config.algorithm.name}: {single} (docs/privacy.md)"
         if self.algorithm.note is not None:
             yield self.algorithm.note
+        yield from self.judging_notes()
+        every, rounds = self.config.evaluate.every, self.config.rounds
+        if self.judged and 0 < rounds < every:
+            yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is judged"
         if self.site_names is not None:
             return
         if self.config.data.name == "folder":
@@ -173,6 +178,12 @@ class Session:
         for spec, share in {words.partition("=")[2]: share for words, share in shares}.items():
             train = self.dataset.train
             yield from collaborative.notes(spec, self.config, self.clients, train, share)
+
+    def judging_notes(self) -> Iterator[str]:
+        """Of these, what is about judging alone."""
+        if self.judged:
+            data, settings = self.dataset, self.config.evaluate
+            yield from judge_notes(settings, data.train, data.test, len(data.classes))
 
     def _found(self) -> str:
         """What the user's folders were taken for."""
@@ -528,14 +539,7 @@ def assemble(
 
 def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
     """Where client work happens (``engine.name``)."""
-    settings = work.config.engine
-    if settings.name == "local":
-        for name, value in (("max_norm", settings.max_norm), ("updates", settings.updates)):
-            if value not in (None, "full"):
-                raise UserError(
-                    f"engine.{name}={value} with engine.name=local: nothing travels there; use "
-                    "engine.name=flower"
-                )
+    if work.config.engine.name == "local":
         return LocalEngine(work, algorithm, groups, average)
     from fedssl.engines.remote import RemoteEngine
 
@@ -563,7 +567,8 @@ def held_out(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     if not share:
         return np.empty(0, dtype=np.int64)
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
-    return datasets.held_out(labels, share, len(dataset.classes), config.seed).numpy()
+    names = dataset.classes
+    return datasets.held_out(labels, share, len(names), config.seed, names=names).numpy()
 
 
 def client_data(config: Config, dataset: Dataset, found: sources.Sources | None = None) -> Groups:
@@ -764,12 +769,11 @@ def check_evaluation(
     config: Config, dataset: Dataset, objective: Objective, groups: Groups
 ) -> None:
     """Protocols that the data allows, of a tower that exists."""
-    settings, classes = config.evaluate, len(dataset.classes)
-    check_protocols(settings, dataset.train, dataset.test, classes, holdout=config.data.holdout)
+    settings, names = config.evaluate, dataset.classes
+    train, test, classes, holdout = dataset.train, dataset.test, len(names), config.data.holdout
+    check_protocols(settings, train, test, classes, holdout=holdout, names=names)
     if "per-client" in (*(settings.protocols or ()), *(settings.monitor or ())):
-        per_client.check(
-            settings.client_test, groups, dataset.train, dataset.test, classes, config.seed
-        )
+        per_client.check(settings.client_test, groups, train, test, classes, config.seed)
     for words, share in collaborations(settings).items():
         collaborative.check(words, config, groups, dataset, share)
     if settings.tower == "second" and config.encoder.towers == 1:

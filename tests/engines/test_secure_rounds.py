@@ -195,8 +195,6 @@ def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> No
         (("engine.name=flower", SECURE, "engine.updates=fp16"), "engine.updates=fp16"),
         (("engine.name=flower", SECURE, "engine.max_norm=2"), "engine.max_norm"),
         (("engine.name=flower", "algorithm.name=centralized"), "engine.name=local"),
-        (("engine.max_norm=2",), "engine.name=flower"),
-        (("engine.updates=fp16",), "engine.name=flower"),
     ],
 )
 def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> None:

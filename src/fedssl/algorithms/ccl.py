@@ -90,6 +90,17 @@ class CCL(Algorithm):
                     "InstaHide give both mix=1 and share_plain=true, else neither"
                 )
 
+        def idle_keys(self) -> dict[str, str]:
+            """Of the matching, and of what is shared."""
+            found: dict[str, str] = {}
+            if not self.lambda_:
+                why = "does nothing with algorithm.lambda=0; use an algorithm.lambda above 0"
+                found |= dict.fromkeys(("neighbours", "temperature"), why)
+            if self.remote == "off":
+                why = "does nothing with algorithm.remote=off; use algorithm.remote=both"
+                found |= dict.fromkeys(("features", "mix", "share_plain"), why)
+            return found
+
     params: Params
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:

@@ -68,6 +68,11 @@ class FeatARC(Algorithm):
             if not 0 <= self.lambda_ < float("inf"):
                 raise UserError(f"algorithm.lambda={self.lambda_}: must be finite and not negative")
 
+        def idle_keys(self) -> dict[str, str]:
+            """One model alone is alike and apart."""
+            why = "does nothing with algorithm.clusters=1; use more algorithm.clusters"
+            return {"start": why} if self.clusters == 1 else {}
+
     params: Params
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:

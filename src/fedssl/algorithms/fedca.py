@@ -83,6 +83,11 @@ class FedCA(Algorithm):
                     "no projection"
                 )
 
+        def idle_keys(self) -> dict[str, str]:
+            """There is a base model only to align with."""
+            why = "does nothing with algorithm.align=0; use an algorithm.align above 0"
+            return {} if self.align else {"base_epochs": why}
+
     params: Params
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:

@@ -53,6 +53,13 @@ class FedEMA(DivergenceAware):
                 )
             self._check_decay()
 
+        def idle_keys(self) -> dict[str, str]:
+            """τ is for a λ that each client finds by itself."""
+            if self.lambda_ == "auto" and self.decay is None:
+                return {}
+            given = f"lambda={self.lambda_}" if self.decay is None else f"decay={list(self.decay)}"
+            return {"tau": f"does nothing with algorithm.{given}; use algorithm.lambda=auto alone"}
+
         def _check_decay(self) -> None:
             if self.decay is None:
                 return

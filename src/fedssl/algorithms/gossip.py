@@ -57,6 +57,11 @@ class Gossip(Algorithm):
                     "most 1"
                 )
 
+        def idle_keys(self) -> dict[str, str]:
+            """Only the random graph is drawn by it."""
+            why = f"does nothing with algorithm.topology={self.topology}; use topology=random"
+            return {} if self.topology == "random" else {"edge_probability": why}
+
     params: Params
     weights: NDArray[np.float64]  # W, known when the number of clients is
 

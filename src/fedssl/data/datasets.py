@@ -93,12 +93,18 @@ def where(data: config.Data) -> str:
 
 
 def draw_labels(
-    labels: Tensor, count: int, classes: int, seed: int, key: str = "data.labels"
+    labels: Tensor,
+    count: int,
+    classes: int,
+    seed: int,
+    key: str = "data.labels",
+    names: Sequence[str] = (),
 ) -> Tensor:
     """Sorted indices of ``count`` labelled samples, equally many of each class.
 
     A pure function of the seed, and nested: ``draw_labels(y, 10, 10, seed)`` is part of
-    ``draw_labels(y, 50, 10, seed)``. ``key`` is the configuration key that an error names.
+    ``draw_labels(y, 50, 10, seed)``. ``key`` is the configuration key that an error names, and
+    ``names`` are those of the classes, for it too.
     """
     numbers = labels.cpu().numpy()
     available = np.bincount(numbers[numbers >= 0], minlength=classes)
@@ -110,8 +116,8 @@ def draw_labels(
         )
     if each > available.min():
         raise UserError(
-            f"{key}={count}: needs {each} samples of each class, but class number "
-            f"{available.argmin()} has {available.min()}; at most {available.min() * classes}"
+            f"{key}={count}: needs {each} samples of each class, but {_rarest(available, names)}; "
+            f"at most {available.min() * classes}"
         )
     ranks = random.mix(random.key(seed, "labels"), np.arange(len(numbers), dtype=np.uint64))
     order = np.lexsort((ranks, numbers))[np.count_nonzero(numbers < 0) :]
@@ -121,13 +127,19 @@ def draw_labels(
 
 
 def held_out(
-    labels: Tensor, share: float, classes: int, seed: int, where: str | None = None
+    labels: Tensor,
+    share: float,
+    classes: int,
+    seed: int,
+    where: str | None = None,
+    names: Sequence[str] = (),
 ) -> Tensor:
     """Sorted indices of a share of the labelled samples, equally many of each class.
 
     These are the samples that ``data.holdout`` keeps from the clients, for fine-tuning alone
     (FedEMA, appendix B.3). Drawn as in ``draw_labels``, so a larger share contains a smaller one.
-    ``where`` begins an error's line about a protocol, whose share is in percent.
+    ``where`` begins an error's line about a protocol, whose share is in percent; ``names`` are the
+    classes', for such a line.
     """
     percent, where = where is not None, where or f"data.holdout={share}"
     if not 0 <= share < 1:
@@ -151,10 +163,17 @@ def held_out(
     if each > available.min():
         most = _share(int(available.min()), classes, len(known), percent)
         raise UserError(
-            f"{where}: takes {each} samples of each class, but class number "
-            f"{available.argmin()} has {available.min()}; take at most {most}"
+            f"{where}: takes {each} samples of each class, but {_rarest(available, names)}; take "
+            f"at most {most}"
         )
     return draw_labels(labels, each * classes, classes, seed)
+
+
+def _rarest(available: Labels, names: Sequence[str]) -> str:
+    """The class with the fewest samples, in a sentence: by its name, else by its number."""
+    rarest = int(available.argmin())
+    called = names[rarest] if names else f"number {rarest}"
+    return f"class {called} has {available[rarest]}"
 
 
 def _share(each: int, classes: int, total: int, percent: bool) -> str:
@@ -216,7 +235,8 @@ def _keep_labels(dataset: Dataset, count: int, seed: int) -> Dataset:
             f"data.labels={count}: {dataset.name} has no classes here; "
             "leave it out, or name the class level in data.levels"
         )
-    index = draw_labels(train.labels, count, len(dataset.classes), seed)
+    names = dataset.classes
+    index = draw_labels(train.labels, count, len(names), seed, names=names)
     rows = index.numpy()
     kept = Split(
         tuple(x[index] for x in train.images),

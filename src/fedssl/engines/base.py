@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedssl.algorithms.base import Algorithm, Average, Cohort
 from fedssl.data.dataset import Groups
-from fedssl.errors import UserError
+from fedssl.errors import CONTINUE, UserError
 from fedssl.trees import misfits
 from fedssl.workspace import Workspace
 
@@ -65,7 +65,7 @@ class Engine(ABC):
         """What an algorithm keeps fits into files: told at once, not at the next checkpoint."""
         for problem in misfits(state, f"{whose}.state"):
             where = f"algorithm.name={self.algorithm.params.name}"
-            raise UserError(f"{where}: {problem}, then continue with --resume")
+            raise UserError(f"{where}: {problem}, then {CONTINUE}")
 
     def open(self, out: Path) -> None:
         """Before a run: where its files go."""

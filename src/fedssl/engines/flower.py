@@ -39,7 +39,7 @@ from fedssl.engines.codec import Malformed, Packed
 from fedssl.engines.remote import RemoteEngine
 from fedssl.engines.site import Reply, Request, SecureStep, Site, describe
 from fedssl.engines.store import History
-from fedssl.errors import TrainingError, UserError
+from fedssl.errors import TrainingError, UserError, going_on
 from fedssl.files import writing
 
 if TYPE_CHECKING:
@@ -655,7 +655,8 @@ def server_app(recipe: Path) -> ServerApp:
         try:
             if not isinstance(resume, bool):
                 raise UserError(f"resume={json.dumps(resume)}: must be true or false, unquoted")
-            serve(grid, _config(recipe.read_text(encoding="utf-8")), out, resume)
+            with going_on("continue with --run-config 'resume=true'"):
+                serve(grid, _config(recipe.read_text(encoding="utf-8")), out, resume)
         except Interrupted:
             _say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -100,23 +101,49 @@ def protocols(settings: Evaluate, train: Split, test: Split | None) -> tuple[str
 
 
 def check(
-    settings: Evaluate, train: Split, test: Split | None, classes: int, *, holdout: float = 0.0
+    settings: Evaluate,
+    train: Split,
+    test: Split | None,
+    classes: int,
+    *,
+    holdout: float = 0.0,
+    names: Sequence[str] = (),
 ) -> None:
-    """Refuse, before any training, what could not be judged after it."""
+    """Refuse, before any training, what could not be judged after it.
+
+    ``names`` are those of the classes, for errors.
+    """
     check_heldout(settings, holdout)
     named = protocols(settings, train, test)
     for spec in named:
-        _check_spec(spec, "evaluate.protocols", train, test, classes, holdout)
+        _check_spec(spec, "evaluate.protocols", train, test, classes, holdout, names)
     _check_labels(*named, *(settings.monitor or ()))
     if settings.monitor == ():
         raise UserError("evaluate.monitor=[]: name at least one, such as knn, or leave it out")
     for spec in settings.monitor or ():
-        _check_spec(spec, "evaluate.monitor", train, test, classes, holdout)
+        _check_spec(spec, "evaluate.monitor", train, test, classes, holdout, names)
     _check_targets(settings, named if settings.monitor is None else settings.monitor)
 
 
+def notes(settings: Evaluate, train: Split, test: Split | None, classes: int) -> Iterator[str]:
+    """What a user should know before an encoder is judged."""
+    if settings.k == Evaluate.k:  # a data set may well be smaller than what nobody chose
+        return
+    named = (*protocols(settings, train, test), *(settings.monitor or ()))
+    for spec in dict.fromkeys(spec for spec in named if parse(spec)[0] == "knn"):
+        count = len(_draw(train, spec, classes, 0))
+        if settings.k > count:
+            yield f"evaluate.k={settings.k}: {spec} has only {count} labelled samples; all vote"
+
+
 def _check_spec(
-    spec: str, key: str, train: Split, test: Split | None, classes: int, holdout: float
+    spec: str,
+    key: str,
+    train: Split,
+    test: Split | None,
+    classes: int,
+    holdout: float,
+    names: Sequence[str],
 ) -> None:
     name, amount = parse(spec, key)
     where = f"{key}={spec}"
@@ -142,7 +169,7 @@ def _check_spec(
         raise UserError(
             f"{where}: labels go by case here, and data.holdout keeps single images; leave it out"
         )
-    drawn = _draw(train, spec, classes, 0, key)
+    drawn = _draw(train, spec, classes, 0, key, names)
     if name == "heldout" and len(drawn) < 2 * classes:
         labels = _labels(train)
         fix = "take a larger share, here and as data.holdout"
@@ -293,7 +320,12 @@ class _Side:
 
 
 def _draw(
-    train: Split, spec: str, classes: int, seed: int, key: str = "evaluate.protocols"
+    train: Split,
+    spec: str,
+    classes: int,
+    seed: int,
+    key: str = "evaluate.protocols",
+    names: Sequence[str] = (),
 ) -> NDArray[np.int64]:
     """Which cases have a label: all, or as many as the protocol says, the same for each of them."""
     from fedssl.data.datasets import draw_labels, held_out
@@ -304,11 +336,11 @@ def _draw(
     if amount is None:
         return np.arange(len(labels))
     if isinstance(amount, int):
-        return draw_labels(labels, amount, classes, seed, f"{where}: labels").numpy()
+        return draw_labels(labels, amount, classes, seed, f"{where}: labels", names).numpy()
     if train.cases is not None:
-        return held_out(labels, amount, classes, seed, where).numpy()
+        return held_out(labels, amount, classes, seed, where, names).numpy()
     # By the images' own numbers, as data.holdout draws: so they are among those that it keeps.
-    images = held_out(_labels(train), amount, classes, seed, where).numpy()
+    images = held_out(_labels(train), amount, classes, seed, where, names).numpy()
     return np.searchsorted(groups.members, images)
 
 
