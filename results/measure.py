@@ -4,7 +4,8 @@
 
 A line of the file is what ``fedssl reproduce`` takes, a recipe and its keys; those of the command
 hold for all lines. A row that is finished in DIR is passed over, so the same command goes on; none
-is started after SECONDS. Then ``results/add.py DIR/…/table.jsonl``.
+is started after SECONDS. A row that breaks off by an error is told and passed over. Then
+``results/add.py DIR/…/table.jsonl``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import shlex
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from fedssl import reproduce, sweep
@@ -46,7 +48,12 @@ def measure(lines: list[str], words: list[str], out: Path, until: float) -> list
         if seconds > until:
             break
         print(f"{seconds:7.1f} s {job.label}", file=sys.stderr, flush=True)
-        reproduce.work([job])
+        try:
+            reproduce.work([job])
+        except reproduce.Interrupted:
+            raise
+        except Exception:  # whatever it is: the others need not wait for it
+            traceback.print_exc()
     return [job for job in jobs if job.summary() is None]
 
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from helpers import load
 
-from fedssl import config
+from fedssl import config, run
 from fedssl.objectives.cco import CCO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -509,6 +509,32 @@ def test_rows_of_a_file_run_one_after_another(
     assert capsys.readouterr().err.count(" s dcco/") == 3
     assert main(command) == 0
     assert capsys.readouterr().err.count("finished before") == 3
+
+
+def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, inner = load("results/measure.py"), run.run
+
+    def broken(settings: config.Config, out: Path, resume: bool) -> dict[str, Any]:
+        if out.name == "cifar100-noniid-4":
+            raise RuntimeError("a kernel is missing")
+        return inner(settings, out, resume)
+
+    monkeypatch.setattr(run, "run", broken)
+    (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4\ndcco/cifar100-noniid-16\n")
+    command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
+    assert measure.main([*command, "objective.projector=[8]"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "not finished: dcco/cifar100-noniid-4\n"
+    assert "RuntimeError: a kernel is missing" in told.err and "noniid-16" in told.err
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise run.Interrupted
+
+    monkeypatch.setattr(run, "run", stopped)  # all rows are: nobody asked for the next one
+    assert measure.main([*command, "objective.projector=[8]"]) == 130
+    assert capsys.readouterr().err.count("[1/1]") == 1
 
 
 @pytest.mark.parametrize(
