@@ -276,9 +276,8 @@ def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor
     work = client.work
     work.load(weights)
     network, tower = work.network, cast(Tower, work.network.towers[0])
-    half, found = work.precision == "bf16", []
-    images = work.images[0][client.members]
-    with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
+    images, found = work.images[0][client.members], []
+    with work.autocast():
         for part in in_batches(work, images):
             one = tower.encoder(plain(work, part))
             found.append((one, network.predict((tower.head(one),))[0] if encode else one))
