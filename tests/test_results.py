@@ -323,6 +323,19 @@ def test_a_claim_may_be_about_two_measures(generate: ModuleType, rows: Path) -> 
     assert row["ours"] == "7.0 and 5.5" and row[WORD] == "appears"
 
 
+def test_untrained_clients_models_and_the_global_one_are_one(
+    generate: ModuleType, rows: Path
+) -> None:
+    names = "per-client_personal_top1, per-client_global_top1"
+    generate.TABLES.write_text(TABLE.replace("linear@5000_top1, knn_top1", names))
+    ours = {"per-client_personal_top1": 30.0, "per-client_global_top1": 20.0}
+    judged = line("noniid-16-cco-fedavg", None, ours=ours, untrained={"per-client_top1": 25.0})
+    write(rows, judged)
+    page = generate.results("mine")
+    assert list(cells(page, "untrained").values())[:2] == ["25.0", "25.0"]
+    assert cells(page, FAILS)[WORD] == "**does not appear**"
+
+
 def test_a_run_that_failed_is_beaten_and_one_without_the_measure_is_not_measured(
     generate: ModuleType, rows: Path
 ) -> None:

@@ -80,7 +80,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     done, rounds = session.server.round, settings.rounds
     if done < rounds:
         print(f"fedssl: evaluate: round {done} of {rounds}: it has not ended", file=sys.stderr)
-    rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
+    rows = {"untrained": session.judge_untrained(), "result": session.judge_result()}
     _append(run, {"rounds": session.server.round, "changed": list(words), "rows": rows})
     shown = models("result", rows["result"], session.judges)
     return {"untrained": rows["untrained"], **shown}

@@ -270,6 +270,15 @@ class Session:
         network = build_network(fresh, self.work.objective, channels, size, classes)
         return Flat(network).vector.to(self.work.initial)
 
+    def judge_untrained(self) -> dict[str, float]:
+        """The numbers of weights at random, which are everybody's: so ``per-client_top1``, too."""
+        weights = self.untrained()
+        results = self.judge(weights)
+        if "per-client" in self.protocols:
+            found = per_client.summary("global", self._client_scores(weights))
+            results |= {name.replace("_global", ""): value for name, value in found.items()}
+        return results
+
     def number_of(self, client: int) -> int:
         """Which of the server's models a client trains, where the server has several."""
         path = self.algorithm.personal

@@ -138,6 +138,10 @@ SMALL = (
 )
 def test_every_client_is_judged_by_each_model_there_is(words: list[str], models: set[str]) -> None:
     session = prepare(configuration.resolve(configuration.read_recipe(None), [*SMALL, *words]))
+    untrained = session.judge_untrained()  # one model is everybody's
+    assert untrained.keys() == {f"per-client_{what}" for what in ("top1", "worst", "spread")}
+    scores = list(session._client_scores(session.work.initial))
+    assert untrained["per-client_top1"] == pytest.approx(float(np.mean(scores)))
     step(session.engine, session.server, 0)
     results = session.judge_clients()
     assert results.keys() == {
