@@ -576,16 +576,25 @@ def test_a_file_that_cannot_run_as_it_is_runs_no_row(
 @pytest.mark.parametrize("plan", sorted(ROOT.glob("results/plan-*.txt")), ids=lambda p: p.stem)
 def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: Path) -> None:
     lines = plan.read_text(encoding="utf-8").splitlines()
-    words = ["data.name=folder", "data.root=DIR"]
+    known = {"tiny100": "stand-in", "cifar10": "CIFAR-10 (", "items": "CIFAR-10 ("}
+    images = known.get(plan.stem.split("-")[1], plan.stem.removeprefix("plan-"))
+    words = (
+        ["data.root=DIR"] if images == "fashion-mnist" else ["data.name=folder", "data.root=DIR"]
+    )
     planned = load("results/measure.py").planned(lines, words, tmp_path)
     assert planned
     rows = load("results/add.py").read(ROOT / "results/rows.jsonl")
-    images = {"tiny100": "stand-in", "cifar10": "CIFAR-10 ("}[plan.stem.split("-")[1]]
     done = [(r["recipe"], r["changed"], r["seed"]) for r in rows if r["data"].startswith(images)]
     for job in planned:
         values = config.flat(config.to_tree(job.settings))
         changed = {key: values[key] for key in job.changed}
         assert (job.name, changed, job.settings.seed) not in done
+        asked = config.variant("algorithm", job.settings.algorithm.name).compiles == "on"
+        assert not asked or job.settings.engine.compile == "on", job.name  # plain, it takes hours
+        assert any(
+            job.name in table["rows"].values() and images.startswith(table["data"])
+            for table in yaml.safe_load((ROOT / "results/tables.yaml").read_text()).values()
+        ), job.name
 
 
 def test_the_plain_loss_of_cco_is_ours() -> None:
