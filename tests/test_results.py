@@ -597,6 +597,38 @@ def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: P
         ), job.name
 
 
+@pytest.mark.parametrize(
+    ("plan", "data", "names"),
+    [
+        ("items", "CIFAR-10 (", ("decssl", "featarc", "ccl-table1", "perfcl-table2")),
+        ("fashion-mnist", "fashion-mnist", ("ccl-fmnist",)),
+    ],
+)
+def test_what_is_planned_settles_all_claims_of_its_tables(
+    plan: str,
+    data: str,
+    names: tuple[str, ...],
+    generate: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alike as they are in rounds and settings; that runs have the measures is told elsewhere."""
+    lines = (ROOT / f"results/plan-{plan}.txt").read_text(encoding="utf-8").splitlines()
+    words = ["data.root=DIR", *(["data.name=folder"] if "(" in data else [])]
+    made = []
+    for job in load("results/measure.py").planned(lines, words, tmp_path):
+        rounds = {"rounds": job.settings.rounds, "paper_rounds": job.published.rounds}
+        values = config.flat(config.to_tree(job.settings))
+        changed = {key: values[key] for key in job.changed}
+        row = {"recipe": job.name, "data": data, "changed": changed, **rounds}
+        made.append(line("", None) | row)
+    for name in names:
+        table = yaml.safe_load(generate.TABLES.read_text(encoding="utf-8"))[name]
+        judged = [each | {"ours": dict.fromkeys(table["measures"], 50.0)} for each in made]
+        monkeypatch.setattr(generate, "read_lines", lambda _, judged=judged: judged)
+        assert "not measured" not in generate.results(name), name
+
+
 def test_the_plain_loss_of_cco_is_ours() -> None:
     """What plain_cco.py finds out is about the loss that the rows have, values and gradients."""
     plain, cco = load("results/plain_cco.py"), CCO(CCO.Params("cco"))
