@@ -14,6 +14,7 @@ import yaml
 from helpers import load
 
 from fedssl import config, run
+from fedssl.errors import TrainingError
 from fedssl.objectives.cco import CCO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -522,6 +523,25 @@ def test_rows_of_a_file_run_one_after_another(
     assert capsys.readouterr().err.count(" s dcco/") == 3
     assert main(command) == 0
     assert capsys.readouterr().err.count("finished before") == 3
+
+
+def test_a_row_that_diverged_is_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverging(*_: Any, **__: Any) -> None:
+        raise TrainingError("round 1: the loss is nan. Its checkpoint is here")
+
+    main = load("results/measure.py").main
+    (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4 objective.projector=[8]\n")
+    command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
+    monkeypatch.setattr(run, "run", diverging)
+    assert main(command) == 0
+    (found,) = (tmp_path / "out/dcco/table.jsonl").read_text().splitlines()
+    assert json.loads(found)["failed"] == "round 1: the loss is nan"
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().err == "dcco/cifar100-noniid-4: diverged before\n"
 
 
 def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
