@@ -52,7 +52,7 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
             views = tuple(
                 work.augmentation.views(images[chosen], state, view, work.dtype) for view in (0, 1)
             )
-            with work._autocast():
+            with work.autocast():
                 z = network(views)
                 encodings = network.predict(z)
                 if target is not None:

@@ -511,15 +511,24 @@ def _beside(measures: Sequence[str], rows: Sequence[Row], data: Sequence[str]) -
     known = sorted((e for row in rows for e in row.lines), key=lambda line: len(line["changed"]))
     lines = []
     for images in data or [""]:
-        of = [line["untrained"] for line in known if line["data"] == images]
-        found = [next((each[m] for each in of if m in each), None) for m in measures]
+        of = [line for line in known if line["data"] == images]
+        found = [_untrained(m, of) for m in measures]
         cells = ["–" if number is None else f"{number:.1f}" for number in found]
         name = f"untrained, {images}" if len(data) > 1 else "untrained"
-        lines.append([name, *cells, "0" if any(of) else NOT_YET, ""])
+        lines.append([name, *cells, "0" if any(line["untrained"] for line in of) else NOT_YET, ""])
     for row in rows:
         cells = [_cell(row, measure) for measure in measures]
         lines.append([f"`{row.name}`", *cells, *_made(row.shown)])
     return _grid(head, lines)
+
+
+def _untrained(measure: str, lines: Sequence[Line]) -> float | None:
+    """The first number of an untrained network; clients' models and the global one are one."""
+    names = (measure, re.sub("_(global|personal)_", "_", measure))
+    known = (
+        line["untrained"][name] for line in lines for name in names if name in line["untrained"]
+    )
+    return next(known, None)
 
 
 def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -662,8 +671,7 @@ def _side(row: Row, measure: str, lines: Sequence[Line]) -> Side:
     numbers = [(row.value(measure, line), "failed" in line) for line in lines]
     values = [number for number, _ in numbers if number is not None]
     alike = [line for line in row.lines if line["data"] == lines[0]["data"]]
-    plain = [line["untrained"] for line in (*lines, *alike)]
-    untrained = next((each[measure] for each in plain if measure in each), None)
+    untrained = _untrained(measure, (*lines, *alike))
     failed = sum(fail and number is None for number, fail in numbers)
     return Side(values, failed, lines[0]["rounds"], untrained)
 

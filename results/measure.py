@@ -3,8 +3,9 @@
     python results/measure.py results/plan-cifar10.txt --out DIR [--until SECONDS] [key=value ...]
 
 A line of the file is what ``fedssl reproduce`` takes, a recipe and its keys; those of the command
-hold for all lines. A row that is finished in DIR is passed over, so the same command goes on; none
-is started after SECONDS. Then ``results/add.py DIR/…/table.jsonl``.
+hold for all lines. A row that is finished in DIR, or has diverged, is passed over, so the same
+command goes on; none is started after SECONDS. A row that breaks off by an error is told and passed
+over. Then ``results/add.py DIR/…/table.jsonl``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import shlex
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from fedssl import reproduce, sweep
@@ -38,16 +40,24 @@ def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job
 
 
 def measure(lines: list[str], words: list[str], out: Path, until: float) -> list[reproduce.Job]:
-    """The rows that are not finished then; all are checked before the first is run."""
+    """The rows that have not come to their end then; all are checked before the first is run."""
     jobs, started = planned(lines, words, out), time.monotonic()
     sweep.check({job.label: job.settings for job in jobs if job.summary() is None})
     for job in jobs:
         seconds = time.monotonic() - started
         if seconds > until:
             break
+        if job.failed:
+            print(f"{job.label}: diverged before", file=sys.stderr)
+            continue
         print(f"{seconds:7.1f} s {job.label}", file=sys.stderr, flush=True)
-        reproduce.work([job])
-    return [job for job in jobs if job.summary() is None]
+        try:
+            reproduce.work([job])
+        except reproduce.Interrupted:
+            raise
+        except Exception:  # whatever it is: the others need not wait for it
+            traceback.print_exc()
+    return [job for job in jobs if job.summary() is None and not job.failed]
 
 
 def main(arguments: list[str] | None = None) -> int:

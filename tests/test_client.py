@@ -255,7 +255,7 @@ def test_chunks_keep_to_their_limit() -> None:
 def test_clients_side_by_side_share_no_cache_of_casts() -> None:
     """It is one for all threads, and empty for all when one of them is done."""
     engine, _ = engine_of(settings("precision=bf16"), made_split(), groups_of(4, 4))
-    with engine.work._autocast():
+    with engine.work.autocast():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 

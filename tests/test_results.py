@@ -13,7 +13,8 @@ import torch
 import yaml
 from helpers import load
 
-from fedssl import config
+from fedssl import config, run
+from fedssl.errors import TrainingError
 from fedssl.objectives.cco import CCO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -332,6 +333,19 @@ def test_a_claim_may_be_about_two_measures(generate: ModuleType, rows: Path) -> 
     assert row["ours"] == "7.0 and 5.5" and row[WORD] == "appears"
 
 
+def test_untrained_clients_models_and_the_global_one_are_one(
+    generate: ModuleType, rows: Path
+) -> None:
+    names = "per-client_personal_top1, per-client_global_top1"
+    generate.TABLES.write_text(TABLE.replace("linear@5000_top1, knn_top1", names))
+    ours = {"per-client_personal_top1": 30.0, "per-client_global_top1": 20.0}
+    judged = line("noniid-16-cco-fedavg", None, ours=ours, untrained={"per-client_top1": 25.0})
+    write(rows, judged)
+    page = generate.results("mine")
+    assert list(cells(page, "untrained").values())[:2] == ["25.0", "25.0"]
+    assert cells(page, FAILS)[WORD] == "**does not appear**"
+
+
 def test_a_run_that_failed_is_beaten_and_one_without_the_measure_is_not_measured(
     generate: ModuleType, rows: Path
 ) -> None:
@@ -520,6 +534,51 @@ def test_rows_of_a_file_run_one_after_another(
     assert capsys.readouterr().err.count("finished before") == 3
 
 
+def test_a_row_that_diverged_is_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverging(*_: Any, **__: Any) -> None:
+        raise TrainingError("round 1: the loss is nan. Its checkpoint is here")
+
+    main = load("results/measure.py").main
+    (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4 objective.projector=[8]\n")
+    command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
+    monkeypatch.setattr(run, "run", diverging)
+    assert main(command) == 0
+    (found,) = (tmp_path / "out/dcco/table.jsonl").read_text().splitlines()
+    assert json.loads(found)["failed"] == "round 1: the loss is nan"
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().err == "dcco/cifar100-noniid-4: diverged before\n"
+
+
+def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, inner = load("results/measure.py"), run.run
+
+    def broken(settings: config.Config, out: Path, resume: bool) -> dict[str, Any]:
+        if out.name == "cifar100-noniid-4":
+            raise RuntimeError("a kernel is missing")
+        return inner(settings, out, resume)
+
+    monkeypatch.setattr(run, "run", broken)
+    (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4\ndcco/cifar100-noniid-16\n")
+    command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
+    assert measure.main([*command, "objective.projector=[8]"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "not finished: dcco/cifar100-noniid-4\n"
+    assert "RuntimeError: a kernel is missing" in told.err and "noniid-16" in told.err
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise run.Interrupted
+
+    monkeypatch.setattr(run, "run", stopped)  # all rows are: nobody asked for the next one
+    assert measure.main([*command, "objective.projector=[8]"]) == 130
+    assert capsys.readouterr().err.count("[1/1]") == 1
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -546,16 +605,57 @@ def test_a_file_that_cannot_run_as_it_is_runs_no_row(
 @pytest.mark.parametrize("plan", sorted(ROOT.glob("results/plan-*.txt")), ids=lambda p: p.stem)
 def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: Path) -> None:
     lines = plan.read_text(encoding="utf-8").splitlines()
-    words = ["data.name=folder", "data.root=DIR"]
+    known = {"tiny100": "stand-in", "cifar10": "CIFAR-10 (", "items": "CIFAR-10 ("}
+    images = known.get(plan.stem.split("-")[1], plan.stem.removeprefix("plan-"))
+    words = (
+        ["data.root=DIR"] if images == "fashion-mnist" else ["data.name=folder", "data.root=DIR"]
+    )
     planned = load("results/measure.py").planned(lines, words, tmp_path)
     assert planned
     rows = load("results/add.py").read(ROOT / "results/rows.jsonl")
-    images = {"tiny100": "stand-in", "cifar10": "CIFAR-10 ("}[plan.stem.split("-")[1]]
     done = [(r["recipe"], r["changed"], r["seed"]) for r in rows if r["data"].startswith(images)]
     for job in planned:
         values = config.flat(config.to_tree(job.settings))
         changed = {key: values[key] for key in job.changed}
         assert (job.name, changed, job.settings.seed) not in done
+        asked = config.variant("algorithm", job.settings.algorithm.name).compiles == "on"
+        assert not asked or job.settings.engine.compile == "on", job.name  # plain, it takes hours
+        assert any(
+            job.name in table["rows"].values() and images.startswith(table["data"])
+            for table in yaml.safe_load((ROOT / "results/tables.yaml").read_text()).values()
+        ), job.name
+
+
+@pytest.mark.parametrize(
+    ("plan", "data", "names"),
+    [
+        ("items", "CIFAR-10 (", ("decssl", "featarc", "ccl-table1", "perfcl-table2")),
+        ("fashion-mnist", "fashion-mnist", ("ccl-fmnist",)),
+    ],
+)
+def test_what_is_planned_settles_all_claims_of_its_tables(
+    plan: str,
+    data: str,
+    names: tuple[str, ...],
+    generate: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alike as they are in rounds and settings; that runs have the measures is told elsewhere."""
+    lines = (ROOT / f"results/plan-{plan}.txt").read_text(encoding="utf-8").splitlines()
+    words = ["data.root=DIR", *(["data.name=folder"] if "(" in data else [])]
+    made = []
+    for job in load("results/measure.py").planned(lines, words, tmp_path):
+        rounds = {"rounds": job.settings.rounds, "paper_rounds": job.published.rounds}
+        values = config.flat(config.to_tree(job.settings))
+        changed = {key: values[key] for key in job.changed}
+        row = {"recipe": job.name, "data": data, "changed": changed, **rounds}
+        made.append(line("", None) | row)
+    for name in names:
+        table = yaml.safe_load(generate.TABLES.read_text(encoding="utf-8"))[name]
+        judged = [each | {"ours": dict.fromkeys(table["measures"], 50.0)} for each in made]
+        monkeypatch.setattr(generate, "read_lines", lambda _, judged=judged: judged)
+        assert "not measured" not in generate.results(name), name
 
 
 def test_the_plain_loss_of_cco_is_ours() -> None:

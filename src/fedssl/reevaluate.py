@@ -88,7 +88,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         print(f"fedssl: evaluate: round {done} of {rounds}: it has not ended", file=sys.stderr)
     for note in session.judging_notes():
         print(f"fedssl: evaluate: {note}", file=sys.stderr)
-    rows = {"untrained": session.judge(session.untrained()), "result": session.judge_result()}
+    rows = {"untrained": session.judge_untrained(), "result": session.judge_result()}
     _append(run, {"rounds": session.server.round, "changed": list(words), "rows": rows})
     shown = models("result", rows["result"], session.judges)
     return {"untrained": rows["untrained"], **shown}

@@ -83,6 +83,11 @@ class Job:
         """What the finished run reports; none: it is not finished."""
         return read_json(self.folder / "summary.json", {}) or None
 
+    @property
+    def failed(self) -> bool:
+        """Whether its table's file says that it diverged."""
+        return "failed" in _lines(self).get((self.name, self.choice), {})
+
     @cached_property
     def chooser(self) -> str:
         """The measure that rounds and values are chosen by; empty: nothing is chosen."""

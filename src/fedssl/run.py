@@ -482,7 +482,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
     rows = {}
     with session.timed("evaluate"):
         if session.judged:
-            rows["untrained"] = session.judge(session.untrained())
+            rows["untrained"] = session.judge_untrained()
         if session.judged and session.config.encoder.init is not None:
             rows["initial"] = session.judge(session.work.initial)
         result = session.judge_result() if session.judged else {}

@@ -35,6 +35,7 @@ from fedssl.evaluate import (
     collaborations,
     collaborative,
     judge,
+    linear,
     parse,
     per_client,
     protocols,
@@ -48,6 +49,7 @@ from fedssl.process import keep_memory
 from fedssl.trees import mean
 from fedssl.workspace import Workspace
 
+Probes = dict[int | None, list[linear.Head]]  # by client; None: of the global model
 JUDGED_CLIENTS = 5  # personal models that an evaluation averages over
 # Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
 # (results/measured.jsonl): the first round took 22 to 63 s longer, a step 9 ms in place of 46.
@@ -199,7 +201,12 @@ class Session:
         """One tower of the network that clients train (whatever weights it holds now)."""
         return cast(Tower, self.work.network.towers[tower])
 
-    def judge(self, weights: Tensor, named: tuple[str, ...] | None = None) -> dict[str, float]:
+    def judge(
+        self,
+        weights: Tensor,
+        named: tuple[str, ...] | None = None,
+        probes: list[linear.Head] | None = None,
+    ) -> dict[str, float]:
         """The numbers of an encoder under the configured protocols, or under those named."""
         train, test = self.judged_splits
         specs = named or self.protocols
@@ -219,6 +226,7 @@ class Session:
             views=self._views,
             modality=modality,
             holdout=self.config.data.holdout,
+            probes=probes,
         )
         for spec in specs:
             name, share = parse(spec)
@@ -281,6 +289,15 @@ class Session:
         network = build_network(fresh, self.work.objective, channels, size, classes)
         return Flat(network).vector.to(self.work.initial)
 
+    def judge_untrained(self) -> dict[str, float]:
+        """The numbers of weights at random, which are everybody's: so ``per-client_top1``, too."""
+        weights, probes = self.untrained(), list[linear.Head]()
+        results = self.judge(weights, probes=probes)
+        if "per-client" in self.protocols:
+            found = per_client.summary("global", self._client_scores(weights, *probes))
+            results |= {name.replace("_global", ""): value for name, value in found.items()}
+        return results
+
     def number_of(self, client: int) -> int:
         """Which of the server's models a client trains, where the server has several."""
         path = self.algorithm.personal
@@ -311,25 +328,30 @@ class Session:
 
         Where there are both, the global model's stand beside, as ``global_…``.
         """
+        probes: Probes = defaultdict(list)
         if self.judges == "global":
-            results = self.judge(self.global_weights(), named)
+            results = self.judge(self.global_weights(), named, probes[None])
         else:
-            personal = self.personal(JUDGED_CLIENTS).values()
-            rows = [self.judge(weights, named) for weights in personal]
+            personal = self.personal(JUDGED_CLIENTS).items()
+            rows = [self.judge(weights, named, probes[k]) for k, weights in personal]
             results = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
             if self.algorithm.has_global:
-                both = self.judge(self.global_weights(), named)
+                both = self.judge(self.global_weights(), named, probes[None])
                 results |= {f"global_{name}": value for name, value in both.items()}
         if "per-client" in (named or self.protocols):
-            results |= self.judge_clients()
+            results |= self.judge_clients(probes)
         return results
 
-    def judge_clients(self) -> dict[str, float]:
-        """Personal models and the global one, each on the clients' own test images."""
+    def judge_clients(self, probes: Probes | None = None) -> dict[str, float]:
+        """Personal models and the global one, each on the clients' own test images.
+
+        ``probes``: those that were fitted to these models already.
+        """
         results: dict[str, float] = {}
+        fitted = probes or {}
         self.client_scores.clear()
         if self.algorithm.has_global:
-            scores = self._client_scores(self.global_weights())
+            scores = self._client_scores(self.global_weights(), *fitted.get(None, []))
             self.client_scores["global"] = self._named(scores)
             results |= per_client.summary("global", scores)
         own = {k: self.personal_weights(k) for k in self.engine.states}
@@ -337,7 +359,7 @@ class Session:
         if models:
             scores = np.full(len(self.clients), np.nan)
             for k, weights in models.items():
-                scores[k] = self._client_scores(weights)[k]
+                scores[k] = self._client_scores(weights, *fitted.get(k, []))[k]
             self.client_scores["personal"] = self._named(scores)
             results |= per_client.summary("personal", scores)
         return results
@@ -346,17 +368,22 @@ class Session:
         known = zip(self.names, scores.tolist(), strict=True)
         return {name: round(score, 4) for name, score in known if score == score}
 
-    def _client_scores(self, weights: Tensor) -> NDArray[np.float64]:
+    def _client_scores(
+        self, weights: Tensor, probe: linear.Head | None = None
+    ) -> NDArray[np.float64]:
         train, test = self.judged_splits
         assert train.labels is not None and test is not None and test.labels is not None
         encoder, device = self.body(weights).encoder, self.work.device
-        both = (train.images[self.modality], self.client_test_images)
-        features = (extract(encoder, images, device=device) for images in both)
+        judged = extract(encoder, self.client_test_images, device=device)
+        tests = (judged, test.labels.to(device), self.client_tests)
+        if probe is not None:
+            return per_client.accuracies(probe, *tests)
+        features = extract(encoder, train.images[self.modality], device=device)
+        known, labels = _labelled(features, train.labels)
         return per_client.scores(
-            *_labelled(next(features), train.labels),
-            next(features),
-            test.labels.to(device),
-            self.client_tests,
+            known,
+            labels,
+            *tests,
             len(self.dataset.classes),
             self.config.evaluate.preset,
             self.config.seed,

@@ -165,6 +165,7 @@ class Workspace:
         self.target_state: optim.State = {}
         if self.target is not None and not self.objective.stop_gradient:
             self.target_state = optim.start(rule, self.target.params)
+        self.alone = True  # no other network is at work, so that a step can be captured
         self._replays: dict[tuple[Any, ...], Replay] = {}
         self._met: Counter[tuple[Any, ...]] = Counter()
 
@@ -236,7 +237,7 @@ class Workspace:
 
     def encode(self, inputs: tuple[Tensor, ...], state: Tensor | None = None) -> tuple[Tensor, ...]:
         """The network's encodings: bfloat16 inside if asked, at least float32 outside."""
-        with self._autocast():
+        with self.autocast():
             projections = self.objective.project(self.network, inputs, state)
             encodings = self.network.predict(projections + self.objective.recall(self.memory))
             if self.objective.siamese:
@@ -301,17 +302,16 @@ class Workspace:
         weight = None if pull is None else pull.weight
         function = None if loss is None else loss.function
         shapes = (batch, weight, function, *(i.shape for i in inputs))
-        self._met[shapes] += 1
-        room = loss.lasting and len(self._replays) < MOST_SHAPES if loss is not None else True
-        often = loss is None or self._met[shapes] > SELDOM
-        if shapes not in self._replays and room and often:
+        self._met[shapes] += loss is None or loss.lasting
+        often = self.alone and len(self._replays) < MOST_SHAPES and self._met[shapes] > SELDOM
+        if shapes not in self._replays and (loss is None or often):
             self._replays[shapes] = Replay(self, batch, weight, function, inputs)
         return self._replays.get(shapes)
 
     @property
     def shares_steps(self) -> bool:
-        """Whether there are compiled steps, all of them alike for every client."""
-        return bool(self._replays) and all(r.function is None for r in self._replays.values())
+        """Whether there are compiled steps, of all shapes that were met and will come again."""
+        return bool(self._replays) and (+self._met).keys() <= self._replays.keys()
 
     def adopt_steps(self, other: Workspace) -> None:
         """Have the compiled steps that a twin has."""
@@ -319,7 +319,8 @@ class Workspace:
         for shapes, replay in other._replays.items():
             if shapes not in self._replays:
                 weight = None if replay.pull is None else replay.pull.weight
-                self._replays[shapes] = Replay(self, len(replay.members), weight, None, ())
+                own = (weight, replay.function, replay.inputs)
+                self._replays[shapes] = Replay(self, len(replay.members), *own)
 
     def forget_steps(self) -> None:
         """Give the memory of compiled steps back."""
@@ -356,7 +357,8 @@ class Workspace:
                 stack.enter_context(cast(Network, network).stacked(self.objective.inputs))
             yield
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Where a network computes, in the run's precision."""
         if self.precision == "bf16":
             # Its cache of casts would be one for all threads, and emptied by whoever ends first.
             return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl import run, tables
 from fedssl.config import Config
+from fedssl.evaluate import linear
 from fedssl.session import prepare
 from fedssl.workspace import Pull
 
@@ -138,6 +139,10 @@ SMALL = (
 )
 def test_every_client_is_judged_by_each_model_there_is(words: list[str], models: set[str]) -> None:
     session = prepare(configuration.resolve(configuration.read_recipe(None), [*SMALL, *words]))
+    untrained = session.judge_untrained()  # one model is everybody's
+    assert untrained.keys() == {f"per-client_{what}" for what in ("top1", "worst", "spread")}
+    scores = list(session._client_scores(session.work.initial))
+    assert untrained["per-client_top1"] == pytest.approx(float(np.mean(scores)))
     step(session.engine, session.server, 0)
     results = session.judge_clients()
     assert results.keys() == {
@@ -153,6 +158,39 @@ def test_every_client_is_judged_by_each_model_there_is(words: list[str], models:
         scores = [session._client_scores(session.personal_weights(k))[k] for k in range(4)]  # type: ignore[arg-type]
         assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
         assert results["per-client_personal_worst"] == min(scores)
+
+
+@pytest.mark.parametrize(
+    ("words", "fits", "few"),
+    [
+        # Four models, the global one and an untrained one; linear@40 has others.
+        (["algorithm.name=ditto"], 6, 6),
+        (["algorithm.name=fedavg", "algorithm.norm_policy=local"], 6, 2),
+        (["algorithm.name=standalone"], 5, 5),
+    ],
+    ids=["ditto", "fedbn", "standalone"],
+)
+def test_a_model_has_one_probe_for_both_protocols(
+    words: list[str], fits: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [*SMALL, *words, "evaluate.protocols=[linear,per-client,linear@40]"]
+    session = prepare(configuration.resolve(configuration.read_recipe(None), both))
+    step(session.engine, session.server, 0)
+    fitted: list[linear.Head] = []
+    fit = linear.fit
+
+    def noted(*args: Any) -> linear.Head:
+        fitted.append(fit(*args))
+        return fitted[-1]
+
+    monkeypatch.setattr(linear, "fit", noted)
+    untrained, result = session.judge_untrained(), session.judge_result()
+    assert len(fitted) == fits + few
+    alone = session.judge_clients()  # every model again, with a probe of its own
+    assert alone.items() <= result.items() and len({*alone.values()}) > 1
+    scores = session._client_scores(session.work.initial)
+    assert untrained["per-client_top1"] == pytest.approx(float(scores.mean()))
+    assert len(fitted) == 2 * fits + few
 
 
 def test_a_client_that_joins_late_starts_its_own_model_at_the_beginning() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedssl import checkpoint, reevaluate, run
 from fedssl import config as configuration
+from fedssl.algorithms import featarc as module
 from fedssl.algorithms.base import Cohort, Server
 from fedssl.algorithms.featarc import FeatARC
 from fedssl.algorithms.fedavg import FedAvg
@@ -405,6 +406,23 @@ def test_a_run_logs_clusters_resumes_to_the_same_and_can_be_judged_again(
     assert shown == pytest.approx(summary["per-client_personal_top1"])
     words = ["data.labels=40", "evaluate.protocols=knn"]  # on other data there is one client
     assert "knn_top1" in reevaluate.evaluate(tmp_path / "whole", words)["result, personal"]
+
+
+def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unlike those of which batch norm sees a batch as in training."""
+    engine, server = made("algorithm.batch=2", "encoder.norm=batch")
+    step(engine, server, 0)
+    client = engine.client(np.array([4]), 1, remember=False)  # of 8 images
+    seen: list[int] = []
+    encoder = cast(Any, engine.work.network.towers[0]).encoder
+    encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    whole, goal = (look(client, server.weights) for look in (module.features, module.goal))
+    monkeypatch.setattr(module, "PIXELS", 3 * 8 * 8)
+    assert relative(module.features(client, server.weights), whole) < 1e-12
+    assert torch.equal(module.goal(client, server.weights), goal)
+    assert seen == [8, 2, 2, 2, 2, 3, 3, 2, 2, 2, 2, 2]
 
 
 def test_compiled_steps_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

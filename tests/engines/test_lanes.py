@@ -6,13 +6,16 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, settings, step, train
 
 from fedssl import workspace
 from fedssl.algorithms.base import Server
+from fedssl.algorithms.ccl import CCL
 from fedssl.client import Client
 from fedssl.engines.lanes import Lanes
 from fedssl.engines.local import LocalEngine
@@ -34,7 +37,9 @@ def as_it_is_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr(workspace, "compiled", lambda function, **_: function)
 
 
-def engine_with(words: list[str], lanes: int, device: str) -> tuple[LocalEngine, torch.Tensor]:
+def engine_with(
+    words: list[str], lanes: int, device: str, rounds: int = 3
+) -> tuple[LocalEngine, torch.Tensor]:
     config = settings(
         "algorithm.local_epochs=2", "algorithm.batch=8", "client.momentum=0.9",
         "encoder.norm=batch", "augment.name=flip", *words,
@@ -42,7 +47,7 @@ def engine_with(words: list[str], lanes: int, device: str) -> tuple[LocalEngine,
     engine, server = engine_of(config, made_split(sum(SIZES), 3, 8), groups_of(*SIZES), device)
     engine.work.compiles = True
     engine.lanes = Lanes(engine.work, lanes) if lanes else None
-    return engine, train(engine, server, 3)
+    return engine, train(engine, server, rounds)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -103,16 +108,71 @@ def test_waves_are_even_and_a_watched_round_is_not_shared(device: str) -> None:
     assert engine.lanes is None and not engine.work.shares_steps
 
 
+CCL_WORDS = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=4", *MOCO]
+FEATARC = ["algorithm.name=featarc", "algorithm.start=apart", "algorithm.norm_policy=local"]
+SIMCLR = ["objective.name=simclr", "objective.projector=32,16"]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (CCL_WORDS, 2),  # there are no banks in its first round
+        (["algorithm.name=ccl", "algorithm.remote=off", "algorithm.lambda=0", *MOCO], 1),
+        ([*FEATARC, *SIMCLR], 1),
+        ([*FEATARC, *SIMCLR, "precision=bf16"], 1),
+    ],
+    ids=["ccl", "cl", "featarc", "bf16"],
+)
+def test_steps_that_look_beyond_their_batch(
+    words: list[str], first: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side as soon as all that will come again is compiled; nothing is, beside others."""
+    monkeypatch.setattr(workspace, "SELDOM", 1)
+    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
+    alone, plain = engine_with(words, 0, device, rounds=4)
+    threads: dict[int, set[bool]] = {}
+    made: list[str] = []
+    inner, init = Client.train, workspace.Replay.__init__
+
+    def train(self: Client, *args: object, **kwargs: object) -> object:
+        name = threading.current_thread().name
+        threads.setdefault(self.round, set()).add(name.startswith("client"))
+        return inner(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def note(self: workspace.Replay, *args: object) -> None:
+        made.append(threading.current_thread().name)
+        init(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Client, "train", train)
+    monkeypatch.setattr(workspace.Replay, "__init__", note)
+    engine, fast = engine_with(words, 3, device, rounds=4)
+    assert threads == {round: {round >= first} for round in range(4)}
+    assert made == ["MainThread"] * 3 and engine.work.alone
+    close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
+    torch.testing.assert_close(fast, plain, rtol=close, atol=close)
+    for client in alone.states:
+        found, expected = (flatten(e.states[client]) for e in (engine, alone))
+        torch.testing.assert_close(found, expected, rtol=close, atol=close)
+
+
 @pytest.mark.parametrize("device", ["cpu"])
-def test_steps_of_each_clients_own_are_not_shared(
+def test_shapes_that_are_not_compiled_are_not_shared(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CCL's look at more than their batch; there are compiled ones after the first round."""
+    """Neither while one waits for it, nor is one captured that comes up beside others."""
     monkeypatch.setattr(workspace, "SELDOM", 1)
-    words = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=4", *MOCO]
-    engine, _ = engine_with(words, 3, device)
-    assert engine.lanes is not None and engine.work._replays
-    assert not any(engine.lanes.knows(task) for task in ("train", "share"))
+    engine, _ = engine_with(CCL_WORDS, 3, device)
+    assert engine.lanes is not None and engine.lanes.knows("train") and engine.lanes.knows("share")
+    work, steps = engine.work, next(iter(engine.work._replays.values()))
+    loss = SimpleNamespace(function=steps.function, lasting=True)
+    other = tuple(torch.cat((i, i)) for i in steps.inputs)
+    work.alone = False
+    assert all(work.replay(8, None, loss, other) is None for _ in range(3))  # type: ignore[arg-type]
+    assert not engine.lanes.knows("train")
+    work.alone = True
+    assert work.replay(8, None, loss, other) is not None  # type: ignore[arg-type]
+    assert engine.lanes.knows("train")
 
 
 @pytest.mark.parametrize("device", ["cpu"])

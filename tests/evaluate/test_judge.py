@@ -236,8 +236,9 @@ def test_judges_by_every_protocol_and_names_each(preset, monkeypatch):
 def test_settings_reach_their_protocols(monkeypatch):
     seen = {}
     monkeypatch.setattr(evaluate.knn, "accuracy", lambda *a: seen.setdefault("knn", a[-2:]) and 0.0)
+    fit = evaluate.linear.fit
     monkeypatch.setattr(
-        evaluate.linear, "accuracy", lambda *a: seen.setdefault("linear", a[-2:]) and 0.0
+        evaluate.linear, "fit", lambda *a: (seen.setdefault("linear", a[-2:]), fit(*a))[1]
     )
     run(Evaluate(k=3, temperature=0.7, preset="dcco"), split(), split(), seed=5)
     assert seen == {"knn": (3, 0.7), "linear": ("dcco", 5)}

@@ -274,8 +274,7 @@ class CCL(Algorithm):
         else:
             drawn = Key.draw(own, len(images), self.params.mix, images.shape[1:], secret)
             inputs = (encrypt(images, drawn, work.dtype) + 1) / 2
-        half = work.precision == "bf16"
-        with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
+        with work.autocast():
             (features,) = work.target.module((inputs,))
         return F.normalize(features.to(work.dtype), dim=1)
 

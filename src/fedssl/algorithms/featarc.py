@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
@@ -18,6 +19,7 @@ from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config
 from fedssl.data.random import key
 from fedssl.errors import UserError
+from fedssl.evaluate.features import PIXELS
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
@@ -281,10 +283,12 @@ def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor
     work = client.work
     work.load(weights)
     network, tower = work.network, cast(Tower, work.network.towers[0])
-    half, found = work.precision == "bf16", []
-    images = work.images[0][client.members]
-    with torch.autocast(work.device.type, torch.bfloat16, enabled=half):
-        for part in in_batches(work, images):
+    images, found = work.images[0][client.members], []
+    parts = in_batches(work, images)
+    if not network.training:  # each image by itself: few large passes keep a GPU busy
+        parts = images.split(max(1, PIXELS // math.prod(images.shape[2:])))
+    with work.autocast():
+        for part in parts:
             one = tower.encoder(plain(work, part))
             found.append((one, network.predict((tower.head(one),))[0] if encode else one))
     first, second = (torch.cat(parts).to(work.dtype) for parts in zip(*found, strict=True))

@@ -59,8 +59,10 @@ class Lanes:
     def run(self, jobs: Sequence[Callable[[Workspace], Answer]]) -> list[Answer]:
         """The answers of some jobs, each done in a network of its own."""
         first = self._works[0]
-        for work in self._works[1:]:
-            work.adopt_steps(first)
+        for work in self._works:
+            if work is not first:
+                work.adopt_steps(first)
+            work.alone = False
         for stream in filter(None, self._streams):
             stream.wait_stream(torch.cuda.current_stream(first.device))
         started = [
@@ -72,6 +74,9 @@ class Lanes:
         except BaseException:
             first.halted.set()
             raise
+        finally:
+            for work in self._works:
+                work.alone = True
         return [answer.result() for answer in started]
 
 

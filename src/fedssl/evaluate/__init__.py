@@ -16,7 +16,7 @@ from fedssl.config import Evaluate
 from fedssl.data.dataset import Groups, Split
 from fedssl.errors import UserError
 from fedssl.evaluate import finetune, heldout, knn, linear, semi, unlabeled
-from fedssl.evaluate.features import Labelled, extract, pool_cases, units
+from fedssl.evaluate.features import Labelled, extract, pool_cases, top1, units
 from fedssl.evaluate.unlabeled import Views
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
@@ -234,13 +234,14 @@ def judge(
     views: Views,
     modality: int = 0,
     holdout: float = 0.0,
+    probes: list[linear.Head] | None = None,
 ) -> dict[str, float]:
     """Every measure by name, such as ``{"knn_top1": 93.1, "linear@500_top1": 62.0}``.
 
     A protocol of the user's own is a function of the features and labels of the training images,
     those of the test images, the number of classes and the seed; it returns numbers by name.
     ``unlabeled`` looks at the training images, so that its numbers do not depend on whether there
-    is a test split.
+    is a test split. ``probes`` takes the classifier of ``linear`` with all labels.
     """
     check(settings, train, test, classes, holdout=holdout)
     learn = _Side(encoder, train, modality, device)
@@ -269,9 +270,10 @@ def judge(
                 *learn.take(chosen), *judged.pooled, classes, settings.k, settings.temperature
             )
         elif name == "linear":
-            score = linear.accuracy(
-                *learn.take(chosen), *judged.pooled, classes, settings.preset, seed
-            )
+            head = linear.fit(*learn.take(chosen), classes, settings.preset, seed)
+            score = top1(linear.predict(head, judged.pooled[0]), judged.pooled[1])
+            if probes is not None and spec == name:
+                probes[:] = [head]
         elif name == "finetune":
             part = learn.labelled.take(chosen)
             score = finetune.accuracy(

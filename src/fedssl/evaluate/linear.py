@@ -20,6 +20,7 @@ from fedssl.models.flat import Flat
 from fedssl.plan import on_device
 
 C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
+Head = tuple[Tensor, Tensor]  # weights and biases
 Step = Callable[[Tensor, float | Tensor], None]  # on which samples, at which rate
 # Steps from which it pays to capture one on a GPU, which takes as long as some hundred plain ones.
 WORTH_CAPTURING = 200

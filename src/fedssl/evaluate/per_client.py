@@ -110,6 +110,13 @@ def scores(
     """
     known = train_labels >= 0
     head = linear.fit(train_features[known], train_labels[known], classes, preset, seed)
+    return accuracies(head, test_features, test_labels, tests)
+
+
+def accuracies(
+    head: linear.Head, test_features: Tensor, test_labels: Tensor, tests: Groups
+) -> NDArray[np.float64]:
+    """The same of a probe that is there already."""
     right = (linear.predict(head, test_features) == test_labels).cpu().numpy()
     clients = np.repeat(np.arange(len(tests)), tests.sizes)
     hits = np.bincount(clients, weights=right[tests.members], minlength=len(tests))
