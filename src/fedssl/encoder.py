@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from fedssl import config
 from fedssl.config import Encoder
 from fedssl.data import images as files
+from fedssl.data.dataset import PIXELS
 from fedssl.errors import UserError, go_on
-from fedssl.evaluate.features import PIXELS, encode, pixels, precision
+from fedssl.evaluate.features import encode, pixels, precision
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
     NOTE,

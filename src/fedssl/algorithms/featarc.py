@@ -17,9 +17,9 @@ from fedssl.algorithms.base import Algorithm, Cohort, Server
 from fedssl.algorithms.fedca import in_batches, plain
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config
+from fedssl.data.dataset import PIXELS
 from fedssl.data.random import key
 from fedssl.errors import UserError
-from fedssl.evaluate.features import PIXELS
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective

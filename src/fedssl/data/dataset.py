@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+PIXELS = 512 * 64 * 64  # to be encoded in one pass: 512 images of 64 pixels a side, or 10 of 448
+
 
 @dataclass(frozen=True)
 class Groups:

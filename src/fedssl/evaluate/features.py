@@ -10,10 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.data.dataset import Groups
+from fedssl.data.dataset import PIXELS, Groups
 from fedssl.errors import TrainingError, UserError
-
-PIXELS = 512 * 64 * 64  # in one pass: 512 images of 64 pixels a side, or 10 of 448
 
 
 def extract(
