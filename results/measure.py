@@ -53,8 +53,8 @@ def measure(lines: list[str], words: list[str], out: Path, until: float) -> list
         print(f"{seconds:7.1f} s {job.label}", file=sys.stderr, flush=True)
         try:
             reproduce.work([job])
-        except reproduce.Interrupted:
-            raise
+        except (reproduce.Interrupted, UserError):
+            raise  # a mistake, or a full disk, is the others' too
         except Exception:  # whatever it is: the others need not wait for it
             traceback.print_exc()
     return [job for job in jobs if job.summary() is None and not job.failed]

@@ -312,6 +312,26 @@ def test_names_in_a_list_stay_as_they_are_written() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("recipe", "word", "key"),
+    [
+        ("decssl/figure5/cluster/alpha-5", "algorithm.clusters=1", "algorithm.start"),
+        ("fedema/figure10a/tau-0.5/cifar10-noniid", "algorithm.lambda=0.8", "algorithm.tau"),
+    ],
+)
+def test_what_a_word_switches_off_of_a_recipe_goes(recipe: str, word: str, key: str) -> None:
+    tree = config.read_recipe(recipe)
+
+    def values(*words: str) -> dict[str, object]:
+        return config.flat(config.to_tree(config.resolve(tree, words)))
+
+    config.check_used(config.resolve(tree, [word]))
+    before, after = values(), values(word)
+    assert {name for name in before if before[name] != after[name]} == {word.split("=")[0], key}
+    with pytest.raises(UserError, match=f"{key}=.*: does nothing"):
+        config.check_used(config.resolve(tree, [word, f"{key}={before[key]}"]))
+
+
 def test_nothing_and_truth() -> None:
     for word in ("data.root=~", "data.root=null"):
         assert resolve(word).data.root is None

@@ -148,6 +148,19 @@ def test_what_a_recipe_does_to_the_clients_images_is_left_out_and_said(
     assert shown.startswith(said) and shown.count("\n") == 1
 
 
+def test_what_a_recipe_has_for_simulations_is_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("engine: {name: flower, workers: 4, timeout: 90}\n")
+    config = deploy.settle(str(recipe), WORDS)
+    assert config.engine.workers == 2 and config.engine.timeout == 90
+    said = f"fedssl: {recipe}: engine.workers=4 is left out: it is for simulations\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(UserError, match=r"engine\.workers=4: does nothing at real sites"):
+        deploy.settle(str(recipe), [*WORDS, "engine.workers=4"])
+
+
 def test_a_site_is_told_of_damaged_images() -> None:
     fails = deploy.sites(deploy.settle("default", WORDS), "default")
     assert "One damaged image keeps this site, and so the run, from starting" in fails

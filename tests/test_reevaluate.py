@@ -102,7 +102,9 @@ def test_a_new_site_does_not_get_the_model_of_another(
         shutil.rmtree(new)
 
 
-@pytest.mark.parametrize("key", ["every=5", "monitor=knn", "targets=50", "baselines=fedavg"])
+@pytest.mark.parametrize(
+    "key", ["every=5", "monitor=knn", "targets=50", "baselines=fedavg", "drift=true"]
+)
 def test_keys_about_training_are_refused(
     key: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,6 +194,14 @@ def test_an_untrained_network_stands_there_once_or_not_at_all() -> None:
     other = {"untrained": {"knn_top1": 11.0}, "result": {"knn_top1": 21.0}}
     assert "untrained" in sweep.table({"a": one, "b": one})
     assert "untrained" not in sweep.table({"a": one, "b": other})
+    more = {"linear_top1": 9.0, "per-client_top1": 5.0}  # the last is of no run's result
+    both = [
+        {"untrained": {**run["untrained"], **more}, "result": run["result"] | {"linear_top1": 1.0}}
+        for run in (one, other)
+    ]
+    table = sweep.table({"a": both[0], "b": both[1]})
+    (row,) = (line.split() for line in table.splitlines() if "untrained" in line)
+    assert sorted(row) == sorted(["untrained", "–", "9.0", "%"]) and "per-client" not in table
 
 
 def test_a_run_that_diverges_is_passed_over(

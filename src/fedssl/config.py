@@ -485,8 +485,17 @@ def read_yaml(path: Path) -> Tree:
 
 
 def resolve(recipe: Tree, words: typing.Sequence[str] = ()) -> Config:
-    """A complete configuration from a recipe and the ``key=value`` words that override it."""
-    return build(merged(recipe, words))
+    """A complete configuration from a recipe and the ``key=value`` words that override it.
+
+    What words beside it switch off goes back to its default, if it is the recipe's.
+    """
+    tree, given = merged(recipe, words), {_split(word)[0] for word in words}
+    config, before = build(tree), tree
+    for section in {key.partition(".")[0] for key in given} & VARIANTS.keys():
+        for key in getattr(config, section).idle_keys():
+            if f"{section}.{key}" not in given:
+                tree = {**tree, section: {k: v for k, v in tree[section].items() if k != key}}
+    return config if tree == before else build(tree)
 
 
 def merged(recipe: Tree, words: typing.Sequence[str]) -> Tree:
@@ -732,7 +741,7 @@ def check_used(*runs: Config) -> None:
         names = {section: {"name": getattr(run, section).name} for section in VARIANTS}
         standard = flat(to_tree(build(names)))
         for key in (key for key in idle if key in values and values[key] != standard[key]):
-            if not any(key in theirs and key not in others for others, theirs in known):
+            if not any(key in other and key not in unused for unused, other in known):
                 default = "null" if standard[key] is None else standard[key]
                 raise UserError(f"{key}={values[key]}: {idle[key]}, or leave it at {default}")
 
@@ -773,7 +782,7 @@ def _idle(config: Config) -> dict[str, str]:
 
 
 def _idle_images(config: Config) -> dict[str, str]:
-    """Of data sets, encoders and folders of other kinds."""
+    """Of data sets and encoders of other kinds, and of partitions where clients are real sites."""
     found: dict[str, str] = {}
     if config.data.name not in FILES:
         why = f"does nothing with data.name={config.data.name}, which has no files of images"

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
 MANY = 1024  # images, of a site of which nothing is known
-WHOLE = {"source": "labels", "fraction": 1.0, "level": "client"}  # a site's data, undivided
+# A recipe's keys of simulations, where they are not what sites have anyway, and why they go.
+SIMULATED = {
+    "partition": (
+        {"source": "labels", "fraction": 1.0, "level": "client"},
+        "sites have their own data, which nobody divides or alters",
+    ),
+    "engine": ({"workers": 2, "compile": "auto"}, "it is for simulations"),
+}
 CONNECTION = "fedssl"  # the server's name in Flower's config.toml
 QUIET = (
     "export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 \\\n"
@@ -92,7 +99,7 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
     fixed += [] if "data.root" in given else ["data.root=null"]
     # Baselines would be trained at all sites, one after another.
     fixed += [] if "evaluate.baselines" in given else ["evaluate.baselines=[]"]
-    config = configuration.resolve(_undivided(recipe), [*words, *fixed])
+    config = configuration.resolve(_for_sites(recipe), [*words, *fixed])
     configuration.check_used(config)
     if config.engine.sites is None:
         raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
@@ -104,17 +111,16 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
     return dataclasses.replace(config, data=own, encoder=encoder)
 
 
-def _undivided(recipe: str) -> configuration.Tree:
-    """A recipe without what it does to the clients' images; where that is something, it is said."""
+def _for_sites(recipe: str) -> configuration.Tree:
+    """A recipe without what it has for simulations alone; where that is something, it is said."""
     tree = configuration.read_recipe(recipe)
-    given = tree.get("partition") or {}
-    for key in (key for key, plain in WHOLE.items() if given.get(key, plain) != plain):
-        print(
-            f"fedssl: {recipe}: partition.{key}={given[key]} is left out: sites have their own "
-            "data, which nobody divides or alters",
-            file=sys.stderr,
-        )
-    return {**tree, "partition": {k: v for k, v in given.items() if k not in WHOLE}}
+    for section, (plain, why) in SIMULATED.items():
+        given = tree.get(section) or {}
+        for key in (key for key, value in plain.items() if given.get(key, value) != value):
+            said = f"{recipe}: {section}.{key}={given[key]} is left out: {why}"
+            print(f"fedssl: {said}", file=sys.stderr)
+        tree = {**tree, section: {k: v for k, v in given.items() if k not in plain}}
+    return tree
 
 
 def _absolute(path: str | None) -> str | None:

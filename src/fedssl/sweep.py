@@ -263,13 +263,12 @@ def _needs_weights(settings: Config) -> bool:
 
 
 def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """A row for each run; after an untrained network's, where that is the same for all."""
-    rows: dict[str, Mapping[str, float]] = {}
-    first = next(iter(summaries.values()))["untrained"]
-    if all(summary["untrained"] == first for summary in summaries.values()):
-        rows["untrained"] = first
-    rows |= {label: summary["result"] for label, summary in summaries.items()}
-    return tables.rows(rows)
+    """A row for each run; after an untrained network's numbers that are the same for all."""
+    results = {label: summary["result"] for label, summary in summaries.items()}
+    named = {measure for result in results.values() for measure in result}
+    untrained = [summary["untrained"].items() for summary in summaries.values()]
+    same = {k: v for k, v in untrained[0] if k in named and all((k, v) in u for u in untrained)}
+    return tables.rows(({"untrained": same} if same else {}) | results)
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

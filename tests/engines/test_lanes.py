@@ -176,6 +176,29 @@ def test_shapes_that_are_not_compiled_are_not_shared(
 
 
 @pytest.mark.parametrize("device", ["cpu"])
+def test_a_shape_may_come_up_between_two_waves(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While CCL's banks grow, those who are in them see one less than newcomers do."""
+    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
+    monkeypatch.setattr(workspace, "SELDOM", 1)
+    words = ["algorithm.local_epochs=2", "algorithm.batch=8", "augment.name=flip", *CCL_WORDS]
+    known, found = [], []
+    for lanes in (0, 2):
+        made = engine_of(settings(*words), made_split(96, 3, 8), groups_of(*[16] * 6), device)
+        engine, server = made
+        engine.work.compiles = True
+        engine.lanes = Lanes(engine.work, lanes) if lanes else None
+        for ids in ([2, 3, 4, 5], [2, 3, 4, 5], [0, 1, 2, 3]):
+            known.append(engine.lanes is not None and engine.lanes.knows("train"))
+            engine.algorithm.round(server, engine.cohort(np.array(ids), server.round))
+            server.round += 1
+        found.append(server.weights)
+    assert known == [False] * 5 + [True]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize(("ids", "expected"), [([2], False), ([2, 1], True), ([1], True)])
 def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
     ids: list[int], expected: bool, device: str

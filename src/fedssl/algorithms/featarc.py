@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
@@ -17,7 +16,7 @@ from fedssl.algorithms.base import Algorithm, Cohort, Server
 from fedssl.algorithms.fedca import in_batches, plain
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config
-from fedssl.data.dataset import PIXELS
+from fedssl.data.dataset import in_passes
 from fedssl.data.random import key
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
@@ -286,7 +285,7 @@ def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor
     images, found = work.images[0][client.members], []
     parts = in_batches(work, images)
     if not network.training:  # each image by itself: few large passes keep a GPU busy
-        parts = images.split(max(1, PIXELS // math.prod(images.shape[2:])))
+        parts = in_passes(images)
     with work.autocast():
         for part in parts:
             one = tower.encoder(plain(work, part))

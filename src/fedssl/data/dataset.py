@@ -14,6 +14,11 @@ from torch import Tensor
 PIXELS = 512 * 64 * 64  # to be encoded in one pass: 512 images of 64 pixels a side, or 10 of 448
 
 
+def in_passes(images: Tensor) -> tuple[Tensor, ...]:
+    """Images in parts that are encoded at once: 512 of them, or fewer large ones."""
+    return images.split(max(1, min(512, PIXELS // (images.shape[2] * images.shape[3]))))
+
+
 @dataclass(frozen=True)
 class Groups:
     """Members of each group, stored flat: group k has ``members[offsets[k]:offsets[k + 1]]``.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.data.dataset import PIXELS, Groups
+from fedssl.data.dataset import Groups, in_passes
 from fedssl.errors import TrainingError, UserError
 
 
@@ -22,9 +22,8 @@ def extract(
 ) -> Tensor:
     """The features ``[N, d]`` of uint8 images, in float32 on ``device``."""
     dtype = precision(encoder)
-    if batch is None:
-        batch = max(1, min(512, PIXELS // (images.shape[2] * images.shape[3])))
-    return encode(encoder, (pixels(part, device, dtype) for part in images.split(batch)))
+    parts = in_passes(images) if batch is None else images.split(batch)
+    return encode(encoder, (pixels(part, device, dtype) for part in parts))
 
 
 def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
