@@ -547,6 +547,9 @@ def export(session: Session, out: Path) -> None:
         first, weights = next(iter(personal.items()))
         model = f"personal, client {first}: there is no global model"
     _save_towers(session, weights, out, "encoder", towers)
+    files = [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]]
+    for name in files:
+        (out / name).chmod(0o644)  # unlike clients' models, it is for others to read
     images = session.dataset.train.images
     note = {
         "model": model,
@@ -557,7 +560,7 @@ def export(session: Session, out: Path) -> None:
         "channels": [i.shape[1] for i in images],
         "size": list(images[0].shape[2:]),
         "input": "pixels divided by 255, no further normalization",
-        "files": [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]],
+        "files": files,
         "personal": [f"personal/client-{k}.safetensors" for k in personal],
     }
     write_json(out / "encoder.json", note)
@@ -570,9 +573,7 @@ def _save_towers(
     for tower, suffix in enumerate(SUFFIXES[:towers]):
         state = session.encoder(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
-        path = out / f"{name}{suffix}.safetensors"
-        save(path, tensors, {})
-        path.chmod(0o644)  # unlike a checkpoint, it is for others to read
+        save(out / f"{name}{suffix}.safetensors", tensors, {})
 
 
 def _device_name(device: torch.device) -> str:

@@ -24,6 +24,8 @@ from fedssl.report import looks
 from fedssl.runs import Run
 from fedssl.session import client_data, prepare
 
+SIMCLR = ("objective.name=simclr", "algorithm.name=fedavg")
+
 
 def look_of(path: Path) -> looks.Look:
     return looks.look(looks.Data(Run(path)))
@@ -103,8 +105,13 @@ def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
 def test_many_clients_are_sixty_and_a_sentence(tmp_path: Path) -> None:
     path = made(tmp_path / "a")  # the default: 359 clients of four images
     part = looks.partition(looks.Data(Run(path)))
-    assert (len(part.names), part.clients) == (60, 359)
-    assert "(of the first 60, which are shown)" in report.write([path], None).read_text()
+    assert (len(part.names), len(part.sizes)) == (60, 359)
+    assert "359 clients; 4 images the smallest" in report.write([path], None).read_text()
+    own = [{"id": k, "name": str(k), "samples": 3 - (k == 70)} for k in range(80)]
+    (path / "clients.json").write_text(json.dumps(own))
+    (path / "config.yaml").write_text("data: {name: folder, root: gone}")
+    text = report.write([path], None).read_text()
+    assert "80 clients; 2 images the smallest, 3 median" in text and "first 60 are shown" in text
 
 
 def untaught(path: Path) -> Path:
@@ -190,6 +197,11 @@ def test_data_on_this_machine_is_found(tmp_path: Path) -> None:
     assert datasets.here(replace(data, cache=str(tmp_path))).root == str(held)
     own = replace(data, root="elsewhere")
     assert datasets.here(own) == own
+
+
+def test_batch_norm_has_a_map_too(tmp_path: Path) -> None:
+    path = untaught(made(tmp_path / "a", ("encoder.norm=batch", *SIMCLR)))
+    assert look_of(path).right is not None
 
 
 def test_an_encoder_of_another_shape_is_said(trained: Path, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedssl import config as configuration
@@ -30,6 +28,7 @@ from fedssl.data.random import choose, key
 from fedssl.errors import UserError
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower
+from fedssl.models.weights import load_weights
 from fedssl.runs import Run
 from fedssl.session import build_network, client_data, load_data, pick_device
 
@@ -50,12 +49,11 @@ class Empty(Exception):
 class Part:
     """Who holds what."""
 
-    names: list[str]
-    sizes: list[int]
+    names: list[str]  # of the first clients, which are shown
+    sizes: list[int]  # of all
     held: list[list[int]] | None  # by client and class; none: no labels
     classes: list[str]
     word: str
-    clients: int  # in all
     distance: float | None
     unknown: str = "There are no labels here to tell classes by"  # where nothing is held
 
@@ -142,19 +140,19 @@ def partition(data: Data) -> Part:
         if not known:
             raise
         names = [str(own["name"]) for own in known[:MOST_CLIENTS]]
-        sizes = [int(own["samples"]) for own in known[:MOST_CLIENTS]]
+        sizes = [int(own["samples"]) for own in known]
         why = f"By clients.json, without classes: {reason}"
-        return Part(names, sizes, None, [], "classes", len(known), None, why)
+        return Part(names, sizes, None, [], "classes", None, why)
     names = [str(own["name"]) for own in known] or list(map(str, range(len(groups))))
-    sizes = groups.sizes[:MOST_CLIENTS].tolist()
+    sizes = groups.sizes.tolist()
     labels = None if found.of is None else found.of.numpy()
     if labels is None or not (labels[groups.members] >= 0).any():
-        return Part(names[:MOST_CLIENTS], sizes, None, [], found.word, len(groups), None)
+        return Part(names[:MOST_CLIENTS], sizes, None, [], found.word, None)
     held = counts(groups, labels)
     classes = list(found.names) or [str(c) for c in range(held.shape[1])]
     held = np.pad(held, ((0, 0), (0, max(0, len(classes) - held.shape[1]))))[:MOST_CLIENTS]
     apart = distance(groups, labels)
-    return Part(names[:MOST_CLIENTS], sizes, held.tolist(), classes, found.word, len(groups), apart)
+    return Part(names[:MOST_CLIENTS], sizes, held.tolist(), classes, found.word, apart)
 
 
 def look(data: Data) -> Look:
@@ -211,10 +209,9 @@ def _loaded(like: nn.Module, file: Path) -> nn.Module:
     """The same network with the weights of a file."""
     trained = copy.deepcopy(like)
     try:
-        trained.load_state_dict(load_file(file))
-    except (SafetensorError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:200]
-        raise Empty(f"{file.name} does not fit the configuration ({reason})") from None
+        load_weights(trained, file, file.name)
+    except UserError as reason:
+        raise Empty(f"the encoder does not fit the configuration ({reason})") from None
     return trained
 
 

@@ -201,13 +201,13 @@ def _only_first(page: Page) -> str:
 
 
 def _bars(page: Page, part: looks.Part) -> str:
-    sizes = part.sizes
+    every, sizes = part.sizes, part.sizes[: len(part.names)]
     text = (
-        f"{part.clients:,} clients; {min(sizes):,} images the smallest, "
-        f"{statistics.median(sizes):g} median, {max(sizes):,} the largest"
+        f"{len(every):,} clients; {min(every):,} images the smallest, "
+        f"{statistics.median(every):g} median, {max(every):,} the largest"
     )
-    if part.clients > len(sizes):
-        text += f" (of the first {len(sizes)}, which are shown)"
+    if len(every) > len(sizes):
+        text += f". The first {len(sizes)} are shown"
     if part.distance is not None:
         text += (
             f". Mean earth mover's distance of a client's {part.word} to all: {part.distance:.3f} "
