@@ -67,6 +67,8 @@ def test_sites_are_named_and_each_has_its_numbers(
     assert note["model"] == "global"
     assert note["personal"] == [f"personal/client-{k}.safetensors" for k in range(3)]
     personal = [(out / name).read_bytes() for name in note["personal"]]
+    modes = [(out / name).stat().st_mode & 0o777 for name in (*note["files"], *note["personal"])]
+    assert modes == [0o644, *[0o600] * 3]  # what is the clients' own is for nobody else
     assert (out / "encoder.safetensors").read_bytes() not in personal
     assert len(set(personal)) == 3
 
