@@ -71,11 +71,11 @@ def test_side_by_side_as_one_by_one(
 
     def init(self: workspace.Replay, *args: object) -> None:
         made.append(threading.current_thread().name)
-        first(self, *args)  # type: ignore[arg-type]
+        first(self, *args)
 
     def train(self: Client, *args: object, **kwargs: object) -> object:
         seen.append((self.round, threading.current_thread().name, id(self.work)))
-        return inner(self, *args, **kwargs)  # type: ignore[arg-type]
+        return inner(self, *args, **kwargs)
 
     alone, plain = engine_with(words, 0, device)
     monkeypatch.setattr(Client, "train", train)
@@ -138,11 +138,11 @@ def test_steps_that_look_beyond_their_batch(
     def train(self: Client, *args: object, **kwargs: object) -> object:
         name = threading.current_thread().name
         threads.setdefault(self.round, set()).add(name.startswith("client"))
-        return inner(self, *args, **kwargs)  # type: ignore[arg-type]
+        return inner(self, *args, **kwargs)
 
     def note(self: workspace.Replay, *args: object) -> None:
         made.append(threading.current_thread().name)
-        init(self, *args)  # type: ignore[arg-type]
+        init(self, *args)
 
     monkeypatch.setattr(Client, "train", train)
     monkeypatch.setattr(workspace.Replay, "__init__", note)
@@ -168,10 +168,10 @@ def test_shapes_that_are_not_compiled_are_not_shared(
     loss = SimpleNamespace(function=steps.function, lasting=True)
     other = tuple(torch.cat((i, i)) for i in steps.inputs)
     work.alone = False
-    assert all(work.replay(8, None, loss, other) is None for _ in range(3))  # type: ignore[arg-type]
+    assert all(work.replay(8, None, loss, other) is None for _ in range(3))
     assert not engine.lanes.knows("train")
     work.alone = True
-    assert work.replay(8, None, loss, other) is not None  # type: ignore[arg-type]
+    assert work.replay(8, None, loss, other) is not None
     assert engine.lanes.knows("train")
 
 
