@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import dataclasses
 import inspect
 import io
@@ -415,6 +416,7 @@ class Row(typing.NamedTuple):
     head: str  # the measure that its own classifier's accuracy stands for; empty: it has none
     printed: dict[str, float]  # by the paper; empty: none, or none on images like these
     lines: list[Line]
+    rounds: int | None = None  # that the table shows where there are such; none: the most
 
     @property
     def groups(self) -> list[list[Line]]:
@@ -431,8 +433,13 @@ class Row(typing.NamedTuple):
 
     @property
     def shown(self) -> list[Line]:
-        """Of the most rounds those best on held-out images, or likest the recipe; failures last."""
-        return max(self.groups, key=_rank, default=[])
+        """Of the table's rounds, or the most, those best on held-out images, or likest the recipe.
+
+        Failures come last.
+        """
+        return max(
+            self.groups, key=lambda of: (of[0]["rounds"] == self.rounds, *_rank(of)), default=[]
+        )
 
     def value(self, measure: str, line: Line) -> float | None:
         """A run's number; none: it failed, or was not judged so."""
@@ -470,6 +477,22 @@ def brief(name: str) -> str:
     return _beside([first], [row for row in rows if row.head in ("", first)], data)
 
 
+def overview(_: str) -> str:
+    """A line for each table of results/tables.yaml: what is measured, and what became of claims."""
+    lines = []
+    for name in yaml.safe_load(TABLES.read_text(encoding="utf-8")):
+        table, rows, *_rest = _table(name)
+        claims = _claims_of(table, rows)
+        words = [verdicts(of.relation, of.pair, of.measures)[0][-1] for of in claims]
+        found = collections.Counter(word.strip("*").partition(" (")[0] for word in words)
+        order = sorted(found, key=lambda word: (word.startswith("not measured"), word))
+        anchor = re.sub(r"[^\w -]", "", table["title"].lower()).replace(" ", "-")
+        measured = f"{sum(bool(row.lines) for row in rows)} of {len(rows)}"
+        told = ", ".join(f"{word}: {found[word]}" for word in order)
+        lines.append([f"[{table['title']}](#{anchor})", measured, told])
+    return _grid(["table", "rows measured", "the paper's claims"], lines)
+
+
 def results(name: str) -> str:
     """A table of results/tables.yaml: ours beside the paper's, its claims, and every run."""
     table, rows, known, data = _table(name)
@@ -479,8 +502,8 @@ def results(name: str) -> str:
     blocks += [f"Images: {'; '.join(data)}." if data else "Not measured yet."]
     blocks += [_beside(table["measures"], rows, data), *_settings(rows, len(data) > 1)]
     blocks += [_departures(table, rows)]
-    if table.get("claims"):
-        blocks += [_claims(table["claims"], table["measures"][0], {row.name: row for row in rows})]
+    if claims := _claims_of(table, rows):
+        blocks += [_claims(claims)]
     if table.get("looked"):
         blocks += [f"Looked into: {table['looked'].strip()}"]
     return "\n\n".join([*blocks, *([_runs(known, len(data) > 1)] if known else [])])
@@ -501,7 +524,8 @@ def _rows(table: dict[str, Any]) -> list[Row]:
         own = [e for e in lines if e["recipe"] == recipe and e["data"].startswith(table["data"])]
         paper = config.read_recipe(recipe).get("paper", {}).get("results", {})
         printed = paper if table.get("brackets", True) else {}
-        rows.append(Row(name, recipe, table.get("heads", {}).get(name, ""), printed, own))
+        head = table.get("heads", {}).get(name, "")
+        rows.append(Row(name, recipe, head, printed, own, table.get("rounds")))
     return rows
 
 
@@ -623,22 +647,50 @@ def _departures(table: dict[str, Any], rows: Sequence[Row]) -> str:
     return "Where the recipes themselves depart from the paper:\n\n" + "\n".join(text)
 
 
-def _claims(claims: Sequence[str], measure: str, rows: dict[str, Row]) -> str:
+class Claim(typing.NamedTuple):
+    """What a paper says of one row or two, and by which measure of each."""
+
+    relation: str
+    pair: list[Row]
+    measures: list[str]
+    named: bool  # the measure is not the table's first
+
+    @classmethod
+    def of(cls, text: str, measure: str, rows: Sequence[Row]) -> Claim:
+        """A claim as results/tables.yaml has it."""
+        known = {row.name: row for row in rows}
+        words, _, other = text.partition(" at ")
+        left, relation, *rest = words.split()
+        pair = [known[name] for name in (left, *rest)]
+        measures = (other or measure).split(", ")
+        # one for both rows, or one for each
+        return cls(relation, pair, measures * (len(pair) // len(measures)), bool(other))
+
+    def __str__(self) -> str:
+        left, *rest = (f"`{row.name}`" for row in self.pair)
+        at = " and ".join(map(tables.title, dict.fromkeys(self.measures)))
+        return " ".join([left, self.relation, *rest]) + (f", {at}" if self.named else "")
+
+    @property
+    def printed(self) -> str:
+        """The paper's numbers, if it has any."""
+        found = zip(self.pair, self.measures, strict=True)
+        numbers = [row.printed.get(row.own(measure)) for row, measure in found]
+        each = ("–" if number is None else f"{number}" for number in numbers)
+        return " and ".join(each) if any(numbers) else ""
+
+
+def _claims_of(table: dict[str, Any], rows: Sequence[Row]) -> list[Claim]:
+    return [Claim.of(text, table["measures"][0], rows) for text in table.get("claims", [])]
+
+
+def _claims(claims: Sequence[Claim]) -> str:
     """Which of the paper's claims appear in our rows, computed from them."""
     lines = []
     for claim in claims:
-        words, _, other = claim.partition(" at ")
-        left, relation, *rest = words.split()
-        pair = [rows[name] for name in (left, *rest)]
-        measures = (other or measure).split(", ")
-        each = measures * (len(pair) // len(measures))  # one for both rows, or one for each
-        printed = [row.printed.get(row.own(m)) for row, m in zip(pair, each, strict=True)]
-        papers = " and ".join("–" if number is None else f"{number}" for number in printed)
-        shown = f"`{left}` {relation}" + "".join(f" `{name}`" for name in rest)
-        shown += f", {' and '.join(map(tables.title, measures))}" if other else ""
-        first, *shorter = verdicts(relation, pair, each)
-        lines.append([shown, papers if any(printed) else "", *first])
-        lines += [[f"{shown}, in fewer rounds", "", *cells] for cells in shorter]
+        first, *shorter = verdicts(claim.relation, claim.pair, claim.measures)
+        lines.append([str(claim), claim.printed, *first])
+        lines += [[f"{claim}, in fewer rounds", "", *cells] for cells in shorter]
     head = ["the paper's claim", "its numbers", "ours", "rounds", "seeds", "in our rows"]
     return _grid(head, lines)
 
@@ -849,6 +901,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "exchanges": exchanges,
     "file": file,
     "measured": measured,
+    "overview": overview,
     "readme": readme,
     "reading": reading,
     "recipe": yaml_of,

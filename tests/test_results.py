@@ -228,6 +228,39 @@ def test_of_several_runs_the_longest_then_the_best_on_held_out_images_is_shown(
     assert cells(generate.results("mine"), FAILS)[WORD] == "appears"
 
 
+def test_a_table_may_show_shorter_runs_and_claims_keep_the_longest(
+    generate: ModuleType, rows: Path
+) -> None:
+    def both(recipe: str, short: float, long: float) -> list[dict[str, Any]]:
+        changed = {"rounds": 4}
+        return [line(recipe, short, rounds=4, round=4, changed=changed), line(recipe, long)]
+
+    write(rows, *both("noniid-4", 20.0, 50.0), line("noniid-16", 40.0))
+    generate.TABLES.write_text(TABLE + "  rounds: 4\n")
+    page = generate.results("mine")
+    assert cells(page, "`dcco-4`")[LINEAR] == "20.0 (49.6)"
+    assert cells(page, "`dcco-16`")[ROUNDS] == "10 of 100"  # it has no others
+    assert cells(page, AHEAD)["ours"] == "50.0 and 40.0"
+
+
+def test_an_overview_counts_rows_and_claims(generate: ModuleType, rows: Path) -> None:
+    title = "Mine, I: CIFAR-10 (a)"
+    generate.TABLES.write_text(TABLE.replace("title: Mine", f"title: '{title}'"))
+    write(rows, line("noniid-4", 50.0), line("noniid-16", 40.0))
+    (row,) = generate.overview("").splitlines()[2:]
+    name, measured, claims = (cell.strip() for cell in row.strip("|").split("|"))
+    assert name == f"[{title}](#mine-i-cifar-10-a)" and measured == "2 of 4"
+    assert claims == "appears: 1, does not appear: 1, not measured yet: 2"
+
+
+def test_links_of_the_overview_lead_to_headings(generate: ModuleType) -> None:
+    from markdown.extensions.toc import slugify
+
+    titles = re.findall(r"^## (.*)$", generate.filled(ROOT / "docs/results.md"), re.MULTILINE)
+    links = re.findall(r"\(#(.*?)\)", generate.overview(""))
+    assert links == [slugify(title, "-") for title in titles]
+
+
 def test_each_seed_has_its_own_rate_and_none_is_left_out(generate: ModuleType, rows: Path) -> None:
     def run(linear: float, heldout: float, seed: int, rate: float) -> dict[str, Any]:
         more = {"server.lr": rate, "data.holdout": 0.1}
