@@ -83,6 +83,10 @@ class FedCA(Algorithm):
                     "no projection"
                 )
 
+        def one_step(self, pooled: bool) -> bool:
+            """The base model trains for epochs."""
+            return not self.align and super().one_step(pooled)
+
         def idle_keys(self) -> dict[str, str]:
             """There is a base model only to align with."""
             why = "does nothing with algorithm.align=0; use an algorithm.align above 0"
