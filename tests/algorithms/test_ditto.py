@@ -193,7 +193,6 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     assert own is not None
     results = session.judge_result()
     assert results["linear_top1"] == session.judge(own)["linear_top1"]
-
     alone = session._client_scores(own)[0]
     assert results["per-client_personal_top1"] == alone
     other = session._client_scores(session.work.initial)[0]
