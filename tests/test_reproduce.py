@@ -181,6 +181,8 @@ def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert shown[2][-1].strip() == "7 (90)" and shown[4][-1].strip() == "40 (80)"
     assert shown[9] == ["scaled: 50 of 100 rounds: not comparable with the paper's numbers"]
+    assert reproduce._cell(jobs[0], "rounds_to_80") == "not reached (–)"
+    assert reproduce._cell(jobs[0], "rounds_to_90") == "– (–)", "nobody looked for it"
 
 
 def test_a_figure_without_numbers_shows_what_was_measured(tmp_path: Path) -> None:
