@@ -281,3 +281,14 @@ def test_importing_fedssl_stays_cheap() -> None:
         "import sys, fedssl, fedssl.api; assert not {'torch', 'numpy', 'pandas'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_an_override_switches_off_of_a_recipe_goes(tmp_path: Path) -> None:
+    """As with words of the command line; what is given itself is refused."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: default\nevaluate: {every: 1, monitor: [knn]}\n")
+    keys = {**KEYS, "rounds": 1, "evaluate__every": 0}
+    out = fedssl.train(recipe, tmp_path / "run", **keys)
+    assert out.settings.evaluate.monitor is None
+    with pytest.raises(UserError, match=r"^evaluate.monitor=knn: does nothing without"):
+        fedssl.train(recipe, tmp_path / "other", **keys, evaluate__monitor=["knn"])

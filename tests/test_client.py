@@ -281,3 +281,48 @@ def test_groups_select() -> None:
     groups = Groups(np.array([5, 3, 9, 1, 0]), np.array([0, 2, 2, 5]))
     members, sizes = groups.select(np.array([2, 0]))
     assert members.tolist() == [9, 1, 0, 5, 3] and sizes.tolist() == [3, 2]
+
+
+ONE_STEP = [
+    "algorithm.name=dcco",
+    "algorithm.name=dcco engine.merge=off",
+    "algorithm.name=fedavg",
+    "algorithm.name=fedavg engine.merge=off",
+    "algorithm.name=fedavg objective.name=simclr algorithm.batch=2",
+    "algorithm.name=fedavg objective.name=byol objective.predictor=32,16",
+    "algorithm.name=fedavg objective.name=byol objective.stop_gradient=false "
+    "objective.predictor=32,16",
+    "algorithm.name=fedu objective.name=simsiam objective.predictor=32,16",
+    "algorithm.name=fedema objective.name=simsiam objective.predictor=32,16",
+    "algorithm.name=fedprox",
+    "algorithm.name=featarc",
+    "algorithm.name=gossip",
+    "algorithm.name=ditto",
+    "algorithm.name=ccl algorithm.lambda=0 algorithm.remote=off objective.name=moco",
+    "algorithm.name=fedca objective.name=simclr algorithm.align=0 algorithm.dictionary=2",
+    "algorithm.name=centralized",
+    "algorithm.name=standalone",
+]
+
+
+@pytest.mark.parametrize("rule", ["sgd", "lars"])
+@pytest.mark.parametrize("words", ONE_STEP)
+def test_momentum_does_nothing_in_one_local_step(words: str, rule: str) -> None:
+    """Which is why it is refused there (``config.check_used``); in two it does something."""
+    found: dict[tuple[int, float], list[torch.Tensor]] = {}
+    for steps in (1, 2):
+        for momentum in (0.0, 0.9):
+            more = (
+                f"client.optimizer={rule} client.momentum={momentum} algorithm.local_steps={steps}"
+            )
+            own = settings(*words.split(), "objective.projector=32,16", *more.split())
+            engine, server = engine_of(own, made_split(), groups_of(4, 4, 4))
+            train(engine, server, 3)
+            states = [engine.states.get_leaf(k, engine.algorithm.personal or ()) for k in range(3)]
+            found[steps, momentum] = [server.weights, *(s for s in states if s is not None)]
+            assert ("client.momentum" in config._idle(own)) == (steps == 1)
+
+    def same(steps: int) -> list[bool]:
+        return [torch.equal(a, b) for a, b in zip(found[steps, 0], found[steps, 0.9], strict=True)]
+
+    assert all(same(1)) and not all(same(2))

@@ -10,6 +10,8 @@ import yaml
 from fedssl import config
 from fedssl.errors import UserError
 
+OWN = f"{Path(__file__).parent.parent / 'examples/own/algorithm.py'}:Momentum"
+
 
 def resolve(*words: str, recipe: str | None = None) -> config.Config:
     return config.resolve(config.read_recipe(recipe), words)
@@ -84,6 +86,30 @@ def test_a_mistake_is_one_line_that_names_key_value_and_fix(word: str, sentence:
             "client.optimizer=adamw client.momentum=0.9",
             "client.momentum=0.9: does nothing with client.optimizer=adamw; use",
         ),
+        (
+            "client.momentum=0.9",
+            "client.momentum=0.9: does nothing with one local step, as clients' optimizers start "
+            "anew every round; add algorithm.local_steps=2 or more, or leave it at 0.0",
+        ),
+        ("client.optimizer=lars client.momentum=0.9", "client.momentum=0.9: does nothing with one"),
+        ("algorithm.local_steps=null client.momentum=0.9", "client.momentum=0.9: does nothing"),
+        ("algorithm.local_epochs=1 client.momentum=0.9", "client.momentum=0.9: does nothing with"),
+        ("algorithm.name=centralized client.momentum=0.9", "client.momentum=0.9: does nothing"),
+        (
+            "algorithm.name=fedca algorithm.align=0 client.momentum=0.9",
+            "client.momentum=0.9: does nothing with one local step",
+        ),
+        (
+            "evaluate.monitor=knn,linear",
+            "evaluate.monitor=knn,linear: does nothing without evaluations between rounds; add "
+            "evaluate.every, as in evaluate.every=10, or leave it at null",
+        ),
+        (
+            "evaluate.head=linear",
+            "evaluate.head=linear: does nothing without semi; add it to evaluate.protocols, as in "
+            "semi@10%, or leave it at mlp",
+        ),
+        ("evaluate.head=linear evaluate.monitor=semi@10%", "evaluate.monitor=semi@10%: does"),
         ("cohort.hostile=3", "cohort.hostile=3: does nothing with cohort.average=mean; use"),
         ("cohort.average=median cohort.hostile=3", "cohort.hostile=3: does nothing with cohort."),
         ("engine.sites=3", "engine.sites=3: a simulation has no sites; write an app for them"),
@@ -178,6 +204,16 @@ def test_a_key_that_acts_in_one_run_of_several_is_used() -> None:
         "algorithm.name=featarc algorithm.start=apart",
         "algorithm.name=fedca algorithm.base_epochs=5",
         "engine.name=flower engine.compile=on engine.workers=4",
+        "client.momentum=0.9 algorithm.local_steps=2",
+        "client.momentum=0.9 algorithm.local_epochs=2",
+        "client.momentum=0.9 algorithm.local_epochs=1 algorithm.batch=2",
+        "client.momentum=0.9 algorithm.local_epochs=1 algorithm.name=centralized",
+        "client.momentum=0.9 algorithm.local_epochs=1 evaluate.baselines=centralized",
+        "client.momentum=0.9 algorithm.name=fedca",  # whose base model trains for epochs
+        f"client.momentum=0.9 algorithm.name={OWN}",  # which may do with it what it likes
+        "evaluate.monitor=knn evaluate.every=5",
+        "evaluate.head=linear evaluate.protocols=knn,semi@10%",
+        "evaluate.head=linear evaluate.monitor=semi@10% evaluate.every=5",
     ],
 )
 def test_a_key_that_acts_is_not_refused(words: str) -> None:
@@ -317,6 +353,9 @@ def test_names_in_a_list_stay_as_they_are_written() -> None:
     [
         ("decssl/figure5/cluster/alpha-5", "algorithm.clusters=1", "algorithm.start"),
         ("fedema/figure10a/tau-0.5/cifar10-noniid", "algorithm.lambda=0.8", "algorithm.tau"),
+        ("fedema/figure10a/tau-0.5/cifar10-noniid", "evaluate.every=0", "evaluate.monitor"),
+        ("ccl/table2/ccl/cifar10-iid", "evaluate.protocols=knn", "evaluate.head"),
+        ("fedema/table11/fedema/epochs-1", "algorithm.batch=null", "client.momentum"),
     ],
 )
 def test_what_a_word_switches_off_of_a_recipe_goes(recipe: str, word: str, key: str) -> None:
@@ -329,7 +368,27 @@ def test_what_a_word_switches_off_of_a_recipe_goes(recipe: str, word: str, key: 
     before, after = values(), values(word)
     assert {name for name in before if before[name] != after[name]} == {word.split("=")[0], key}
     with pytest.raises(UserError, match=f"{key}=.*: does nothing"):
-        config.check_used(config.resolve(tree, [word, f"{key}={before[key]}"]))
+        config.check_used(config.resolve(tree, [word, f"{key}={config._shown(before[key])}"]))
+
+
+def test_what_values_of_a_sweep_switch_off_of_a_recipe_goes_if_all_do() -> None:
+    tree = config.read_recipe("fedema/table11/fedema/epochs-1")
+
+    def runs(word: str) -> list[config.Config]:
+        swept = config.merged(tree, [word, "seed=[0,1]"])
+        return [config.build(config.with_values(swept, own)) for own in config.combinations(swept)]
+
+    for word, momentum in (("algorithm.batch=null", 0.0), ("algorithm.batch=[null,64]", 0.9)):
+        found = runs(word)
+        config.check_used(*found)
+        assert {run.client.momentum for run in found} == {momentum}
+
+
+def test_a_key_that_a_recipe_itself_switches_off_stays_to_be_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("client: {momentum: 0.9}\nalgorithm: {name: fedavg}\n")
+    with pytest.raises(UserError, match=r"client.momentum=0.9: does nothing"):
+        config.check_used(resolve("algorithm.local_steps=1", recipe=str(path)))
 
 
 def test_nothing_and_truth() -> None:

@@ -191,7 +191,7 @@ def test_a_site_is_told_of_damaged_images() -> None:
         ([*WORDS, "partition.level=case"], "partition.level=case: does nothing at real sites"),
         ([*WORDS, "algorithm.name=dccoo"], "did you mean"),
         (
-            [*WORDS, "evaluate.monitor=collaborative@10%"],
+            [*WORDS, "evaluate.every=1", "evaluate.monitor=collaborative@10%"],
             "evaluate.monitor=collaborative@10%: the server has no client's images; leave it out",
         ),
         ([*WORDS, "evaluate.drift=true"], "evaluate.drift=true: compares clients' models"),

@@ -181,6 +181,8 @@ def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert shown[2][-1].strip() == "7 (90)" and shown[4][-1].strip() == "40 (80)"
     assert shown[9] == ["scaled: 50 of 100 rounds: not comparable with the paper's numbers"]
+    assert reproduce._cell(jobs[0], "rounds_to_80") == "not reached (–)"
+    assert reproduce._cell(jobs[0], "rounds_to_90") == "– (–)", "nobody looked for it"
 
 
 def test_a_figure_without_numbers_shows_what_was_measured(tmp_path: Path) -> None:
@@ -593,3 +595,18 @@ def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.Monk
     assert reproduce._commit() == git("rev-parse", "--short", "HEAD")
     code.write_text("a = 2\n")
     assert reproduce._commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+
+
+def test_what_a_word_switches_off_of_the_recipes_goes() -> None:
+    """And in a search too; a key that is given, and acts in no row, is refused as in one run."""
+    cell = "fedema/table11/fedema/epochs-1"
+    held = ["data.holdout=0.1", "evaluate.protocols=linear,heldout@10%"]
+    for words in (["algorithm.batch=null"], ["algorithm.batch=null", "client.lr=[1,2]", *held]):
+        jobs = reproduce.plan(cell, words, "0.5", None)
+        assert {job.settings.client.momentum for job in jobs} == {0.0}
+        assert all("client.momentum" in job.changed for job in jobs)
+    words = ["evaluate.every=0", "evaluate.targets=[]"]
+    (job,) = reproduce.plan(cell, words, "0.5", None)
+    assert job.settings.evaluate.monitor is None
+    with pytest.raises(UserError, match=r"^evaluate.monitor=knn: does nothing without"):
+        reproduce.plan(cell, [*words, "evaluate.monitor=knn"], "0.5", None)

@@ -625,3 +625,20 @@ def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Session]) -> 
     save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
     with pytest.raises(UserError, match=rf"^b: encoder.init=.*\(1,\) for {name}"):
         sweep.check({"b": settings})
+
+
+def test_a_key_that_acts_in_no_run_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    for word, said in (
+        ("client.momentum=0.9", "client.momentum=0.9: does nothing with one local step"),
+        ("evaluate.monitor=knn", "evaluate.monitor=knn: does nothing without evaluations"),
+        ("evaluate.head=linear", "evaluate.head=linear: does nothing without semi"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+            sweep.sweep(tree("seed=[0,1]", word), out, resume=False)
+    assert not out.exists()
+
+
+def test_a_key_that_acts_in_one_run_of_a_sweep_is_taken(tmp_path: Path) -> None:
+    words = ("client.momentum=0.9", "algorithm.local_steps=[1,2]")
+    assert len(sweep.sweep(tree(*words), tmp_path / "sweep", resume=False)) == 2

@@ -40,7 +40,7 @@ def train(
     if out == "":  # which Path takes for the current folder
         raise UserError('out="": an empty name; give one, or "." for the folder that you are in')
     name, tree = recipe_of(recipe, Path(out) if resume and out is not None else None)
-    tree = config.with_values(tree, dotted(overrides))
+    tree = config.changed(tree, dotted(overrides))
     for key, values in config.swept(tree).items():
         raise UserError(
             f"{key}={values}: several values are for fedssl run on the command line; call "

@@ -11,12 +11,13 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import itertools
 import math
 import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -155,6 +156,15 @@ class AlgorithmParams(Params):
     # Normalization layers: averaged like all others (running statistics too); kept by each client
     # (FedBN: they never leave it); or averaged, with statistics that start anew every round.
     norm_policy: Literal["average", "local", "reset"] = "average"
+
+    def one_step(self, pooled: bool) -> bool:
+        """Whether nothing is ever trained for two steps on end, however many samples there are.
+
+        Where all data is ``pooled``, an epoch has batches though none were asked for.
+        """
+        if self.local_epochs is None:
+            return self.local_steps in (None, 1)
+        return self.local_epochs == 1 and self.batch is None and not pooled
 
 
 @dataclass(frozen=True)
@@ -485,25 +495,33 @@ def read_yaml(path: Path) -> Tree:
 
 
 def resolve(recipe: Tree, words: typing.Sequence[str] = ()) -> Config:
-    """A complete configuration from a recipe and the ``key=value`` words that override it.
-
-    What words beside it switch off goes back to its default, if it is the recipe's.
-    """
-    tree, given = merged(recipe, words), {_split(word)[0] for word in words}
-    config, before = build(tree), tree
-    for section in {key.partition(".")[0] for key in given} & VARIANTS.keys():
-        for key in getattr(config, section).idle_keys():
-            if f"{section}.{key}" not in given:
-                tree = {**tree, section: {k: v for k, v in tree[section].items() if k != key}}
-    return config if tree == before else build(tree)
+    """A complete configuration from a recipe and the ``key=value`` words that override it."""
+    return build(merged(recipe, words))
 
 
 def merged(recipe: Tree, words: typing.Sequence[str]) -> Tree:
     """A recipe with the ``key=value`` words that override it, as a tree."""
-    overrides: Tree = {}
-    for word in words:
-        _put(overrides, *_split(word))
-    return _merge(recipe, overrides)
+    return changed(recipe, dict(map(_split, words)))
+
+
+def changed(recipe: Tree, values: Mapping[str, Any]) -> Tree:
+    """A recipe with other values of some keys; what these switch off goes back to its default."""
+    tree = with_values(recipe, values)
+    if not values:
+        return tree
+    for key in _unused(tree).keys() - _unused(recipe).keys() - flat(dict(values)).keys():
+        section, _, name = key.partition(".")
+        if name in (tree.get(section) or {}):
+            tree = {**tree, section: {k: v for k, v in tree[section].items() if k != name}}
+    return tree
+
+
+def _unused(tree: Tree) -> dict[str, str]:
+    """Keys that act in none of a recipe's runs; none of what cannot run: whoever builds it says."""
+    try:
+        return _idle_in_all([build(with_values(tree, own)) for own in combinations(tree)])
+    except UserError:
+        return {}
 
 
 def swept(tree: Tree) -> dict[str, list[Any]]:
@@ -521,6 +539,13 @@ def swept(tree: Tree) -> dict[str, list[Any]]:
             if not _takes_list(kinds[key]) or all(isinstance(item, list) for item in value):
                 found[key] = value
     return found
+
+
+def combinations(tree: Tree) -> Iterator[dict[str, Any]]:
+    """Each combination of the values in a recipe's lists, by key; one empty where it has none."""
+    lists = swept(tree)
+    for values in itertools.product(*lists.values()):
+        yield dict(zip(lists, values, strict=True))
 
 
 def _kinds(section: str, given: Any) -> dict[str, Any]:
@@ -731,19 +756,34 @@ def _check_privacy(privacy: Privacy) -> None:
         )
 
 
-def check_used(*runs: Config) -> None:
+def check_used(*runs: Config, given: Collection[str] | None = None) -> None:
     """Refuse a key that is changed and acts in none of these runs: its user would believe it does.
 
-    For new runs only: one that an older version began with such a key can go on and be judged.
+    For new runs only: one that an older version began with such a key can go on and be judged. Of
+    the latter, those that are ``given`` for judging it.
     """
-    known = [(_idle(run), flat(to_tree(run))) for run in runs]
-    for run, (idle, values) in zip(runs, known, strict=True):
+    unused = _idle_in_all(runs)
+    for run in runs:
         names = {section: {"name": getattr(run, section).name} for section in VARIANTS}
-        standard = flat(to_tree(build(names)))
-        for key in (key for key in idle if key in values and values[key] != standard[key]):
-            if not any(key in other and key not in unused for unused, other in known):
+        standard, values, idle = flat(to_tree(build(names))), flat(to_tree(run)), _idle(run)
+        for key in (key for key in idle if key in unused and key in values):
+            if values[key] != standard[key] and (given is None or key in given):
                 default = "null" if standard[key] is None else standard[key]
-                raise UserError(f"{key}={values[key]}: {idle[key]}, or leave it at {default}")
+                raise UserError(
+                    f"{key}={_shown(values[key])}: {idle[key]}, or leave it at {default}"
+                )
+
+
+def _shown(value: Any) -> str:
+    """A value as a word has it."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _idle_in_all(runs: typing.Sequence[Config]) -> dict[str, str]:
+    """Keys that some of these runs have and none looks at, and what would make them act."""
+    known = [(_idle(run), flat(to_tree(run))) for run in runs]
+    acting = {key for idle, values in known for key in values.keys() - idle.keys()}
+    return {key: why for idle, _ in known for key, why in idle.items() if key not in acting}
 
 
 FILES = ("folder", "paired", "tiny-imagenet")  # data sets that are files of images
@@ -775,10 +815,46 @@ def _idle(config: Config) -> dict[str, str]:
             found[f"{side}.momentum"] = (
                 f"does nothing with {side}.optimizer={rule}; use {side}.optimizer=sgd or lars"
             )
+    if "client.momentum" not in found and _one_step(config):
+        found["client.momentum"] = (
+            "does nothing with one local step, as clients' optimizers start anew every round; add "
+            "algorithm.local_steps=2 or more"
+        )
     for section in VARIANTS:
         own = getattr(config, section).idle_keys()
         found |= {f"{section}.{key}": why for key, why in own.items()}
+    found |= _idle_judging(config.evaluate)
     return found | _idle_images(config) | _idle_engine(config.engine)
+
+
+def _one_step(config: Config) -> bool:
+    """Whether no client's optimizer takes a second step, in baselines neither.
+
+    What somebody's own algorithm does with it is not known.
+    """
+    runs = (config, *(with_algorithm(config, name) for name in config.evaluate.baselines))
+    return all(
+        run.algorithm.name in VARIANTS["algorithm"]
+        and run.algorithm.one_step(variant("algorithm", run.algorithm.name).pools_data)
+        for run in runs
+    )
+
+
+def _idle_judging(evaluate: Evaluate) -> dict[str, str]:
+    """Of evaluations that there are not, and of protocols that are not asked for."""
+    found: dict[str, str] = {}
+    if not evaluate.every:
+        found["evaluate.monitor"] = (
+            "does nothing without evaluations between rounds; add evaluate.every, as in "
+            "evaluate.every=10"
+        )
+    watched = (evaluate.monitor or ()) if evaluate.every else ()
+    named = {spec.partition("@")[0] for spec in (*(evaluate.protocols or ()), *watched)}
+    if "semi" not in named:
+        found["evaluate.head"] = (
+            "does nothing without semi; add it to evaluate.protocols, as in semi@10%"
+        )
+    return found
 
 
 def _idle_images(config: Config) -> dict[str, str]:

@@ -51,6 +51,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{word}: is about training, and nothing is trained here; leave it out")
     tree = config.read_yaml(known)
     settings = config.resolve(tree, words)
+    config.check_used(settings, given={word.partition("=")[0] for word in words})
     # What watched the rounds says nothing here, and need not suit the protocols or the data.
     settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES

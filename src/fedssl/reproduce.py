@@ -350,8 +350,8 @@ def _cell(job: Job, measure: str) -> str:
     numbers = job.judged
     if job.summary() is None:
         ours = "failed"
-    elif numbers.get(measure) is None:
-        ours = "not reached" if measure.startswith("rounds_to") else "–"
+    elif numbers.get(measure) is None:  # an accuracy that was never looked for is not there
+        ours = "not reached" if measure in numbers else "–"
     else:
         ours = f"{numbers[measure]:.0f}" if "rounds_to" in measure else f"{numbers[measure]:.2f}"
     return f"{ours} ({job.paper.get(measure, '–')})"

@@ -488,7 +488,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         result = session.judge_result() if session.judged else {}
     export(session, out)
     if session.work.watched:
-        drift.picture(drift.looks(session), out / "local-features.png")
+        drift.picture(drift.looks(session), session.names, out / "local-features.png")
     totals = Metrics.totals(out, session.take_overhead())
     settings = session.config.evaluate
     watched = settings.monitor or (session.protocols if session.judged else ())

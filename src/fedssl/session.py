@@ -432,10 +432,17 @@ class Session:
         ids = sorted(self.engine.states)
         if self.algorithm.personal is None and self.work.kept is None:
             return {}
+        found = self._own_models(ids, most)
+        if len(found) < min(most, len(ids)):  # somebody's own algorithm has them for some alone
+            with_one = [k for k in ids if self.personal_weights(k) is not None]
+            found = self._own_models(with_one, most)
+        return found or ({0: self.work.initial} if self.judges == "personal" else {})
+
+    def _own_models(self, ids: Sequence[int], most: int) -> dict[int, Tensor]:
+        """The models of up to ``most`` of these clients, but of those that have none."""
         chosen = choose(key(self.config.seed, "judged"), len(ids), most)
         own = {ids[i]: self.personal_weights(ids[i]) for i in chosen}
-        trained = {k: weights for k, weights in own.items() if weights is not None}
-        return trained or ({0: self.work.initial} if self.judges == "personal" else {})
+        return {k: weights for k, weights in own.items() if weights is not None}
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:

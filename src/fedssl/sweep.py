@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import sys
 import unicodedata
@@ -29,9 +28,7 @@ Place = tuple[config.Data, int]  # what data is loaded by, and the seed
 def runs(tree: config.Tree) -> dict[str, Config]:
     """The settings of each run, by what is its own: every combination of the lists' values."""
     found: dict[str, Config] = {}
-    lists = config.swept(tree)
-    for values in itertools.product(*lists.values()):
-        own = dict(zip(lists, values, strict=True))
+    for own in config.combinations(tree):
         label = _label(own)
         if label in found:
             raise UserError(f"{label}: stands in a list twice; leave one out")

@@ -419,10 +419,12 @@ def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
         lambda a, c: {"features": share(a, c)["features"] * (1.05 if c.id == 1 else 1)},
     )
     step(engine, server, 1)
-    assert server.warnings == [
-        "client 1 shared features that are longer than 1: its last bank stays"
-    ]
+    said = "shared features that are longer than 1: its last bank stays"
+    assert server.warnings == [f"client 1 {said}"]
     assert torch.equal(banks(server)["1"], before["1"])
+    engine.algorithm.client_names = ["north", "south"]
+    step(engine, server, 2)
+    assert server.warnings[-1] == f"south {said}"
 
 
 def test_without_sharing_nothing_is_gathered_and_secure_sums_are_possible() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl import run, tables
 from fedssl.config import Config
+from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
-from fedssl.session import prepare
+from fedssl.session import JUDGED_CLIENTS, prepare
 from fedssl.workspace import Pull
 
 SIZES = (6, 9)
@@ -158,6 +159,44 @@ def test_every_client_is_judged_by_each_model_there_is(words: list[str], models:
         scores = [session._client_scores(session.personal_weights(k))[k] for k in range(4)]  # type: ignore[arg-type]
         assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
         assert results["per-client_personal_worst"] == min(scores)
+
+
+SOME = '''
+from fedssl.algorithms.fedavg import FedAvg
+
+
+class Some(FedAvg):
+    """Only the first client keeps a model of its own; the others have the global one."""
+
+    judges = "personal"
+    personal = ("own",)
+
+    def train(self, client, received):
+        reply = super().train(client, received)
+        client.state["met"] = received[:1]
+        if client.id == 0:
+            client.state["own"] = client.work.flat.vector.clone()
+        return reply
+'''
+
+
+def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: Path) -> None:
+    """Though it is not among the few that an evaluation would draw of all."""
+    (tmp_path / "some.py").write_text(SOME)
+    words = (f"algorithm.name={tmp_path / 'some.py'}:Some", "partition.clients=8", "seed=4")
+    more = ("evaluate.protocols=linear,per-client", "client.lr=3", "algorithm.local_steps=3")
+    tree = configuration.read_recipe(None)
+    session = prepare(configuration.resolve(tree, [*SMALL, *words, *more]))
+    assert 0 not in choose(key(4, "judged"), 8, JUDGED_CLIENTS)
+    step(session.engine, session.server, 0)
+    own = session.engine.states.get_leaf(0, ("own",))
+    assert own is not None
+    results = session.judge_result()
+    assert results["linear_top1"] == session.judge(own)["linear_top1"]
+    alone = session._client_scores(own)[0]
+    assert results["per-client_personal_top1"] == alone
+    other = session._client_scores(session.work.initial)[0]
+    assert alone != other
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,20 @@ def test_few_words_for_many_clients() -> None:
     ]
 
 
+def test_clients_that_have_names_are_called_by_them() -> None:
+    engine, server = made()
+    algorithm: Any = engine.algorithm
+    algorithm.client_names = ["north", "south", "7"]
+    for last in (0, 1):
+        server.clients["cluster"] = {0: float(last), 1: 1.0, 2: float(last)}
+        algorithm.show(server)
+    assert server.warnings == [
+        "clusters: 0 has north 7, 1 has south",
+        "north goes to cluster 1, client 7 goes to cluster 1; "
+        "clusters: 0 has none, 1 has north south 7",
+    ]
+
+
 def test_models_start_alike_unless_told_otherwise() -> None:
     config = siamese("simclr", "algorithm.name=featarc", "algorithm.clusters=3")
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import groups_of, made_split, settings
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from fedssl import run
 from fedssl.data.dataset import Dataset
@@ -136,6 +136,16 @@ def test_the_picture_and_the_metrics_of_a_run(tmp_path: Path) -> None:
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 20) or ()}
     drawn = [tuple(bytes.fromhex(c[1:])) for c in drift.COLOURS]
     assert {*drawn[:4]} <= colours and drawn[4] not in colours  # the global model and three clients
+
+
+def test_the_pictures_clients_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[str] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda _, at, text, **__: words.append(text))
+    features = {name: torch.rand(4, 3) for name in ("global", "global 1", "0", "2")}
+    drift.picture(features, ["a very long name", "b", "3"], tmp_path / "a.png")
+    assert words == ["global", "global 1", "a very long ", "client 3"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,24 @@ def test_what_a_metrics_file_becomes(tmp_path: Path) -> None:
         ("client 0", [1, 2], [0.5, 0.25]),
         ("client 7", [2], [0.75]),
     ]
+
+
+def test_a_clients_curve_has_its_name(tmp_path: Path) -> None:
+    """That of its folder; without a file that says it, or of another client, its number."""
+    own = made(tmp_path / "a", (), None, (line(1, mu={"10": 0.5, "0": 0.25, "2": 1, "3": 0.5}),))
+    rows = [{"client": 0, "name": "south"}, {"client": 2, "name": "7"}, {"client": 10, "name": "a"}]
+
+    def names() -> list[str]:
+        (mu,) = (p for p in curves.panels([("a", curves.read(Run(own)))]) if p["of"] == ["mu"])
+        return [series["name"] for series in mu["series"]]
+
+    numbers = ["mean", "client 0", "client 2", "client 3", "client 10"]
+    assert names() == numbers
+    for text in ("{", '{"a": 1}', "[1, 2]", '[{"client": 0}]'):
+        (own / "clients.json").write_text(text)
+        assert names() == numbers
+    (own / "clients.json").write_text(json.dumps(rows))
+    assert names() == ["mean", "south", "client 7", "client 3", "a"]
 
 
 def test_a_thousand_clients_are_a_mean_and_a_few(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import fedssl
 from fedssl import config, report
 from fedssl.cli import main
 from fedssl.errors import UserError
-from fedssl.report import curves
+from fedssl.report import curves, sections
 from fedssl.runs import Run
 
 
@@ -255,6 +255,15 @@ def test_words_that_an_administrator_does_not_know_are_explained(one: Path) -> N
     assert "In plain words. moments: means over" in seen and "unmasked: the server could" in seen
     assert "(0: every client has the same mixture)" in seen and "t-SNE (keeps neighbours" in seen
     assert re.search(r"Parameters \d+,\d{3}, of the whole network", seen)
+
+
+def test_clients_have_their_folders_names_everywhere(named: Path) -> None:
+    text = report.write([named], named / "names.html").read_text()
+    lines = {panel["title"]: panel for panel in block(text)["lines"]}
+    drawn = lines["Divergence of client and server"]["series"]
+    assert [own["name"] for own in drawn] == ["mean", "north", f"south{NASTY}"]
+    assert "client 0" not in text and "client 1" not in text
+    assert sections._spread({"a": 50.0, "b": 20.0})[1::2] == ["20.0 (b)", "50.0 (a)"]
 
 
 def test_the_head_of_a_run_on_a_folder(named: Path) -> None:

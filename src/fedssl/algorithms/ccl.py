@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -156,7 +156,7 @@ class CCL(Algorithm):
         if self.params.remote == "off":
             return
         cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
-        new = finite(cohort.gather("share"), server)
+        new = finite(cohort.gather("share"), server, self.client_names)
         server.state["banks"] = {**banks, **new}
         if server.census is not None:
             server.state["classes"] = {**classes, **{k: self.classes(server, int(k)) for k in new}}
@@ -354,7 +354,9 @@ def momentum_places(work: Workspace) -> Tensor:
     return sent[sent < work.flat.parameters]
 
 
-def finite(replies: Mapping[int, Mapping[str, Tensor]], server: Server) -> dict[str, Tensor]:
+def finite(
+    replies: Mapping[int, Mapping[str, Tensor]], server: Server, names: Sequence[str]
+) -> dict[str, Tensor]:
     """The new banks, by client; one with a feature that is no number, or too long, is dropped.
 
     Features have length 1: a longer one would outweigh those of all other clients.
@@ -367,6 +369,6 @@ def finite(replies: Mapping[int, Mapping[str, Tensor]], server: Server) -> dict[
             continue
         what = "longer than 1" if bool(torch.isfinite(lengths).all()) else "not finite"
         server.warnings.append(
-            f"client {client} shared features that are {what}: its last bank stays"
+            f"{called(names, client)} shared features that are {what}: its last bank stays"
         )
     return banks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -17,6 +17,7 @@ from fedssl.algorithms.fedca import in_batches, plain
 from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config
 from fedssl.data.dataset import in_passes
+from fedssl.data.partition import called
 from fedssl.data.random import key
 from fedssl.errors import UserError
 from fedssl.models.flat import Flat
@@ -160,12 +161,13 @@ class FeatARC(Algorithm):
         now = {k: int(c) for k, c in server.clients["cluster"].items() if c is not None}
         known = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
         before = {int(k): int(cast(Tensor, c)) for k, c in known.items()}
+        count, names = self.params.clusters, self.client_names
         if not before:
-            server.warnings.append(f"clusters: {_members(now, self.params.clusters)}")
+            server.warnings.append(f"clusters: {_members(now, count, names)}")
         moved = {k: c for k, c in now.items() if before.get(k, c) != c}
         if moved:
-            everyone = _members(before | now, self.params.clusters)
-            server.warnings.append(f"{_moves(moved)}; clusters: {everyone}")
+            everyone = _members(before | now, count, names)
+            server.warnings.append(f"{_moves(moved, names)}; clusters: {everyone}")
         known |= {str(k): torch.tensor(c) for k, c in now.items()}
 
     def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
@@ -312,15 +314,16 @@ def _cluster(server: Server, number: int) -> dict[str, Tree]:
     return clusters[str(number)]
 
 
-def _members(assigned: Mapping[int, int], clusters: int) -> str:
+def _members(assigned: Mapping[int, int], clusters: int, names: Sequence[str]) -> str:
     """Who is in each cluster; of many only how many."""
-    held = [[k for k, own in sorted(assigned.items()) if own == j] for j in range(clusters)]
+    known = [(names[k] if names else str(k), own) for k, own in sorted(assigned.items())]
+    held = [[name for name, own in known if own == j] for j in range(clusters)]
     if len(assigned) > SHOWN:
-        return ", ".join(f"{j} has {len(ids)}" for j, ids in enumerate(held))
-    return ", ".join(f"{j} has {' '.join(map(str, ids)) or 'none'}" for j, ids in enumerate(held))
+        return ", ".join(f"{j} has {len(each)}" for j, each in enumerate(held))
+    return ", ".join(f"{j} has {' '.join(each) or 'none'}" for j, each in enumerate(held))
 
 
-def _moves(moved: Mapping[int, int]) -> str:
+def _moves(moved: Mapping[int, int], names: Sequence[str]) -> str:
     if len(moved) > MOVES:
         return f"{len(moved)} clients change their cluster"
-    return ", ".join(f"client {k} goes to cluster {c}" for k, c in sorted(moved.items()))
+    return ", ".join(f"{called(names, k)} goes to cluster {c}" for k, c in sorted(moved.items()))

@@ -83,6 +83,10 @@ class FedCA(Algorithm):
                     "no projection"
                 )
 
+        def one_step(self, pooled: bool) -> bool:
+            """The base model trains for epochs."""
+            return not self.align and super().one_step(pooled)
+
         def idle_keys(self) -> dict[str, str]:
             """There is a base model only to align with."""
             why = "does nothing with algorithm.align=0; use an algorithm.align above 0"
@@ -132,7 +136,10 @@ class FedCA(Algorithm):
         if not self.params.dictionary:
             return
         cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
-        server.state["banks"] = {**banks, **finite(cohort.gather("share"), server)}
+        server.state["banks"] = {
+            **banks,
+            **finite(cohort.gather("share"), server, self.client_names),
+        }
         # It travels with the model of `train`, and is counted with the projections that come back.
         sent = len(traffic.reached["train"]) * count_bytes(dictionary)
         traffic.down["train"] -= sent

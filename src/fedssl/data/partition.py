@@ -365,7 +365,11 @@ def client_names(params: PartitionParams, groups: Groups, data: Dataset) -> list
 
 def called(names: Sequence[str], client: int) -> str:
     """A client in a sentence: by its folder's name, else by its number."""
-    name = names[client] if names else str(client)
+    return worded(names[client] if names else str(client))
+
+
+def worded(name: str) -> str:
+    """A client's name in a sentence; a number alone would say nothing."""
     return f"client {name}" if name.isdecimal() else name
 
 

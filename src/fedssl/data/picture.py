@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from fedssl.data.dataset import Groups
-from fedssl.data.partition import counts, distance
+from fedssl.data.partition import called, counts, distance
 from fedssl.errors import UserError
 
 MOST = 100  # clients that get a bar
@@ -93,9 +93,8 @@ def _bars(
     for k, row in enumerate(held):
         top = TOP + k * step
         if k % every == 0:
-            name = names[k] if names else str(k)
-            name = f"client {name}" if name.isdecimal() else name
-            pen.text((MARGIN, top + step // 2 - 6), name[:12], "black", ImageFont.load_default())
+            name = called(names, k)[:12]
+            pen.text((MARGIN, top + step // 2 - 6), name, "black", ImageFont.load_default())
         edges = np.rint(np.cumsum([0, *row, sizes[k] - row.sum()]) * WIDTH / sizes.max())
         for colour, (start, end) in zip(colours, itertools.pairwise(edges), strict=True):
             if end > start:

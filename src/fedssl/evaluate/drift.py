@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedssl.data.partition import called
 from fedssl.data.random import choose, key
 from fedssl.evaluate.features import extract
 from fedssl.models.flat import Flat
@@ -95,10 +96,10 @@ def cka(a: Tensor, b: Tensor) -> float:
     return float(cross / own) if own > 0 else float("nan")
 
 
-def picture(features: Mapping[str, Tensor], path: Path) -> None:
+def picture(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:
     """All models' features in one plane, a colour a model: the first two directions of their PCA.
 
-    (Figure 9 has UMAP after a PCA.)
+    (Figure 9 has UMAP after a PCA.) ``names`` are those of the clients, by number.
     """
     from PIL import Image, ImageDraw
 
@@ -114,7 +115,7 @@ def picture(features: Mapping[str, Tensor], path: Path) -> None:
         x, y = at[i]
         draw.ellipse((x, y, x + DOT, y + DOT), fill=COLOURS[owners[i] % len(COLOURS)])
     for number, name in enumerate(features):
-        label = name if name.startswith("global") else f"client {name}"
+        label = called(names, int(name))[:12] if name.isdecimal() else name
         colour = COLOURS[number % len(COLOURS)]
         draw.text((10 + 90 * (number % 9), SIDE - 34 + 14 * (number // 9)), label, fill=colour)
     image.save(path)

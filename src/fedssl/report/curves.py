@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl import tables
+from fedssl.data.partition import worded
+from fedssl.errors import UserError
 from fedssl.metrics import for_one, is_number
 from fedssl.runs import Run
 
@@ -106,12 +108,13 @@ class History:
     exchanges: dict[str, Moved] = field(default_factory=dict)
     moved: Moved = field(default_factory=Moved)  # by all exchanges
     last: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # of clients, by number
     problem: str = ""  # why the metrics could not be read to their end
 
 
 def read(run: Run) -> History:
     """Read a run's metrics, once; what is odd in a file of another version ends them."""
-    history = History()
+    history = History(names=_names(run))
     try:
         for line in run.lines():
             _take(history, line)
@@ -121,6 +124,14 @@ def read(run: Run) -> History:
         if not any(history.plain[name].values):
             del history.plain[name]
     return history
+
+
+def _names(run: Run) -> dict[str, str]:
+    """The clients' names, where there is a file of them that can be read."""
+    try:
+        return {str(row["client"]): str(row["name"]) for row in run.clients}
+    except (UserError, LookupError, TypeError):  # without it, curves have the clients' numbers
+        return {}
 
 
 def _take(history: History, line: Mapping[str, Any]) -> None:
@@ -202,7 +213,7 @@ def panels(histories: Sequence[tuple[str, History]]) -> list[dict[str, Any]]:
             elif name in history.parts and not alone:
                 series.append({**_series(label, history.parts[name]["mean"], most), "colour": k})
             elif name in history.parts:
-                series += _by_part(name, history.parts[name], most)
+                series += _by_part(name, history, most)
         found.append(_panel([name], *title(name), series, "" if alone else _mean(name, histories)))
         if not alone:  # a run has the same colour in every figure
             found[-1] |= {"colours": len(histories), "legend": True}
@@ -251,14 +262,16 @@ def _bytes(history: History, most: int) -> list[dict[str, Any]]:
     return [_panel(names, "Bytes a round, all clients", "B", series, "")]
 
 
-def _by_part(name: str, parts: Mapping[str, Curve], most: int) -> list[dict[str, Any]]:
+def _by_part(name: str, history: History, most: int) -> list[dict[str, Any]]:
     """The mean, and each client (or layer) by itself."""
-    word = "" if name == "layer_distance" else "client "
-    each = {key: curve for key, curve in parts.items() if key != "mean"}
-    keys: Iterable[str] = each if not word else sorted(each, key=_number)
+    parts = history.parts[name]
+    names = {key: key for key in parts if key != "mean"}
+    if name != "layer_distance":
+        keys = sorted(names, key=_number)
+        names = {key: worded(history.names.get(key, key)) for key in keys}
     return [
         _series("mean", parts["mean"], most),
-        *(_series(f"{word}{key}", each[key], most) for key in keys),
+        *(_series(shown, parts[key], most) for key, shown in names.items()),
     ]
 
 

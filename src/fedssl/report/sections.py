@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from fedssl import deploy, tables
+from fedssl.data.partition import worded
 from fedssl.metrics import is_number
 from fedssl.report import compare, curves, exchanges, looks
 from fedssl.runs import Run, section
@@ -330,9 +331,9 @@ def _spread(own: Mapping[str, float]) -> list[str]:
     middle = statistics.median(own.values())
     return [
         f"{len(own):,}",
-        f"{own[worst]:.1f} (client {escape(worst)})",
+        f"{own[worst]:.1f} ({escape(worded(worst))})",
         f"{middle:.1f}",
-        f"{own[best]:.1f} (client {escape(best)})",
+        f"{own[best]:.1f} ({escape(worded(best))})",
     ]
 
 
