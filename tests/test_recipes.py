@@ -277,6 +277,8 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("fedema/table1/fedmocov1/cifar10-noniid", {"augment.name": "moco-v1"}),
         ("fedema/table8/fedbyol/100-classes", {"partition.classes": 100, "data.name": "cifar100"}),
         ("fedema/table4/fedu/cifar10-1pct", {"data.holdout": 0.01, "evaluate.head": "mlp"}),
+        ("ccl/table2/fedsimclr/cifar10-iid", {"evaluate.head": "linear"}),
+        ("ccl/figure4/cl/cifar10-noniid1", {"evaluate.head": "linear"}),
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
         ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
