@@ -1,4 +1,10 @@
 # What the run_*.sh scripts share. Everything is in $WORK; everything started is ended.
+for tool in fedssl flwr flower-superlink; do
+    command -v "$tool" >/dev/null || {
+        echo "$tool is not on the PATH: pip install '.[flower]' and activate that environment" >&2
+        exit 2
+    }
+done
 SITES=(site-a site-b site-c)
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 WORK=${WORK:-$(mktemp -d -t fedssl-deployment.XXXXXX)}
