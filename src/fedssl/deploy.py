@@ -499,9 +499,7 @@ def _answering(config: Config) -> str:
 def _amount(config: Config, moved: Moved | None) -> str:
     """How many bytes a site sends and receives."""
     if moved is None:
-        return (
-            "**How much** a round moves depends on the images' size; `sent.jsonl` (below) has it."
-        )
+        return "**How much** a round moves is not known beforehand; `sent.jsonl` (below) has it."
     kind, rounds = algorithm_of(config), config.rounds
     up, down = sum(moved.up.values()), sum(moved.down.values())
     about = "at most" if set(kind.gathers) & set(kind.varying) else "about"

@@ -31,16 +31,14 @@ def site_bytes(session: Session, without_weights: Callable[[], Session]) -> Move
     """What a site moves, by a ``session`` of the server or by the same without weights.
 
     The latter first: it takes no memory, however many sites there are, but has no values, which
-    some algorithms look at. None: somebody's own algorithm does not get along with zeros.
+    some algorithms look at. None: somebody's own algorithm does not get along with zeros either.
     """
-    try:
-        return _rehearse(without_weights())
-    except RuntimeError:  # what torch says to whoever wants values
-        pass
-    try:
-        return _rehearse(session)
-    except Exception:
-        return None
+    for build in (without_weights, lambda: session):
+        try:
+            return _rehearse(build())
+        except Exception:  # anything, from torch or from the algorithm; only a number is lost
+            continue
+    return None
 
 
 def _rehearse(session: Session) -> Moved:
