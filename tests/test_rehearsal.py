@@ -61,6 +61,7 @@ def last_round(out: Path, way: str) -> dict[str, float]:
         f"algorithm.name=fedprox {BYOL}",
         f"algorithm.name=fedu {BYOL}",
         f"algorithm.name=fedema {BYOL}",
+        f"algorithm.name=fedema {BYOL} privacy.noise=1",  # nothing for the log
         f"algorithm.name=ditto {BYOL}",
         f"algorithm.name=featarc {BYOL}",
         f"algorithm.name=gossip {BYOL} server.optimizer=sgd server.lr=1",
@@ -88,6 +89,22 @@ def test_a_run_counts_what_a_site_was_told(words: str, folder: Path, tmp_path: P
     assert moved.first == {
         task: own["up"] / SITES for task, own in first.items() if task not in moved.up
     }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "objective.bound=1 privacy.noise=9 privacy.most_samples=1000000",  # of no weight
+        "cohort.average=trimmed cohort.hostile=1",  # which no single reply is enough for
+    ],
+)
+def test_one_site_is_enough_for_a_number(words: str) -> None:
+    """With noise as large as this, a sum would seldom be left of weights as small, four times."""
+    plain = planned("objective.bound=1") if "bound" in words else planned()
+    for _ in range(3):
+        assert sum(planned(*words.split()).up.values()) == pytest.approx(
+            sum(plain.up.values()), abs=4
+        )
 
 
 @pytest.mark.parametrize(
