@@ -61,7 +61,7 @@ def last_round(out: Path, way: str) -> dict[str, float]:
         f"algorithm.name=fedprox {BYOL}",
         f"algorithm.name=fedu {BYOL}",
         f"algorithm.name=fedema {BYOL}",
-        f"algorithm.name=fedema {BYOL} privacy.noise=1",  # nothing for the log
+        f"algorithm.name=fedema {BYOL} privacy.noise=0.001",  # nothing for the log
         f"algorithm.name=ditto {BYOL}",
         f"algorithm.name=featarc {BYOL}",
         f"algorithm.name=gossip {BYOL} server.optimizer=sgd server.lr=1",
