@@ -56,7 +56,7 @@ def last_round(out: Path, way: str) -> dict[str, float]:
     [
         "algorithm.name=dcco",
         "algorithm.name=dcco objective.name=vicreg objective.projector=32,16",
-        "algorithm.name=dcco objective.bound=1 privacy.noise=1 privacy.most_samples=4",
+        "algorithm.name=dcco objective.bound=1 privacy.noise=0.001 privacy.most_samples=4",
         f"algorithm.name=fedavg {BYOL}",
         f"algorithm.name=fedprox {BYOL}",
         f"algorithm.name=fedu {BYOL}",
