@@ -16,7 +16,7 @@ from PIL import Image
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, RecordDict
 
-from fedssl import __version__, deploy, run, sweep
+from fedssl import __version__, deploy, privacy, run, sweep
 from fedssl import config as configuration
 from fedssl.deployment import Introduction, site_session
 from fedssl.engines import flower
@@ -105,10 +105,17 @@ def test_what_goes_beside_a_reply_is_listed_too() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("algorithm.name=dcco", "Secure sums are off"),
+        ("algorithm.name=dcco", "Secure sums are off (`privacy.secure=true` turns them on)"),
+        ("algorithm.name=featarc", "Secure sums are off (and not possible with these settings)"),
+        ("engine.name=flower engine.sites=2", "Secure sums are off (and not possible"),
+        ("engine.name=flower engine.max_norm=1", "Secure sums are off (and not possible"),
         ("cohort.average=median", "server has to look at what each"),
         ("algorithm.name=gossip", "sees each site's own reply to train"),
         ("algorithm.name=ccl objective.name=moco", "one\nrow for an image"),
+        (
+            "algorithm.name=ccl objective.name=moco",
+            "keeps the last of each site, also in the run's",
+        ),
         (
             "algorithm.name=ccl objective.name=moco algorithm.remote=off algorithm.lambda=0",
             "Secure sums are off",
@@ -118,6 +125,15 @@ def test_what_goes_beside_a_reply_is_listed_too() -> None:
 def test_what_is_not_protected_is_said(words: str, said: str) -> None:
     settings = configuration.resolve(configuration.read_recipe("folder"), words.split())
     assert said in deploy.protection(settings)
+
+
+def test_what_is_possible_is_not_what_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = deploy.settle("default", WORDS)
+    assert "`privacy.secure=true` turns them on" in deploy.protection(config)
+    secure = deploy.settle("default", [*WORDS, "privacy.secure=true"])
+    with pytest.raises(UserError, match="cryptography and pycryptodome are not installed"):
+        privacy.average(secure, deploy.algorithm_of(secure), 3, 3)
 
 
 def test_instructions_have_the_commands(tmp_path: Path) -> None:

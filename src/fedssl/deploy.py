@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fedssl import __version__, plugins
+from fedssl import __version__, plugins, tables
 from fedssl import config as configuration
 from fedssl.config import Config, Privacy
 from fedssl.errors import UserError
@@ -22,6 +22,7 @@ from fedssl.errors import UserError
 if TYPE_CHECKING:
     from fedssl.data.dataset import Dataset
     from fedssl.privacy import Replies
+    from fedssl.rehearsal import Moved
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 PACKAGE = "fedssl_app"
@@ -55,7 +56,7 @@ def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
     """Write a complete Flower app of ``recipe`` into ``folder``, which must be new or empty."""
     folder = folder.expanduser().absolute()
     config = settle(recipe, words)
-    _check(config)
+    moved = _check(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; name a new one")
     shipped, own = ship(config)
@@ -63,7 +64,7 @@ def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
         **own,
         "pyproject.toml": pyproject(folder, config),
         "LICENSE": _license(),
-        "SITES.md": sites(config, recipe),
+        "SITES.md": sites(config, recipe, moved),
         "SERVER.md": server(config, folder),
         f"{PACKAGE}/__init__.py": f'"""Written by fedssl {__version__}: {recipe}."""\n',
         f"{PACKAGE}/client_app.py": APP.format(about="What a site runs.", name="client_app"),
@@ -204,8 +205,8 @@ def _renamed(config: Config, moved: Callable[[str], str]) -> Config:
     return dataclasses.replace(config, **sections)
 
 
-def _check(config: Config) -> None:
-    """Refuse now what would be refused when all sites are waiting."""
+def _check(config: Config) -> Moved | None:
+    """Refuse now what would be refused when all sites are waiting; what a site moves in a round."""
     from fedssl import privacy
     from fedssl.evaluate import collaborations
     from fedssl.session import cohort_size
@@ -250,13 +251,14 @@ def _check(config: Config) -> None:
         )
     privacy.average(config, kind(config.algorithm, objective), count, cohort_size(config, count))
     with plugins.blamed():
-        _rehearse(config, count)
+        return _rehearse(config, count)
 
 
-def _rehearse(config: Config, count: int) -> None:
+def _rehearse(config: Config, count: int) -> Moved | None:
     """Build what the server will, as far as it is known here what images there will be."""
     import numpy as np
 
+    from fedssl import rehearsal
     from fedssl.data import datasets
     from fedssl.data.dataset import Groups
     from fedssl.deployment import Introduction, nothing
@@ -271,13 +273,17 @@ def _rehearse(config: Config, count: int) -> None:
             text = f"data.root={data.root}: no such folder here; the server needs it"
             print(f"fedssl: {text}", file=sys.stderr)
         if data.size is None or data.halves:
-            return
+            return None
         # Of the channels that most images have; given weights may be for others.
         encoder = dataclasses.replace(encoder, init=None)
         classes = ("a", "b") if algorithm_of(config).objective.needs_labels else ()
         dataset = nothing(Introduction("0", "site", many, (3,), data.size, data.size, classes))
     groups = Groups(np.zeros(count * many, dtype=np.int64), np.arange(count + 1) * many)
-    assemble(dataclasses.replace(config, encoder=encoder, device="cpu"), dataset, groups)
+    known = dataclasses.replace(config, encoder=encoder, device="cpu")
+    bare = dataclasses.replace(known, encoder=dataclasses.replace(encoder, init=None))
+    return rehearsal.site_bytes(
+        assemble(known, dataset, groups), lambda: assemble(bare, dataset, groups, weights=False)
+    )
 
 
 def check_init(config: Config) -> None:
@@ -430,6 +436,8 @@ def _hidden(config: Config) -> str:
 
 def protection(config: Config) -> str:
     """How what is sent is protected, and what that does not cover."""
+    from fedssl import privacy as hiding
+
     privacy, kind = config.privacy, algorithm_of(config)
     lines = []
     if privacy.secure:
@@ -448,8 +456,8 @@ def protection(config: Config) -> str:
         lines.append(
             f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
             "server sees what stands above for each site by itself, one\nrow for an image, and "
-            "passes it on to all sites**. Features are not images, but they can tell much about "
-            "them." + _hidden(config)
+            "passes it on to all sites**. It keeps the last of each site, also in the run's "
+            "folder.\nFeatures are not images, but they can tell much about them." + _hidden(config)
         )
     elif kind.gathers:
         lines.append(
@@ -458,10 +466,13 @@ def protection(config: Config) -> str:
             "images, but they can tell\nthings about them."
         )
     else:
+        switch = "`privacy.secure=true` turns them on"
+        if hiding.in_sums(config, kind, config.engine.sites) is None:
+            switch = "and not possible with these settings"
         lines.append(
-            "Secure sums are off (`privacy.secure=true` turns them on): whoever runs the server "
-            "can look at what\neach site sends. Updates and moments of a model are not images, but "
-            "they can tell things about them."
+            f"Secure sums are off ({switch}): whoever runs the server can look at what\n"
+            "each site sends. Updates and moments of a model are not images, but they can tell "
+            "things about them."
         )
     if privacy.noise is not None:
         lines.append(
@@ -485,29 +496,108 @@ def _answering(config: Config) -> str:
     return f"{survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"
 
 
+def _amount(config: Config, moved: Moved | None) -> str:
+    """How many bytes a site sends and receives."""
+    if moved is None:
+        return "**How much** a round moves is not known beforehand; `sent.jsonl` (below) has it."
+    kind, rounds = algorithm_of(config), config.rounds
+    up, down = sum(moved.up.values()), sum(moved.down.values())
+    about = "at most" if set(kind.gathers) & set(kind.varying) else "about"
+    first = f", and {_parts(moved.first)} more in the run's first round" if moved.first else ""
+    drawn = " (sites are drawn at random)" * (_round_size(config) != config.engine.sites)
+    keys = ", the keys of the sums" * config.privacy.secure
+    text = (
+        f"**How much.** In a round that it takes part in{drawn}, a site sends {about} "
+        f"{tables.size(up)} ({_parts(moved.up)}){first}. It receives {about} {tables.size(down)}. "
+        f"In all {rounds:,} rounds these are {tables.size(up * rounds)} and "
+        f"{tables.size(down * rounds)}. This is counted for images with three channels. Flower's "
+        f"own messages, encryption{keys} and what is done again after a fault come on top."
+    )
+    return textwrap.fill(text, 100)
+
+
+def _parts(moved: Mapping[str, int]) -> str:
+    return ", ".join(f"`{task}` {tables.size(count)}" for task, count in moved.items())
+
+
+def _round_size(config: Config) -> int:
+    """How many sites a round asks."""
+    from fedssl.session import cohort_size
+
+    assert config.engine.sites is not None
+    return cohort_size(config, config.engine.sites)
+
+
+def _others(config: Config) -> str:
+    """What comes to the other sites of what a site sends."""
+    from fedssl import privacy
+
+    kind = algorithm_of(config)
+    asked = (*kind.asked(config.privacy.secure), *kind.gathers)
+    told = [task for task in asked if task in kind.statistics]
+    own = [task for task in asked if task in kind.varying]
+    noise = "" if config.privacy.noise is None else ", all with the noise"
+    text = "**What the other sites get** is what the server makes of all replies: the next model"
+    text += f", and the means of {_quoted(told)} over a round's sites" if told else ""
+    text += f", and each site's own {_quoted(own)}" if own else ""
+    text += f"{noise}."
+    if noise:
+        return textwrap.fill(text, 100)
+    text += " Sites that put their parts together may take these out of a mean"
+    text += ": with two sites a round each may find the other's." * (_round_size(config) == 2)
+    text += ": what is left is the others'." * (_round_size(config) != 2)
+    if told:
+        few = privacy.few_images(kind.objective)
+        text += (
+            f" If a round's sites use at most {few} images together, whoever has these means can "
+            "compute each image's encoding."
+        )
+    return textwrap.fill(text, 100)
+
+
+def _quoted(tasks: Sequence[str]) -> str:
+    return " and ".join(f"`{task}`" for task in tasks)
+
+
+def _encoding(config: Config) -> str:
+    """What an encoding is, where any leave the site, if only in means."""
+    kind = algorithm_of(config)
+    asked = (*kind.asked(config.privacy.secure), *kind.gathers)
+    if not any(task in (*kind.statistics, *kind.varying) for task in asked):
+        return ""
+    width = kind.objective.params.projector[-1]
+    text = (
+        f"An **encoding** (also: features, a projection) is a list of {width:,} numbers that the "
+        "network computes from an image. It is not the image, but images that look alike have "
+        "encodings that are alike: whoever has one, and the network, as the server does, can tell "
+        "whether a picture is that image, or like it. Published methods have drawn pictures that "
+        "resemble the image from such numbers of other networks."
+    )
+    return textwrap.fill(text, 100) + "\n\n"
+
+
 def _single(config: Config) -> str:
-    """What a site with hardly any images must know, where its replies tell of single ones."""
+    """What a site with few images must know, where its replies tell of single ones."""
     from fedssl import privacy
 
     kind = algorithm_of(config)
     found = [(r, _most_images(config, kind, r.most)) for r in privacy.kinds(config, kind)]
-    said = [_sends(config, replies, most) for replies, most in found if most]
+    said = [_sends(config, replies, most) for replies, most in found if most != 0]
     if not said:
         return ""
-    everyone, few = any(most == MANY for _, most in found), found[0][0].most
-    said.append(_remedy(config, everyone, few))
+    said.append(_remedy(config, any(most is None for _, most in found), found[0][0].most))
     return textwrap.fill(" ".join(said), 100) + "\n\n"
 
 
-def _sends(config: Config, replies: Replies, most: int) -> str:
-    """What a site with at most ``most`` images sends."""
+def _sends(config: Config, replies: Replies, most: int | None) -> str:
+    """What a site with at most ``most`` images sends; none: every site."""
     who = "A site with one image" if most == 1 else f"A site with at most {most} images"
-    if most == MANY:
+    if most is None:
         who = f"With `algorithm.batch={config.algorithm.batch}` every site"
-    tasks = " and ".join(f"`{task}`" for task in replies.tasks)
+    tasks = _quoted(replies.tasks)
     if replies.changes:
         what = f"{who} sends changes of the weights that are made of one image"
-        return f"**{what}**, in {tasks}: {replies.tell(1)}."
+        return f"**{what}**, in {tasks}: they {replies.tell(1)}."
     return (
         f"**{who} sends single images' encodings**: in {tasks} go means over the images that a "
         "round uses here. Over one image they are its encoding, and from those over up to "
@@ -515,22 +605,39 @@ def _sends(config: Config, replies: Replies, most: int) -> str:
     )
 
 
-def _most_images(config: Config, kind: Any, most: int) -> int:
-    """The most images of a site whose replies are made of at most ``most``; 0: of none."""
+def _most_images(config: Config, kind: Any, most: int) -> int | None:
+    """The most images of a site whose replies are made of at most ``most``; 0: of none; none: any.
+
+    A pass leaves out less than a batch.
+    """
     from fedssl.plan import Plan
 
     plan = Plan.from_config(config.algorithm, config.seed)
-    sizes = range(kind.smallest_client(), MANY + 1)
-    return max((size for size in sizes if plan.averaged(size) <= most), default=0)
+    if plan.averaged(sys.maxsize) <= most:
+        return None
+    sizes = (size for size in range(1, most + (plan.batch or 1) + 1) if plan.averaged(size) <= most)
+    return max((size for size in sizes if _takes_part(config, kind, size)), default=0)
+
+
+def _takes_part(config: Config, kind: Any, size: int) -> bool:
+    """Whether a site with so many images is not refused."""
+    import numpy as np
+
+    try:
+        kind.check_clients(np.array([size]))
+    except UserError:
+        return False
+    return size > 1 or config.encoder.norm != "batch"
 
 
 def _remedy(config: Config, everyone: bool, few: int) -> str:
     """What helps where replies of up to ``few`` images tell of each, everyone's or small sites'."""
     from fedssl import privacy
 
+    assert config.engine.sites is not None
+    images = "one image" if few == 1 else f"{few} images"
+    least = privacy.fewest(config, config.engine.sites)
     if config.privacy.secure:
-        assert config.engine.sites is not None
-        least = privacy.fewest(config, config.engine.sites)
         text = "This leaves masked, and the server learns only sums over the sites (below)."
         if least <= few:
             text += (
@@ -538,17 +645,19 @@ def _remedy(config: Config, everyone: bool, few: int) -> str:
                 "these together, it tells their encodings."
             )
         return text
-    fix = "Take part with more images"
+    fix = f"Take part with more than {images}"
     if everyone:
-        fix = "Ask the server's operator for a larger batch, or for none"
-    if config.cohort.average == "mean" and not algorithm_of(config).gathers:  # else there are none
+        fix = f"Ask the server's operator for a batch above {images}, or for none"
+    if privacy.in_sums(config, algorithm_of(config), config.engine.sites) is not None:
         fix += ", or for" if everyone else ", or ask the server's operator for"
         fix += " `privacy.secure=true`: the server then learns only sums over the sites"
+        if least <= few:
+            fix += f" (which hide this where they are over more than {few} images)"
     return f"{fix}."
 
 
-def sites(config: Config, recipe: str) -> str:
-    """Instructions for a site's administrator."""
+def sites(config: Config, recipe: str, moved: Moved | None = None) -> str:
+    """Instructions for a site's administrator; ``moved`` is what a round costs, where known."""
     square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
     if config.data.size is not None:
         square = f"of any size: they are cut to a square and resized to {config.data.size} pixels"
@@ -614,10 +723,15 @@ certificate and key, here and at the server.
 
 {exchanges(config)}
 
-No image does, and nothing else of what is here. Nothing is fetched from elsewhere either: the
-variables above turn off Flower's telemetry, update check and installs.
+No image does, and nothing else of what is here. (In this list a client is a site, and its samples
+are the site's images.) Nothing is fetched from elsewhere either: the variables above turn off
+Flower's telemetry, update check and installs.
 
-{_single(config)}{protection(config)}
+{_amount(config, moved)}
+
+{_others(config)}
+
+{_encoding(config)}{_single(config)}{protection(config)}
 
 **Your own record.** `sent.jsonl`, in the folder of this site in `~/.local/state/fedssl`, has a line
 for every message: when, for which run, round and exchange, the names, types and shapes of all that

@@ -150,7 +150,9 @@ class Session:
             )
         sizes = self.engine.groups.sizes.tolist()
         if single := privacy.told(self.config, self.algorithm, sizes, self.names):
-            yield f"{self.config.algorithm.name}: {single} (docs/privacy.md)"
+            helps = privacy.remedy(self.config, self.algorithm, sizes)
+            name = self.config.algorithm.name
+            yield f"{name}: {single} (docs/privacy.md); this helps: {helps}"
         if self.algorithm.note is not None:
             yield self.algorithm.note
         yield from self.judging_notes()

@@ -350,6 +350,10 @@ class Algorithm(ABC):
         """Before the first round, with the images that the server itself has, as a client's."""
         return
 
+    def prepared_like(self, work: Workspace) -> dict[str, Tree]:
+        """What ``prepare`` leaves in the server's state: names, shapes and types, no values."""
+        return {}
+
     @abstractmethod
     def round(self, server: Server, cohort: Cohort) -> None:
         """One round, as the paper has it."""

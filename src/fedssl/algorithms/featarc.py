@@ -177,7 +177,7 @@ class FeatARC(Algorithm):
         return {**plain, "change": change.expand(count, -1), "members": change.new_zeros(count)}
 
     def train(self, client: Client, models: Mapping[str, Tensor]) -> dict[str, Tree]:
-        """Choose a cluster and train its model; the change goes into its slot."""
+        """The change of the model of the cluster that the client chose, in that cluster's slot."""
         chosen, frozen = self.assign(client, models)
         received = models[str(chosen)]
         if "cluster" in client.state and int(cast(Tensor, client.state["cluster"])) != chosen:
@@ -223,7 +223,7 @@ class FeatARC(Algorithm):
         return -self.params.lambda_ * torch.stack([cosine(v, frozen) for v in views]).mean()
 
     def report(self, client: Client) -> dict[str, Tensor]:
-        """For the log: the client's cluster."""
+        """The client's cluster."""
         return {"cluster": cast(Tensor, client.state["cluster"])}
 
 

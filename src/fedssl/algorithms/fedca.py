@@ -127,6 +127,19 @@ class FedCA(Algorithm):
             base = [features(work, part) for part in in_batches(work, images)]
         server.state |= {"public": images, "base": torch.cat(base)}
 
+    def prepared_like(self, work: Workspace) -> dict[str, Tree]:
+        """The public images, and the base model's features of them."""
+        if not self.params.align:
+            return {}
+        count, image = self.params.public, work.images[0]
+        assert count is not None
+        width = cast(Tower, work.network.towers[0]).encoder.features
+        assert isinstance(width, int)
+        return {
+            "public": image.new_zeros(()).expand(count, *image.shape[1:]),
+            "base": work.initial.new_zeros(()).expand(count, width),
+        }
+
     def round(self, server: Server, cohort: Cohort) -> None:
         """Model and dictionary down, models up and averaged, each client's projections up."""
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from fedssl.algorithms.base import Algorithm, Average
 from fedssl.algorithms.dcco import DCCO
@@ -12,13 +12,10 @@ from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.data.images import few
 from fedssl.errors import UserError
+from fedssl.objectives.base import MomentObjective, Objective
 from fedssl.plan import Plan
 
-# Images whose statistics tell each one's encoding. Means and products of N encodings leave open how
-# they are turned in N - 1 dimensions: of two, nothing. Where a bound makes all norms known, there
-# are 2 N - 2 more equations (their sums were known) for the turn's (N - 1)(N - 2) / 2 angles:
-# enough up to six, where finitely many turns are left.
-FEW, FEW_BOUNDED = 2, 6
+FEW = 2  # images whose means and products tell each one, of whatever they are
 NAMED = 5  # clients that are named
 
 
@@ -31,11 +28,9 @@ class Hidden(Average):
 def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> Average:
     """How replies are averaged, with ``cohort`` of ``clients`` clients in a round."""
     check(config, algorithm)
-    if config.privacy.secure and cohort < 3:
-        raise UserError(
-            f"privacy.secure=true with {cohort} clients a round: of a sum of two, each knows the "
-            "other's part; take at least 3 clients a round"
-        )
+    if config.privacy.secure:
+        _check_many(cohort)
+        _check_installed()
     if config.privacy.noise is not None:
         from fedssl.privacy.noise import Noisy
 
@@ -101,10 +96,10 @@ class Replies:
     changes: bool  # of the weights; else statistics of encodings
 
     def tell(self, images: int) -> str:
-        """What such replies tell that are made of so many images."""
+        """What such replies do that are made of so many images."""
         if self.changes:
-            return "published attacks have reconstructed images from such changes of weights"
-        return "they are its encoding" if images == 1 else "they tell the encoding of each"
+            return "may tell the image itself, by published attacks"
+        return "are its encoding" if images == 1 else "tell the encoding of each"
 
 
 def kinds(config: Config, algorithm: Algorithm) -> list[Replies]:
@@ -119,7 +114,7 @@ def kinds(config: Config, algorithm: Algorithm) -> list[Replies]:
     statistics = tuple(task for task in asked if task in algorithm.statistics)
     rest = (*algorithm.statistics, *algorithm.varying)  # the latter are of single images anyway
     changes = tuple(task for task in asked if task not in rest)
-    found = Replies(statistics, few_images(config), False), Replies(changes, 1, True)
+    found = Replies(statistics, few_images(algorithm.objective), False), Replies(changes, 1, True)
     return [replies for replies in found if replies.tasks]
 
 
@@ -144,9 +139,18 @@ def telling(config: Config, replies: Replies, sizes: Sequence[int]) -> dict[int,
     return {k: images for k, images in used.items() if images <= replies.most}
 
 
-def few_images(config: Config) -> int:
-    """Statistics over so many images, or fewer, tell the encoding of each."""
-    return FEW if getattr(config.objective, "bound", None) is None else FEW_BOUNDED
+def few_images(objective: Objective) -> int:
+    """Statistics over so many images, or fewer, tell the encoding of each.
+
+    They are then no fewer numbers than the encodings: of two views of N images these are 2 N d, and
+    the moments are d² + 4 d, or with both views' own products 2 d² + 3 d that differ. Where the
+    moments leave something open, the network tells it, which the server has: a ReLU before its last
+    layer makes many of that layer's inputs 0 and none negative (docs/privacy.md).
+    """
+    if not isinstance(objective, MomentObjective):
+        return FEW
+    width = objective.params.projector[-1]
+    return width + 1 if objective.within_tower else width // 2 + 2
 
 
 def fewest(config: Config, clients: int) -> int:
@@ -167,22 +171,31 @@ def told(
 
     Of ``names`` those that are only the clients' numbers are left out.
     """
-    said = []
+    said: dict[str, list[str]] = {}
+    for replies, single in _found(config, algorithm, sizes):
+        images = (sum if config.privacy.secure else max)(single.values())
+        made = _made(config, images, single, len(sizes), names)
+        said.setdefault(made, []).append(replies.tell(images))
+    return "; ".join(f"{made} {' and '.join(tell)}" for made, tell in said.items()) or None
+
+
+def _found(
+    config: Config, algorithm: Algorithm, sizes: Sequence[int]
+) -> Iterator[tuple[Replies, dict[int, int]]]:
+    """The replies that do tell of single images, and whose they are."""
     for replies in kinds(config, algorithm):
-        single = telling(config, replies, sizes)
-        tasks = " and ".join(f"“{task}”" for task in replies.tasks)
-        if single and config.privacy.secure:
-            images = sum(single.values())
-            made = f"may be made of {images} images, of {len(single)} clients"
-            said.append(f"the sums of replies to {tasks} {made}: {replies.tell(images)}")
-        elif single:
-            images = max(single.values())
-            made = "one image" if images == 1 else f"at most {replies.most} images"
-            who = _who(single, len(sizes), names)
-            said.append(
-                f"the replies of {who} to {tasks} are made of {made}: {replies.tell(images)}"
-            )
-    return f"in a round, {'; '.join(said)}" if said else None
+        if single := telling(config, replies, sizes):
+            yield replies, single
+
+
+def _made(
+    config: Config, images: int, single: Collection[int], clients: int, names: Sequence[str]
+) -> str:
+    """Which replies or sums, of how many images and clients."""
+    if config.privacy.secure:
+        return f"sums that may be of {images} images ({len(single)} clients)"
+    made = "one image" if images == 1 else f"at most {images} images"
+    return f"replies of {made} ({_who(single, clients, names)})"
 
 
 def _who(single: Collection[int], clients: int, names: Sequence[str]) -> str:
@@ -190,7 +203,75 @@ def _who(single: Collection[int], clients: int, names: Sequence[str]) -> str:
     who = f"{len(single):,} of {clients:,} clients"
     who = f"all {clients:,} clients" if len(single) == clients else who
     own = [names[k] for k in single if k < len(names) and names[k] != str(k)]
-    return f"{who} ({few(own, NAMED)})" if own else who
+    return f"{who}: {few(own, NAMED)}" if own else who
+
+
+def remedy(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> str:
+    """What would help where replies tell of single images, of what this run could do."""
+    found = list(_found(config, algorithm, sizes))
+    most = max(replies.most for replies, _ in found)
+    number = "one image" if most == 1 else f"{most:,} images"
+    if config.privacy.secure:
+        return f"more than {number} in a sum (more clients a round, or more images of each)"
+    clients = {k for _, single in found for k in single}
+    keys = ", ".join(_limits(config, most, [sizes[k] for k in clients]))
+    ways = [f"more than {number} a client in a round" + (f" ({keys})" if keys else "")]
+    if _sums_hide(config, algorithm, sizes):
+        flower = "" if config.engine.name == "flower" else " with engine.name=flower"
+        ways.append(f"privacy.secure=true{flower}")
+    return ", or ".join(ways)
+
+
+def _limits(config: Config, most: int, sizes: Sequence[int]) -> Iterator[str]:
+    """The keys that keep clients of these sizes at ``most`` images a round, or fewer."""
+    batch = config.algorithm.batch
+    if batch is not None and any(size > min(batch, most) for size in sizes):
+        yield "algorithm.batch"
+    if any(size <= most for size in sizes):
+        known = {"samples": "partition.samples", "clients": "fewer partition.clients"}
+        yield from [key for name, key in known.items() if hasattr(config.partition, name)][:1]
+
+
+def _sums_hide(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> bool:
+    """Whether secure sums are possible here, and none of them could tell of single images."""
+    hidden = in_sums(config, algorithm, len(sizes))
+    return hidden is not None and not any(_found(hidden, algorithm, sizes))
+
+
+def in_sums(config: Config, algorithm: Algorithm, clients: int | None) -> Config | None:
+    """The same under secure sums; none: they are refused beside its other keys.
+
+    As far as that goes without the number of ``clients``, where it is not known.
+    """
+    from fedssl.session import cohort_size
+
+    engine, privacy = replace(config.engine, name="flower"), replace(config.privacy, secure=True)
+    hidden = replace(config, engine=engine, privacy=privacy)
+    try:
+        check(hidden, algorithm)
+        if clients is not None:
+            _check_many(cohort_size(config, clients))
+    except UserError:
+        return None
+    return hidden
+
+
+def _check_many(cohort: int) -> None:
+    """Refuse sums that hide nothing."""
+    if cohort < 3:
+        raise UserError(
+            f"privacy.secure=true with {cohort} clients a round: of a sum of two, each knows the "
+            "other's part; take at least 3 clients a round"
+        )
+
+
+def _check_installed() -> None:
+    """What secure sums are computed with."""
+    if not all(map(importlib.util.find_spec, ("cryptography", "Crypto"))):
+        raise UserError(
+            "privacy.secure=true: the packages cryptography and pycryptodome are not installed; "
+            "pip install 'fedssl[flower]'"
+        )
 
 
 def _check_secure(config: Config) -> None:
@@ -199,11 +280,6 @@ def _check_secure(config: Config) -> None:
         raise UserError(
             "privacy.secure=true with engine.name=local: one process holds every client, so "
             "nothing would be secret; use engine.name=flower"
-        )
-    if not all(map(importlib.util.find_spec, ("cryptography", "Crypto"))):
-        raise UserError(
-            "privacy.secure=true: the packages cryptography and pycryptodome are not installed; "
-            "pip install 'fedssl[flower]'"
         )
     if getattr(config.algorithm, "clusters", 1) > 1:
         raise UserError(

@@ -1,0 +1,212 @@
+"""What SITES.md says that a site sends and receives, beside what runs count."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytest.importorskip("flwr")
+from far import far_session, one_round, small
+
+from fedssl import config as configuration
+from fedssl import deploy, metrics, rehearsal, run, tables
+from fedssl.algorithms.fedavg import FedAvg
+from fedssl.config import Config
+from fedssl.session import Session, assemble
+
+SITES, IMAGES = 3, 8
+BYOL = "objective.name=byol objective.projector=32,16 encoder.norm=batch algorithm.batch=4"
+SMALL = [
+    "data.size=16", "encoder.name=tiny", "encoder.groups=8", "objective.projector=32,16",
+    "cohort.size=null", "augment.name=flip", "rounds=2", "engine.threads=1", "device=cpu",
+    "evaluate.baselines=[]", "evaluate.protocols=unlabeled",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """<site>/<image>."""
+    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for site in range(SITES):
+        (root / str(site)).mkdir()
+        for image in range(IMAGES):
+            pixels = generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / str(site) / f"{image}.png")
+    return root
+
+
+def planned(*words: str) -> rehearsal.Moved:
+    moved = deploy._check(deploy.settle("default", [*SMALL, f"engine.sites={SITES}", *words]))
+    assert moved is not None
+    return moved
+
+
+def last_round(out: Path, way: str) -> dict[str, float]:
+    """A client's bytes by exchange."""
+    *_, line = metrics.read(out)
+    return {task: own[way] / SITES for task, own in line["exchanges"].items()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.name=dcco",
+        "algorithm.name=dcco objective.name=vicreg objective.projector=32,16",
+        "algorithm.name=dcco objective.bound=1 privacy.noise=0.001 privacy.most_samples=4",
+        f"algorithm.name=fedavg {BYOL}",
+        f"algorithm.name=fedprox {BYOL}",
+        f"algorithm.name=fedu {BYOL}",
+        f"algorithm.name=fedema {BYOL}",
+        f"algorithm.name=fedema {BYOL} privacy.noise=0.001",  # nothing for the log
+        f"algorithm.name=ditto {BYOL}",
+        f"algorithm.name=featarc {BYOL}",
+        f"algorithm.name=gossip {BYOL} server.optimizer=sgd server.lr=1",
+        "algorithm.name=ccl objective.name=moco objective.projector=32,16 algorithm.features=4 "
+        "algorithm.neighbours=2 algorithm.mix=2",
+        "algorithm.name=fedca objective.name=simclr objective.projector=32,16 algorithm.public=2 "
+        "algorithm.base_epochs=1 algorithm.dictionary=4",
+        "algorithm.name=fedca objective.name=simclr objective.projector=32,16 algorithm.align=0 "
+        "algorithm.dictionary=0",
+    ],
+)
+def test_a_run_counts_what_a_site_was_told(words: str, folder: Path, tmp_path: Path) -> None:
+    given = words.split()
+    here = [f"data.root={folder}", f"data.cache={tmp_path / 'cache'}"]
+    there = ["data.name=folder", "data.levels=client", "partition.name=folder"]
+    real = configuration.resolve(configuration.read_recipe(None), [*SMALL, *there, *here, *given])
+    run.run(real, tmp_path / "run")
+    moved = planned(*given, *(here if "public" in words else []))
+    for way in ("up", "down"):
+        counted, said = last_round(tmp_path / "run", way), getattr(moved, way)
+        assert said.keys() == counted.keys()
+        # Numbers for the log are of either precision.
+        assert all(abs(said[task] - counted[task]) <= 12 for task in said), (said, counted)
+    first = next(metrics.read(tmp_path / "run"))["exchanges"]
+    assert moved.first == {
+        task: own["up"] / SITES for task, own in first.items() if task not in moved.up
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "objective.bound=1 privacy.noise=9 privacy.most_samples=1000000",  # of no weight
+        "cohort.average=trimmed cohort.hostile=1",  # which no single reply is enough for
+    ],
+)
+def test_one_site_is_enough_for_a_number(words: str) -> None:
+    """With noise as large as this, a sum would seldom be left of weights as small, four times."""
+    plain = planned("objective.bound=1") if "bound" in words else planned()
+    for _ in range(3):
+        assert sum(planned(*words.split()).up.values()) == pytest.approx(
+            sum(plain.up.values()), abs=4
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"), [("engine.updates=full", 0), ("engine.updates=fp16", 0), ("secure", 1000)]
+)
+def test_messages_count_the_same(words: str, keys: int, tmp_path: Path) -> None:
+    """``keys``: the most bytes that a secure sum of five adds to the masked numbers."""
+    given = "privacy.secure=true" if words == "secure" else words
+    config = small("engine.name=flower", given)
+    far, _ = far_session(config, tmp_path)
+    one_round(far, tmp_path)
+    line = one_round(far, tmp_path)
+    moved = rehearsed(config, far)
+    for way in ("up", "down"):
+        said = getattr(moved, way)
+        assert said.keys() == line["exchanges"].keys()
+        for task, own in line["exchanges"].items():
+            assert 0 <= own[way] / 5 - said[task] <= keys
+
+
+def rehearsed(config: Config, session: Session) -> rehearsal.Moved:
+    def again(weights: bool) -> Session:
+        return assemble(config, session.dataset, session.engine.groups, weights=weights)
+
+    moved = rehearsal.site_bytes(again(True), lambda: again(False))
+    assert moved is not None
+    return moved
+
+
+def test_a_site_is_told(tmp_path: Path) -> None:
+    words = [*SMALL, f"engine.sites={SITES}", "rounds=1000"]
+    deploy.init(tmp_path, "default", words)
+    text = " ".join((tmp_path / "SITES.md").read_text().split())
+    moved = planned()
+    up, down = sum(moved.up.values()), sum(moved.down.values())
+    parts = ", ".join(f"`{task}` {tables.size(moved.up[task])}" for task in ("encode", "descend"))
+    assert (
+        f"a site sends about {tables.size(up)} ({parts}), and `locate` "
+        f"{tables.size(moved.first['locate'])} more in the run's first round. It receives about "
+        f"{tables.size(down)}. In all 1,000 rounds these are {tables.size(1000 * up)} and "
+        f"{tables.size(1000 * down)}."
+    ) in text
+    assert "drawn at random" not in text and "keys of the sums" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("cohort.size=2", "that it takes part in (sites are drawn at random), a site sends about"),
+        ("privacy.secure=true", "own messages, encryption, the keys of the sums and what is done"),
+        ("algorithm.name=ccl objective.name=moco", "a site sends at most"),
+        ("data.size=null", "**How much** a round moves is not known beforehand;"),
+    ],
+)
+def test_what_goes_with_the_number(words: str, said: str, tmp_path: Path) -> None:
+    given = [*SMALL, f"engine.sites={SITES}", *words.split()]
+    deploy.init(tmp_path, "default", given)
+    assert said in " ".join((tmp_path / "SITES.md").read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("words", "leave"),
+    [
+        ("", True),
+        ("algorithm.name=ccl objective.name=moco objective.projector=32,16", True),
+        ("algorithm.name=fedavg objective.name=byol", False),
+    ],
+)
+def test_what_an_encoding_is_where_any_leave(words: str, leave: bool) -> None:
+    given = [*SMALL, f"engine.sites={SITES}", *words.split()]
+    text = " ".join(deploy.sites(deploy.settle("default", given), "default").split())
+    assert (
+        "is a list of 16 numbers that the network computes from an image. It is not" in text
+    ) == leave
+    assert ("**encoding**" in text) == leave
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "the next model, and the means of `locate` and `encode` over a round's sites. Sites"),
+        ("", "what is left is the others'. If a round's sites use at most 10 images together"),
+        ("privacy.secure=true", "the next model, and the means of `encode` over a round's sites."),
+        ("cohort.size=2", "out of a mean: with two sites a round each may find the other's."),
+        ("objective.bound=1 privacy.noise=1", "a round's sites, all with the noise. An **encoding"),
+        ("algorithm.name=ccl objective.name=moco", "the next model, and each site's own `share`."),
+        ("algorithm.name=fedavg", "the next model. Sites that put their parts together may take"),
+    ],
+)
+def test_what_the_other_sites_get(words: str, said: str) -> None:
+    given = [*SMALL, f"engine.sites={SITES}", *words.split()]
+    text = " ".join(deploy.sites(deploy.settle("default", given), "default").split())
+    assert said in re.sub(r".*\*\*What the other sites get", "", text)
+
+
+def test_an_algorithm_that_takes_no_zeros_costs_only_the_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(FedAvg, "round", fails)
+    words = ["algorithm.name=fedavg", *SMALL, f"engine.sites={SITES}"]
+    deploy.init(tmp_path, "default", words)
+    assert "**How much** a round moves" in (tmp_path / "SITES.md").read_text()
