@@ -24,6 +24,7 @@ SMALL = (
     "evaluate.baselines=[]",
     "engine.threads=1",
 )
+QUIET = "algorithm.name=fedavg"  # of whose clients there is nothing to say
 
 
 def small(*words: str) -> config.Config:
@@ -40,19 +41,24 @@ def test_judging_at_another_size_and_without_labels() -> None:
 
 
 def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> None:
-    few = ("data.labels=100", "evaluate.protocols=knn,knn@10,linear@10", "evaluate.monitor=knn@50")
+    few = (
+        QUIET,
+        "data.labels=100",
+        "evaluate.protocols=knn,knn@10,linear@10",
+        "evaluate.monitor=knn@50",
+    )
     notes = list(prepare(small(*few, "evaluate.k=60")).notes())
     assert notes == [
         "evaluate.k=60: knn@10 has only 10 labelled samples; all vote",
         "evaluate.k=60: knn@50 has only 50 labelled samples; all vote",
     ]
     assert not list(prepare(small(*few)).notes())
-    assert not list(prepare(small("evaluate.protocols=linear@10", "evaluate.k=60")).notes())
+    assert not list(prepare(small(QUIET, "evaluate.protocols=linear@10", "evaluate.k=60")).notes())
 
 
 def test_rounds_that_never_come_are_said() -> None:
     for rounds, every, said in ((3, 4, True), (4, 4, False), (0, 4, False), (3, 0, False)):
-        notes = list(prepare(small(f"rounds={rounds}", f"evaluate.every={every}")).notes())
+        notes = list(prepare(small(QUIET, f"rounds={rounds}", f"evaluate.every={every}")).notes())
         line = "evaluate.every=4: there are 3 rounds, so only the end is judged"
         assert notes == [line] * said
 

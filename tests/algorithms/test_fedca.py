@@ -544,5 +544,5 @@ def test_a_deployment_says_what_is_shown_to_whom(tmp_path: Path) -> None:
     deploy.init(tmp_path / "app", "default", [*SITES, f"data.root={own}"])
     assert "**5 of these images are public**" in (tmp_path / "app" / "SERVER.md").read_text()
     sites = (tmp_path / "app" / "SITES.md").read_text()
-    (line,) = [line for line in sites.splitlines() if "`share`" in line]
+    (line,) = [line for line in sites.splitlines() if line.startswith("- `share`")]
     assert "Projections of single images, as they are, for all other clients too" in line
