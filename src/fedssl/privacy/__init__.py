@@ -99,7 +99,7 @@ class Replies:
         """What such replies do that are made of so many images."""
         if self.changes:
             return "may tell the image itself, by published attacks"
-        return "are its encoding" if images == 1 else "tell the encoding of each"
+        return "are its encoding" if images == 1 else "can tell the encoding of each"
 
 
 def kinds(config: Config, algorithm: Algorithm) -> list[Replies]:
@@ -140,7 +140,7 @@ def telling(config: Config, replies: Replies, sizes: Sequence[int]) -> dict[int,
 
 
 def few_images(objective: Objective) -> int:
-    """Statistics over so many images, or fewer, tell the encoding of each.
+    """Statistics over so many images, or fewer, can tell the encoding of each.
 
     They are then no fewer numbers than the encodings: of two views of N images these are 2 N d, and
     the moments are d² + 4 d, or with both views' own products 2 d² + 3 d that differ. Where the
