@@ -436,3 +436,15 @@ def test_recipes_from_files(tmp_path: Path) -> None:
         resolve(recipe=str(path))
     with pytest.raises(UserError, match="no such recipe or file"):
         resolve(recipe="dcco/cifar100-noniid-5")
+
+
+def test_what_a_file_switches_off_of_the_recipe_that_it_extends_goes(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    base = "extends: fedema/table3/fedbyol/cifar10-noniid\n"
+    own.write_text(base + "evaluate: {every: 0}\nalgorithm: {local_steps: 1}\n")
+    settings = config.resolve(config.read_recipe(str(own)))
+    assert settings.evaluate.monitor is None and settings.client.momentum == 0
+    config.check_used(settings)
+    own.write_text(base + "evaluate: {every: 0, monitor: [linear]}\n")  # meant, so it is said
+    with pytest.raises(UserError, match=r"evaluate\.monitor=linear: does nothing"):
+        config.check_used(config.resolve(config.read_recipe(str(own))))

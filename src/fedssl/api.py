@@ -72,7 +72,9 @@ def recipe_of(
     if isinstance(recipe, Mapping):
         own = dict(recipe)
         base = own.pop("extends", None)
-        return "own", config.with_values({} if base is None else config.read_recipe(str(base)), own)
+        if base is None:
+            return "own", config.with_values({}, own)
+        return "own", config.changed(config.read_recipe(str(base)), own)
     name = None if recipe is None else str(recipe)
     return name or "default", config.read_recipe(name)
 

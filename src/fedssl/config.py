@@ -435,7 +435,9 @@ def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
     tree, *layers = _layers(name)
     base = tree.pop("extends", None)
     start = {} if base is None else read_recipe(str(base), (*extended_by, name))
-    return functools.reduce(_merge, [tree, *layers], start)
+    merged = functools.reduce(_merge, [tree, *layers], start)
+    own = base is not None and Path(name).suffix in (".yaml", ".yml")  # none that ships
+    return _without_unused(merged, start, flat(tree)) if own else merged
 
 
 def _layers(name: str) -> list[Tree]:
@@ -507,9 +509,12 @@ def merged(recipe: Tree, words: typing.Sequence[str]) -> Tree:
 def changed(recipe: Tree, values: Mapping[str, Any]) -> Tree:
     """A recipe with other values of some keys; what these switch off goes back to its default."""
     tree = with_values(recipe, values)
-    if not values:
-        return tree
-    for key in _unused(tree).keys() - _unused(recipe).keys() - flat(dict(values)).keys():
+    return _without_unused(tree, recipe, flat(dict(values))) if values else tree
+
+
+def _without_unused(tree: Tree, recipe: Tree, given: Collection[str]) -> Tree:
+    """``tree`` without what acted in ``recipe``, acts no longer, and is not ``given``."""
+    for key in _unused(tree).keys() - _unused(recipe).keys() - set(given):
         section, _, name = key.partition(".")
         if name in (tree.get(section) or {}):
             tree = {**tree, section: {k: v for k, v in tree[section].items() if k != name}}
