@@ -22,12 +22,12 @@ import torch
 from common import engine_of, even, made, rounds_of, seconds
 
 from fedssl import config as configuration
-from fedssl.algorithms.base import Server
 from fedssl.config import Config
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.local import LocalEngine
-from fedssl.metrics import Metrics
+from fedssl.federation.algorithm import Server
 from fedssl.objectives.base import MomentObjective
+from fedssl.runs.metrics import Metrics
 
 PIXELS = 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fedssl.process import keep_memory, wait_briefly
+from fedssl.util.process import keep_memory, wait_briefly
 
 wait_briefly()  # as the command line does, before torch
 keep_memory()
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from fedssl import config as configuration
-from fedssl.algorithms.base import Server
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
-from fedssl.session import build_network, pooled
-from fedssl.workspace import Workspace
+from fedssl.federation.algorithm import Server
+from fedssl.runs.session import build_network, pooled
+from fedssl.training.workspace import Workspace
 
 
 def made(count: int, channels: int, pixels: int) -> Split:

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedssl.process import wait_briefly
+from fedssl.util.process import wait_briefly
 
 wait_briefly()  # as the command line does, before torch
 
@@ -24,7 +24,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from fedssl import config as configuration
-from fedssl import detection, run
+from fedssl.contrib import detection
+from fedssl.runs import run
 
 SIDE, KINDS = 96, ("disc", "square", "triangle")
 COUNTS = {"pretrain": 480, "train2017": 40, "val2017": 60}

@@ -22,7 +22,7 @@ from plain_flower import plain_flower
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.session import prepare
+from fedssl.runs.session import prepare
 
 
 def settings(o: argparse.Namespace, size: int, *words: str) -> Config:

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from common import engine_of, even, made, seconds
 
 from fedssl import config as configuration
-from fedssl.algorithms.base import Server
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.algorithm import Server
 
 ROWS: dict[str, dict[str, Any]] = {
     "CL": {"remote": "off", "lambda": 0},

@@ -18,9 +18,9 @@ import torch
 from common import engine_of, even, made, rounds_of, seconds
 
 from fedssl import config as configuration
-from fedssl import optim
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalEngine
+from fedssl.training import optim
 
 CLIENTS, BATCH, PIXELS = 5, 128, 32
 Row = tuple[str, int, Callable[[], None], Callable[[], None]]

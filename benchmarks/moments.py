@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from fedssl import config, privacy
 from fedssl.engines.local import LocalEngine
 from fedssl.objectives.base import Centre, MomentObjective
-from fedssl.session import Session, prepare
-from fedssl.trees import Tree
-from fedssl.workspace import Encoded
+from fedssl.runs.session import Session, prepare
+from fedssl.training.workspace import Encoded
+from fedssl.util.trees import Tree
 
 
 def solve(

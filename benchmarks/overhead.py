@@ -27,16 +27,17 @@ from unittest import mock
 import torch
 from common import made
 
-from fedssl import checkpoint, evaluate, run, session
 from fedssl import config as configuration
-from fedssl.client import Client
+from fedssl import evaluate
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.evaluate import knn, linear
-from fedssl.metrics import Metrics
-from fedssl.progress import Progress
-from fedssl.session import Session
-from fedssl.workspace import Replay
+from fedssl.federation.client import Client
+from fedssl.runs import checkpoint, run, session
+from fedssl.runs.metrics import Metrics
+from fedssl.runs.progress import Progress
+from fedssl.runs.session import Session
+from fedssl.training.workspace import Replay
 
 RECIPE = "fedema/table3/fedbyol/cifar10-noniid"
 CLASSES, PIXELS = 10, 32

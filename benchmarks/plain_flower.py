@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fedssl.config import Config
 from fedssl.data.random import key, mix
-from fedssl.engines.flower import quiet
+from fedssl.engines.flower.engine import quiet
 from fedssl.objectives.base import MomentObjective
-from fedssl.session import Session, build_network, prepare
+from fedssl.runs.session import Session, build_network, prepare
 
 Arrays = dict[str, Tensor]
 _loaded: dict[str, Session] = {}

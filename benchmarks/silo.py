@@ -21,12 +21,12 @@ import torch
 from common import engine_of, even, made, rounds_of, seconds
 
 from fedssl import config as configuration
-from fedssl.algorithms.base import Server
-from fedssl.client import Client
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.algorithm import Server
+from fedssl.federation.client import Client
 from fedssl.models.network import Network
-from fedssl.workspace import State
+from fedssl.training.workspace import State
 
 PIXELS = 32
 

@@ -35,8 +35,9 @@ import griffe
 import yaml
 from mkdocs.exceptions import PluginError
 
-from fedssl import cli, config, tables
+from fedssl import cli, config
 from fedssl.data.augment import PRESETS
+from fedssl.util import tables
 
 Line = dict[str, Any]  # of a file of results
 NAMES = {"dcco": "DCCO", "fedema": "FedEMA", "decssl": "Dec-SSL", "perfcl": "PerFCL", "ccl": "CCL"}

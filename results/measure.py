@@ -17,8 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
-from fedssl import reproduce, sweep
-from fedssl.errors import UserError
+from fedssl.runs import reproduce, sweep
+from fedssl.util.errors import UserError
 
 
 def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job]:

@@ -14,12 +14,12 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedssl import config as configuration
-from fedssl import run
-from fedssl.algorithms.base import Cohort
 from fedssl.config import Config
-from fedssl.engines.flower import Mail, client_app
-from fedssl.engines.remote import STATES, RemoteEngine
-from fedssl.session import Session, prepare
+from fedssl.engines.flower.engine import Mail, client_app
+from fedssl.engines.remote.engine import STATES, RemoteEngine
+from fedssl.federation.algorithm import Cohort
+from fedssl.runs import run
+from fedssl.runs.session import Session, prepare
 
 Tamper = Callable[[Message, Message], Message | None]
 

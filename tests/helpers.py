@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from fedssl import config as configuration
-from fedssl import workspace
-from fedssl.algorithms.base import Cohort, Server
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
-from fedssl.metrics import read
-from fedssl.session import build_network, pooled
-from fedssl.workspace import Workspace
+from fedssl.federation.algorithm import Cohort, Server
+from fedssl.runs.metrics import read
+from fedssl.runs.session import build_network, pooled
+from fedssl.training import workspace
+from fedssl.training.workspace import Workspace
 
 
 def load(path: str) -> ModuleType:

@@ -14,9 +14,9 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
-from fedssl.errors import UserError
-from fedssl.session import prepare
-from fedssl.trees import flatten
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
+from fedssl.util.trees import flatten
 
 SIZES = (9, 12, 10)
 

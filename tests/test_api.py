@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import fedssl
-from fedssl import files, progress, run
-from fedssl.api import fresh_folder
 from fedssl.cli import main
-from fedssl.errors import UserError
+from fedssl.runs import progress, run
+from fedssl.runs.api import fresh_folder
+from fedssl.util import files
+from fedssl.util.errors import UserError
 
 KEYS: dict[str, Any] = {
     "rounds": 3,
@@ -244,7 +245,7 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fedssl.api.time.strftime", lambda form: "now")
+    monkeypatch.setattr("fedssl.runs.api.time.strftime", lambda form: "now")
     # None of them has written anything yet.
     names = [fresh_folder("dcco/x") for _ in range(3)]
     assert names == [Path("runs", f"dcco-x-now{end}") for end in ("", "-2", "-3")]
@@ -252,7 +253,10 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(
 
 
 def test_a_folder_that_was_not_used_is_gone_when_python_ends(tmp_path: Path) -> None:
-    code = "import os, sys; from fedssl.api import fresh_folder as f; os.chdir(sys.argv[1]); f('a')"
+    code = (
+        "import os, sys; from fedssl.runs.api import fresh_folder as f; "
+        "os.chdir(sys.argv[1]); f('a')"
+    )
     for then, left in (("", []), ("; (f('b') / 'config.yaml').touch()", ["b"])):
         subprocess.run([sys.executable, "-c", code + then, str(tmp_path)], check=True)
         assert [path.name.partition("-")[0] for path in tmp_path.glob("runs/*")] == left
@@ -278,7 +282,8 @@ def test_runs_may_not_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_importing_fedssl_stays_cheap() -> None:
     code = (
-        "import sys, fedssl, fedssl.api; assert not {'torch', 'numpy', 'pandas'} & {*sys.modules}"
+        "import sys, fedssl, fedssl.runs.api; "
+        "assert not {'torch', 'numpy', 'pandas'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

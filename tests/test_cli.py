@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import fedssl
-from fedssl import cli, config, loggers, run
+from fedssl import cli, config
 from fedssl.cli import _fresh_folder, main
+from fedssl.runs import loggers, run
 
 SMALL = [
     "rounds=2",

@@ -10,16 +10,17 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
-from fedssl import config, run
-from fedssl.algorithms.base import learning_rates
+from fedssl import config
 from fedssl.config import Config
 from fedssl.data.dataset import Groups
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
-from fedssl.plan import Plan
-from fedssl.progress import Progress
-from fedssl.session import Session
-from fedssl.workspace import precision_on
+from fedssl.federation.algorithm import learning_rates
+from fedssl.runs import run
+from fedssl.runs.progress import Progress
+from fedssl.runs.session import Session
+from fedssl.training.plan import Plan
+from fedssl.training.workspace import precision_on
 
 
 def views(engine: LocalEngine, round: int, step: int = 0) -> torch.Tensor:

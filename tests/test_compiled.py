@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 
-from fedssl import workspace
 from fedssl.algorithms.ccl import CCL
-from fedssl.trees import flatten
+from fedssl.training import workspace
+from fedssl.util.trees import flatten
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
 SIAMESE = {

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl import completion, config
+from fedssl import config
+from fedssl.cli import completion
 
 CODE = """
 import os, sys, fedssl.cli
@@ -97,5 +98,5 @@ def test_recipes_and_tables_are_offered() -> None:
 
 
 def test_the_file_says_that_it_completes() -> None:
-    text = (Path(__file__).parents[1] / "src/fedssl/cli.py").read_text()
+    text = (Path(__file__).parents[1] / "src/fedssl/cli/__init__.py").read_text()
     assert "PYTHON_ARGCOMPLETE_OK" in text[:1024]  # where argcomplete looks for it

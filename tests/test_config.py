@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fedssl import config
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 OWN = f"{Path(__file__).parent.parent / 'examples/own/algorithm.py'}:Momentum"
 

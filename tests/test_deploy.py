@@ -16,11 +16,13 @@ from PIL import Image
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, RecordDict
 
-from fedssl import __version__, deploy, privacy, run, sweep
+from fedssl import __version__, privacy
 from fedssl import config as configuration
-from fedssl.deployment import Introduction, site_session
-from fedssl.engines import flower
-from fedssl.errors import UserError
+from fedssl.deploy import app as deploy
+from fedssl.deploy.deployment import Introduction, site_session
+from fedssl.engines.flower import engine as flower
+from fedssl.runs import run, sweep
+from fedssl.util.errors import UserError
 
 WORDS = ["engine.sites=3", "cohort.size=null", "rounds=7"]
 

@@ -24,18 +24,22 @@ pytest.importorskip("flwr")
 from far import BYOL, Here
 from flwr.app import Context, Message, RecordDict
 
-from fedssl import __version__, checkpoint, deploy, deployment, files, loggers, report, run
+from fedssl import __version__, report
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
 from fedssl.data import images
-from fedssl.engines import flower
-from fedssl.engines.flower import client_app, read_replies, serve, write_request
-from fedssl.engines.site import Request
+from fedssl.deploy import app as deploy
+from fedssl.deploy import deployment
+from fedssl.engines.flower import engine as flower
+from fedssl.engines.flower.engine import client_app, read_replies, serve, write_request
+from fedssl.engines.remote.site import Request
 from fedssl.engines.store import History
-from fedssl.errors import UserError
-from fedssl.reevaluate import evaluate
-from fedssl.runs import Run
+from fedssl.runs import checkpoint, loggers, run
+from fedssl.runs.record import Run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.util import files
+from fedssl.util.errors import UserError
 
 WORDS = (
     *("engine.sites=3", "cohort.size=null", "encoder.groups=4", "objective.projector=[32,16]"),

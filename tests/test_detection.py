@@ -14,15 +14,17 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from fedssl import cli, detection, run
+from fedssl import cli
 from fedssl import config as configuration
 from fedssl.config import Encoder
-from fedssl.detection import Settings, Shapes, detector, load
-from fedssl.errors import UserError
-from fedssl.files import save, write_json
+from fedssl.contrib import detection
+from fedssl.contrib.detection import Settings, Shapes, detector, load
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
-from fedssl.session import prepare
+from fedssl.runs import run
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
+from fedssl.util.files import save, write_json
 
 pytest.importorskip("pycocotools")
 SIDE = 48

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedssl import doctor
 from fedssl.cli import main
+from fedssl.contrib import doctor
 
 
 def test_it_says_what_is_here(

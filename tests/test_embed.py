@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
-from fedssl import embed, load_encoder
+from fedssl import load_encoder
 from fedssl.cli import main
 from fedssl.config import Data, Encoder, to_tree
 from fedssl.data import datasets, images
-from fedssl.errors import UserError
-from fedssl.files import write_json
+from fedssl.encoder import embed
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
-from fedssl.outputs import write_text
+from fedssl.util.errors import UserError
+from fedssl.util.files import write_json
+from fedssl.util.outputs import write_text
 
 SIZE = 16
 

@@ -19,16 +19,20 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fedssl import checkpoint, config, deploy, embed, export, load_encoder, run, tables
+from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Data, Encoder
 from fedssl.data import datasets
-from fedssl.encoder import ImageEncoder
-from fedssl.errors import TrainingError, UserError
+from fedssl.deploy import app as deploy
+from fedssl.encoder import embed, export
+from fedssl.encoder.load import ImageEncoder
 from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
-from fedssl.session import Session, prepare
+from fedssl.runs import checkpoint, run
+from fedssl.runs.session import Session, prepare
+from fedssl.util import tables
+from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
     "rounds=2",

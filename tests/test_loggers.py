@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from fedssl import config as configuration
-from fedssl import loggers, run
 from fedssl.cli import main
-from fedssl.loggers import Behind, Line
+from fedssl.runs import loggers, run
+from fedssl.runs.loggers import Behind, Line
 
 SMALL = [
     *("rounds=4", "cohort.size=4", "data.size=8", "objective.projector=16,8"),

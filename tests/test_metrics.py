@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fedssl import config
-from fedssl.errors import UserError
-from fedssl.metrics import Metrics
-from fedssl.session import prepare
+from fedssl.runs.metrics import Metrics
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 
 def test_the_first_round_that_reached_an_accuracy(tmp_path: Path) -> None:

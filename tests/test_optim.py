@@ -6,8 +6,8 @@ import pytest
 import timm.optim
 import torch
 
-from fedssl import optim
 from fedssl.config import Optimizer
+from fedssl.training import optim
 
 
 def layers() -> list[torch.Tensor]:

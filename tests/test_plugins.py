@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import yaml
 
-from fedssl import config, plugins
-from fedssl import run as run_module
+from fedssl import config
 from fedssl.cli import main
 from fedssl.data.dataset import Groups
-from fedssl.errors import UserError
 from fedssl.evaluate import parse
+from fedssl.runs import run as run_module
+from fedssl.util import plugins
+from fedssl.util.errors import UserError
 
 OWN = Path(__file__).parents[1] / "examples" / "own"
 SMALL = [
@@ -139,14 +140,17 @@ BAD = {
     "missing": (None, r"cannot be read \(No such file"),
     "nothing": ("x = 1\n", "nothing there is called Own; it has no class or function"),
     "other": ("class Other: pass\n", "nothing there is called Own; it has Other"),
-    "kind": ("class Own: pass\n", "must be a class that builds on fedssl.algorithms.base.Algori"),
+    "kind": (
+        "class Own: pass\n",
+        "must be a class that builds on fedssl.federation.algorithm.Algori",
+    ),
     "value": ("Own = 3\n", "must be a class that builds on"),
     "raises": ("\n\nraise ValueError('two\\nlines')\n", "line 3: ValueError: two lines$"),
     "import": ("import no_such_module\n", "line 1: ModuleNotFoundError: No module named"),
     "syntax": ("a = 1\ndef (:\n", "line 2: SyntaxError: "),
     "exit": ("import sys\nsys.exit('bye')\n", "line 2: SystemExit: bye"),
     "abstract": (
-        "from fedssl.algorithms.base import Algorithm\nclass Own(Algorithm): pass\n",
+        "from fedssl.federation.algorithm import Algorithm\nclass Own(Algorithm): pass\n",
         "lacks round",
     ),
     "decorator": (
@@ -437,7 +441,7 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
     assert not any(str(mine) in text or str(OWN) in text for text in texts)
     code = (
         "from fedssl_app import client_app\n"
-        "from fedssl.engines.flower import _config\n"
+        "from fedssl.engines.flower.engine import _config\n"
         "from pathlib import Path\n"
         "text = Path('fedssl_app/recipe.yaml').read_text()\n"
         "print(_config(text).algorithm.name, _config(text).algorithm.momentum)\n"
@@ -451,7 +455,7 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
 MISTAKES = """
 import numpy as np
 import torch
-from fedssl.algorithms.base import Algorithm
+from fedssl.federation.algorithm import Algorithm
 from fedssl.data.dataset import Groups
 from fedssl.data.partition import Iid
 from fedssl.objectives.simclr import SimCLR

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
-from fedssl import cli, config, session, train
-from fedssl.errors import UserError
-from fedssl.process import ALLOCATING, WAITING
+from fedssl import cli, config, train
+from fedssl.runs import session
+from fedssl.util.errors import UserError
+from fedssl.util.process import ALLOCATING, WAITING
 
 TENSORS = """
 import resource, sys
-from fedssl.process import keep_memory
+from fedssl.util.process import keep_memory
 if sys.argv[1] == "keep":
     keep_memory()
 def step():

@@ -12,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from fedssl import config, run
+from fedssl import config
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
-from fedssl.errors import UserError
 from fedssl.evaluate import SHARES, collaborative
 from fedssl.evaluate.linear import Training
+from fedssl.runs import run
+from fedssl.util.errors import UserError
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
 PERSONAL = ("ditto", "standalone", "featarc")

@@ -14,14 +14,15 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedssl import checkpoint, config, load_encoder, run
+from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Data
 from fedssl.data import datasets
-from fedssl.errors import UserError
 from fedssl.evaluate.unlabeled import effective_rank
-from fedssl.reevaluate import evaluate
-from fedssl.runs import Run
+from fedssl.runs import checkpoint, run
+from fedssl.runs.record import Run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.util.errors import UserError
 
 WORDS = [
     "data.name=folder", "data.levels=client,class", "data.size=8", "data.labels=22",

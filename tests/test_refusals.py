@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedssl import cli, config
-from fedssl.errors import UserError
-from fedssl.session import prepare
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 SMALL = (
     "rounds=1", "data.size=8", "partition.name=iid", "partition.clients=4", "cohort.size=null",

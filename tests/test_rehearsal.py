@@ -13,10 +13,13 @@ pytest.importorskip("flwr")
 from far import far_session, one_round, small
 
 from fedssl import config as configuration
-from fedssl import deploy, metrics, rehearsal, run, tables
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
-from fedssl.session import Session, assemble
+from fedssl.deploy import app as deploy
+from fedssl.deploy import rehearsal
+from fedssl.runs import metrics, run
+from fedssl.runs.session import Session, assemble
+from fedssl.util import tables
 
 SITES, IMAGES = 3, 8
 BYOL = "objective.name=byol objective.projector=32,16 encoder.norm=batch algorithm.batch=4"

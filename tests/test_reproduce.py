@@ -15,9 +15,11 @@ import pytest
 from helpers import load
 from PIL import Image
 
-from fedssl import __version__, checkpoint, config, files, reproduce, run
+from fedssl import __version__, config
 from fedssl.cli import main
-from fedssl.errors import TrainingError, UserError
+from fedssl.runs import checkpoint, reproduce, run
+from fedssl.util import files
+from fedssl.util.errors import TrainingError, UserError
 
 TABLE = """
 table: Tiny Table 1

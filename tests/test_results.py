@@ -13,9 +13,10 @@ import torch
 import yaml
 from helpers import load
 
-from fedssl import config, run
-from fedssl.errors import TrainingError
+from fedssl import config
 from fedssl.objectives.cco import CCO
+from fedssl.runs import run
+from fedssl.util.errors import TrainingError
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = """

@@ -17,11 +17,12 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fedssl import checkpoint, config, run
-from fedssl.client import Client
-from fedssl.errors import UserError
-from fedssl.reevaluate import evaluate
-from fedssl.session import Session, prepare
+from fedssl import config
+from fedssl.federation.client import Client
+from fedssl.runs import checkpoint, run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.runs.session import Session, prepare
+from fedssl.util.errors import UserError
 
 SMALL = (
     "rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=5",

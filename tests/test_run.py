@@ -17,11 +17,12 @@ import torch
 from helpers import timeless, without_code
 from safetensors.torch import load_file
 
-from fedssl import checkpoint, config, run
+from fedssl import config
 from fedssl.algorithms.dcco import DCCO
 from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
-from fedssl.errors import TrainingError, UserError
+from fedssl.runs import checkpoint, run
+from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
     "rounds=6",
@@ -230,7 +231,7 @@ def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run.run(small("rounds=1"), out)
     code = (
-        "import sys, time; from pathlib import Path; from fedssl.checkpoint import locked\n"
+        "import sys, time; from pathlib import Path; from fedssl.runs.checkpoint import locked\n"
         "with locked(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen(
@@ -298,7 +299,7 @@ def test_ctrl_c_while_a_run_is_judged_says_how_to_go_on(
     command = ["run", *SMALL, *words, "rounds=1", "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patch:
         patch.setattr(run, "open_run", stopped)
-        patch.setattr("fedssl.sweep.check", stopped)
+        patch.setattr("fedssl.runs.sweep.check", stopped)
         assert main(command) == 130
         assert capsys.readouterr().err == "fedssl: stopped\n"
     with monkeypatch.context() as patch:

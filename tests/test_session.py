@@ -9,12 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from fedssl import config, run
+from fedssl import config
 from fedssl.data.dataset import Split
 from fedssl.data.datasets import held_out
-from fedssl.errors import UserError
-from fedssl.reevaluate import evaluate
-from fedssl.session import prepare
+from fedssl.runs import run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 SMALL = (
     "rounds=2",

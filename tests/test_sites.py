@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl import config, run, tables
-from fedssl.deployment import Introduction, server_session
-from fedssl.errors import UserError
-from fedssl.reevaluate import evaluate
-from fedssl.session import prepare
+from fedssl import config
+from fedssl.deploy.deployment import Introduction, server_session
+from fedssl.runs import run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.runs.session import prepare
+from fedssl.util import tables
+from fedssl.util.errors import UserError
 
 SITES = ("berlin", "oslo", "paris")
 WORDS = [

@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fedssl import checkpoint, cli, config, loggers, run, sweep
-from fedssl.errors import TrainingError, UserError
-from fedssl.session import Session, assemble, prepare
+from fedssl import cli, config
+from fedssl.runs import checkpoint, loggers, run, sweep
+from fedssl.runs.session import Session, assemble, prepare
+from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
     *("rounds=1", "partition.name=dirichlet", "partition.clients=4", "cohort.size=null"),

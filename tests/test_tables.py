@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from fedssl import config, tables
+from fedssl import config
+from fedssl.util import tables
 
 
 def test_rows_with_different_measures() -> None:

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from scipy.optimize import minimize
 
-from fedssl import theory
 from fedssl.cli import main
+from fedssl.contrib import theory
+from fedssl.contrib.theory import Array, Source
 from fedssl.data.picture import palette
-from fedssl.theory import Array, Source
 
 GROWING = (64, 160, 400)
 SOURCES = 3

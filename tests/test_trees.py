@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedssl import trees
+from fedssl.util import trees
 
 
 def test_mean_meets_by_name_whatever_the_order() -> None:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.client import Client
+from fedssl.util.errors import UserError
 
 
 class Momentum(Algorithm):

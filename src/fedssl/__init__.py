@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedssl.api import train as train
-    from fedssl.encoder import load_encoder as load_encoder
-    from fedssl.runs import Run as Run
+    from fedssl.encoder.load import load_encoder as load_encoder
+    from fedssl.runs.api import train as train
+    from fedssl.runs.record import Run as Run
 
 __version__ = "0.2.0"
 __all__ = ["Run", "__version__", "load_encoder", "train"]
-_PLACES = {"train": "fedssl.api", "load_encoder": "fedssl.encoder", "Run": "fedssl.runs"}
+_PLACES = {
+    "train": "fedssl.runs.api",
+    "load_encoder": "fedssl.encoder.load",
+    "Run": "fedssl.runs.record",
+}
 
 
 def __getattr__(name: str) -> Any:

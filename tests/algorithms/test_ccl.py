@@ -16,18 +16,21 @@ from helpers import engine_of, groups_of, made_split, siamese, step
 from plain import Plain, flat_params, mean_state
 from torch import Tensor
 
-from fedssl import checkpoint, config, deploy, run, workspace
-from fedssl import session as session_module
-from fedssl.algorithms.base import Cohort, Server
+from fedssl import config
 from fedssl.algorithms.ccl import CCL, matching
 from fedssl.algorithms.fedavg import FedAvg
-from fedssl.client import Client
+from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.data.random import choose, key
+from fedssl.deploy import app as deploy
 from fedssl.engines.local import LocalEngine
-from fedssl.errors import UserError
-from fedssl.privacy.instahide import Key, encrypt
-from fedssl.session import prepare
-from fedssl.trees import Tree, flatten
+from fedssl.federation.algorithm import Cohort, Server
+from fedssl.federation.client import Client
+from fedssl.runs import checkpoint, run
+from fedssl.runs import session as session_module
+from fedssl.runs.session import prepare
+from fedssl.training import workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree, flatten
 
 SIZES = (5, 9, 4)
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedssl import config as configuration
-from fedssl import run, tables
 from fedssl.config import Config
 from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
-from fedssl.session import JUDGED_CLIENTS, prepare
-from fedssl.workspace import Pull
+from fedssl.runs import run
+from fedssl.runs.session import JUDGED_CLIENTS, prepare
+from fedssl.training.workspace import Pull
+from fedssl.util import tables
 
 SIZES = (6, 9)
 

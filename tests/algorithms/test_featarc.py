@@ -17,18 +17,18 @@ from rounds import assert_compiled_is_plain
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedssl import checkpoint, reevaluate, run
 from fedssl import config as configuration
 from fedssl.algorithms import featarc as module
-from fedssl.algorithms.base import Cohort, Server
 from fedssl.algorithms.featarc import FeatARC
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Cohort, Server
 from fedssl.objectives.simclr import SimCLR
-from fedssl.session import prepare
+from fedssl.runs import checkpoint, reevaluate, run
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 SIZES = (4, 7, 5, 6, 8)
 
@@ -440,7 +440,7 @@ def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
 
 
 def test_compiled_steps_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedssl import workspace
+    from fedssl.training import workspace
 
     monkeypatch.setattr(workspace, "SELDOM", 0)
     assert_compiled_is_plain(

@@ -18,17 +18,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedssl import checkpoint, config, deploy, run
-from fedssl.algorithms.base import Server
+from fedssl import config
 from fedssl.algorithms.fedca import FedCA, Step, features, in_batches
-from fedssl.client import Client
 from fedssl.data.random import choose, key
+from fedssl.deploy import app as deploy
 from fedssl.engines.local import LocalEngine
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Server
+from fedssl.federation.client import Client
 from fedssl.objectives.simclr import SimCLR
-from fedssl.reevaluate import evaluate
-from fedssl.session import Session, held_out, prepare, public_images
-from fedssl.trees import flatten
+from fedssl.runs import checkpoint, run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.runs.session import Session, held_out, prepare, public_images
+from fedssl.util.errors import UserError
+from fedssl.util.trees import flatten
 
 SIZES = (5, 9, 4)
 PUBLIC = range(30, 36)
@@ -512,7 +514,7 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
     pytest.importorskip("flwr")
     from far import Here
 
-    from fedssl.engines import flower
+    from fedssl.engines.flower import engine as flower
 
     for name in ("STATE", "CACHE"):
         monkeypatch.setenv(f"FEDSSL_{name}", str(tmp_path / name))

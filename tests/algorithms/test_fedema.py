@@ -13,12 +13,12 @@ from helpers import engine_of, groups_of, made_split, relative, siamese, step
 from torch import Tensor
 
 from fedssl import config as configuration
-from fedssl import run
-from fedssl.algorithms.base import Server
-from fedssl.client import Client, Trained
 from fedssl.config import Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.algorithm import Server
+from fedssl.federation.client import Client, Trained
+from fedssl.runs import run
 
 SIZES = (6, 9, 5)
 DIVERGENCES = ("drift", "distance")

@@ -11,7 +11,7 @@ from plain import Plain, mean_state
 from rounds import assert_compiled_is_plain, assert_merging_changes_nothing
 
 from fedssl import config as configuration
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 SIZES = (6, 9)
 

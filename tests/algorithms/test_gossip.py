@@ -14,16 +14,16 @@ from helpers import engine_of, groups_of, made_split, relative, siamese, step, t
 from torch import Tensor
 
 from fedssl import config as configuration
-from fedssl import run
-from fedssl.algorithms.base import Cohort, Server
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.algorithms.gossip import Gossip, among, metropolis
-from fedssl.client import Client
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
-from fedssl.errors import UserError
-from fedssl.session import prepare
-from fedssl.trees import Tree
+from fedssl.federation.algorithm import Cohort, Server
+from fedssl.federation.client import Client
+from fedssl.runs import run
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 SIZES = (4, 7, 5, 6)
 

@@ -11,10 +11,10 @@ from helpers import engine_of, groups_of, made_split, relative, siamese, step
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.algorithms.base import Server
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
-from fedssl.session import Session
+from fedssl.federation.algorithm import Server
+from fedssl.runs.session import Session
 
 SIZES = (6, 9)
 

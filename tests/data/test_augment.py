@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as tv
 from fedssl.config import Augment
 from fedssl.data import augment, random
 from fedssl.data.augment import PRESETS, Augmentation, Choices
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 SHAPES = [(3, 32, 32), (3, 20, 33), (1, 27, 18)]
 DTYPES = {torch.float32: 2e-6, torch.float64: 1e-9}

@@ -19,7 +19,7 @@ from fedssl.config import Data
 from fedssl.data import datasets, images
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.datasets import draw_labels, load
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 
 @pytest.fixture(autouse=True)

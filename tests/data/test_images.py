@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from fedssl.data import images
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 
 def gradient(width: int, height: int) -> Image.Image:

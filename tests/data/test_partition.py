@@ -32,7 +32,7 @@ from fedssl.data.partition import (
     table,
     uneven,
 )
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("error")  # numpy warns where it divides 0 by 0
 

@@ -25,11 +25,11 @@ from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.partition import counts
 from fedssl.data.random import key
 from fedssl.data.sources import STYLES, altered, assign, clusters
-from fedssl.errors import UserError
 from fedssl.evaluate import per_client
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower, build
-from fedssl.session import check_deployment, client_data, load_data, prepare
+from fedssl.runs.session import check_deployment, client_data, load_data, prepare
+from fedssl.util.errors import UserError
 
 ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
 STYLE = ("partition.name=skew", "partition.source=style", "partition.sources=10")

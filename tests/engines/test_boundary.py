@@ -15,10 +15,10 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, siamese
 from safetensors.torch import load, save
 
-from fedssl.algorithms.base import Algorithm, Cohort, PerClient
 from fedssl.algorithms.ccl import CCL
 from fedssl.config import Config
-from fedssl.trees import Tree, flatten, unflatten
+from fedssl.federation.algorithm import Algorithm, Cohort, PerClient
+from fedssl.util.trees import Tree, flatten, unflatten
 
 GROUPS = groups_of(3, 5, 2, 4)  # whatever the batch, none is a single sample
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedssl.engines.codec import Malformed, Packed, pack, unpack, unpack_like
-from fedssl.trees import flatten
+from fedssl.engines.remote.codec import Malformed, Packed, pack, unpack, unpack_like
+from fedssl.util.trees import flatten
 
 TYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),

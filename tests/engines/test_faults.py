@@ -16,12 +16,12 @@ pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small
 from flwr.app import Array, ConfigRecord, Error, Message
 
-from fedssl.algorithms.base import TooFewReplies
-from fedssl.engines.codec import Malformed, Packed, pack, unpack, unpack_like
-from fedssl.engines.flower import read_request, write_request
-from fedssl.engines.site import Request, Site
+from fedssl.engines.flower.engine import read_request, write_request
+from fedssl.engines.remote.codec import Malformed, Packed, pack, unpack, unpack_like
+from fedssl.engines.remote.site import Request, Site
 from fedssl.engines.store import History
-from fedssl.session import Session, prepare
+from fedssl.federation.algorithm import TooFewReplies
+from fedssl.runs.session import Session, prepare
 
 BAD = 3  # the client that misbehaves; one client a node
 

@@ -13,12 +13,12 @@ pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small, states_of
 from flwr.app import Message
 
-from fedssl import checkpoint
 from fedssl.algorithms.ccl import CCL
-from fedssl.engines.codec import Malformed, pack, unpack_like
-from fedssl.engines.remote import STATES
-from fedssl.session import prepare
-from fedssl.trees import flatten
+from fedssl.engines.remote.codec import Malformed, pack, unpack_like
+from fedssl.engines.remote.engine import STATES
+from fedssl.runs import checkpoint
+from fedssl.runs.session import prepare
+from fedssl.util.trees import flatten
 
 CASES = [
     "algorithm.name=dcco",

@@ -13,14 +13,14 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, settings, step, train
 
-from fedssl import workspace
-from fedssl.algorithms.base import Server
 from fedssl.algorithms.ccl import CCL
-from fedssl.client import Client
-from fedssl.engines.lanes import Lanes
 from fedssl.engines.local import LocalEngine
-from fedssl.plan import Plan
-from fedssl.trees import flatten
+from fedssl.federation.algorithm import Server
+from fedssl.federation.client import Client
+from fedssl.training import workspace
+from fedssl.training.lanes import Lanes
+from fedssl.training.plan import Plan
+from fedssl.util.trees import flatten
 
 BYOL = ["objective.name=byol", "objective.projector=32,16", "objective.predictor=32,16"]
 FEDAVG = ["algorithm.name=fedavg", *BYOL]
@@ -250,7 +250,7 @@ def test_who_interrupts_does_not_wait_for_the_others(
         started.extend(futures)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedssl.engines.lanes.wait", interrupted)
+    monkeypatch.setattr("fedssl.training.lanes.wait", interrupted)
     config = replace(engine.work.config.algorithm, local_epochs=10**6)
     for work in lanes._works:
         work.plan = Plan.from_config(config, 0, work.device)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
-from fedssl.algorithms.base import Cohort, TooFewReplies, per_client
 from fedssl.engines.local import LocalCohort
+from fedssl.federation.algorithm import Cohort, TooFewReplies, per_client
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])

@@ -13,7 +13,7 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, step
 
 from fedssl.engines.local import LocalEngine
-from fedssl.trees import flatten
+from fedssl.util.trees import flatten
 
 
 def results(compiles: bool, objective: str, *words: str) -> tuple[LocalEngine, dict[str, Any]]:

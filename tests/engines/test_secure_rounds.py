@@ -15,12 +15,12 @@ pytest.importorskip("flwr")
 from far import BYOL, Tamper, far_session, go, one_round, small
 from flwr.app import Message
 
-from fedssl.engines.codec import pack
-from fedssl.engines.remote import STATES
-from fedssl.engines.site import Request, SecureStep, Site, survivors_needed
+from fedssl.engines.remote.codec import pack
+from fedssl.engines.remote.engine import STATES
+from fedssl.engines.remote.site import Request, SecureStep, Site, survivors_needed
 from fedssl.engines.store import History
-from fedssl.errors import UserError
-from fedssl.session import prepare
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 SECURE = "privacy.secure=true"
 SOON = "engine.timeout=0.5"  # a client that does not answer is waited for

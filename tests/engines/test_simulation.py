@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 pytest.importorskip("ray")
 from far import BYOL, SMALL, small
 
-from fedssl import run
+from fedssl.runs import run
 
 FLOWER = ("engine.name=flower", "engine.workers=2", "checkpoint.seconds=0")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, siamese, step
 
-from fedssl.engines import states as states_module
-from fedssl.engines.states import States
-from fedssl.trees import flatten
+from fedssl.engines.remote import states as states_module
+from fedssl.engines.remote.states import States
+from fedssl.util.trees import flatten
 
 
 def states() -> States:

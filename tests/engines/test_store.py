@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl import files
-from fedssl.engines.codec import Malformed
-from fedssl.engines.site import describe
+from fedssl.engines.remote.codec import Malformed
+from fedssl.engines.remote.site import describe
 from fedssl.engines.store import History, Store
-from fedssl.errors import UserError
+from fedssl.util import files
+from fedssl.util.errors import UserError
 
 FIRST = History(("a",), (0,), 0)
 

@@ -11,16 +11,17 @@ from helpers import groups_of, made_split, settings
 from safetensors.torch import load_file
 from torch import nn
 
-from fedssl import config, run
+from fedssl import config
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
-from fedssl.deployment import Introduction, server_session
-from fedssl.errors import UserError
+from fedssl.deploy.deployment import Introduction, server_session
 from fedssl.evaluate import collaborations, collaborative, finetune
 from fedssl.evaluate.collaborative import draw
 from fedssl.models.flat import Flat
-from fedssl.reevaluate import evaluate
-from fedssl.session import assemble, prepare
+from fedssl.runs import run
+from fedssl.runs.reevaluate import evaluate
+from fedssl.runs.session import assemble, prepare
+from fedssl.util.errors import UserError
 
 SPEC = "collaborative@50%"
 CLASSES = tuple("abcd")

@@ -11,11 +11,11 @@ import torch
 from helpers import groups_of, made_split, settings
 from PIL import Image, ImageDraw
 
-from fedssl import run
+from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
-from fedssl.errors import UserError
-from fedssl.evaluate import drift
-from fedssl.session import Session, assemble
+from fedssl.runs import run
+from fedssl.runs.session import Session, assemble
+from fedssl.util.errors import UserError
 
 WORDS = (
     *("algorithm.name=fedavg", "algorithm.local_epochs=1", "algorithm.batch=4"),

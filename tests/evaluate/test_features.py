@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedssl.errors import TrainingError, UserError
 from fedssl.evaluate.features import Labelled, average, extract, pool_cases, units
+from fedssl.util.errors import TrainingError, UserError
 
 
 def bytes_of(*shape, seed=0):

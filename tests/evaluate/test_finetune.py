@@ -9,7 +9,7 @@ from fedssl.data.dataset import Groups
 from fedssl.evaluate import finetune, linear
 from fedssl.evaluate.features import Labelled, extract, units
 from fedssl.models.flat import Flat
-from fedssl.optim import cosine
+from fedssl.training.optim import cosine
 
 
 def hidden(n, seed):

@@ -13,9 +13,9 @@ from fedssl import config, evaluate
 from fedssl.config import Evaluate
 from fedssl.data import datasets
 from fedssl.data.dataset import Split
-from fedssl.errors import UserError
 from fedssl.evaluate import heldout, linear
-from fedssl.session import client_data, held_out, load_data, prepare
+from fedssl.runs.session import client_data, held_out, load_data, prepare
+from fedssl.util.errors import UserError
 
 SPEC = "heldout@20%"
 

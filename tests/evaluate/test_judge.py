@@ -6,8 +6,8 @@ from torch import nn
 from fedssl import evaluate
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
-from fedssl.errors import UserError
 from fedssl.evaluate import check, judge, parse, protocols
+from fedssl.util.errors import UserError
 
 SHARE = "collaborative@10%"
 

@@ -16,7 +16,7 @@ from fedssl.evaluate.linear import (
     train_lars,
     train_sgd,
 )
-from fedssl.optim import cosine
+from fedssl.training.optim import cosine
 
 PRESETS = ("logistic", "dcco", "fedema", "ccl")
 

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from fedssl.data.dataset import Groups, Split
-from fedssl.errors import UserError
 from fedssl.evaluate import linear, per_client
 from fedssl.evaluate.per_client import check, deal, scores, summary
+from fedssl.util.errors import UserError
 
 MODES = ("matched", "iid", "folder", None)
 

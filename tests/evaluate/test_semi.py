@@ -9,9 +9,9 @@ from torch import nn
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
 from fedssl.data.datasets import draw_labels, held_out
-from fedssl.errors import UserError
 from fedssl.evaluate import check, finetune, judge, linear, semi
 from fedssl.evaluate.features import Labelled, extract, units
+from fedssl.util.errors import UserError
 
 HEADS = ("mlp", "linear")
 

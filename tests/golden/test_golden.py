@@ -25,8 +25,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedssl import checkpoint
 from fedssl.cli import main
+from fedssl.runs import checkpoint
 
 FILE = Path(__file__).parent / "golden.json"
 TIMES = {"seconds", "overhead"}

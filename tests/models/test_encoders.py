@@ -9,10 +9,10 @@ from timm.layers import StdConv2d
 from torch import nn
 
 from fedssl.config import Encoder, Initializer
-from fedssl.errors import UserError
 from fedssl.models.encoders import encoder
 from fedssl.models.network import Network, Tower, build, initialize, mlp
 from fedssl.models.norms import BatchNorm, GroupNorm, Norm, StandardizedConv2d, StandardizedLinear
+from fedssl.util.errors import UserError
 
 
 def count(module: nn.Module) -> int:

@@ -7,10 +7,10 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 from torch import Tensor, nn
 
-from fedssl import workspace
 from fedssl.models.flat import Flat, differentiate
 from fedssl.models.norms import StandardizedConv2d
 from fedssl.models.rounded import Rounded
+from fedssl.training import workspace
 
 
 def network() -> nn.Module:

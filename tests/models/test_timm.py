@@ -14,16 +14,18 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl import checkpoint, config, export, load_encoder, run
+from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Encoder
-from fedssl.encoder import ImageEncoder
-from fedssl.errors import UserError
+from fedssl.encoder import export
+from fedssl.encoder.load import ImageEncoder
 from fedssl.models.encoders import Timm, encoder
 from fedssl.models.flat import Flat
 from fedssl.models.network import build, initialize, load_encoders, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, adopt
-from fedssl.session import prepare
+from fedssl.runs import checkpoint, run
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 # Batch norm with the activation inside, batch norm alone, and layer norm.
 NAMES = ("mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224")

@@ -15,14 +15,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fedssl import config as configuration
-from fedssl import run
 from fedssl.config import Encoder
-from fedssl.errors import UserError
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
 from fedssl.models.norms import NORMS
 from fedssl.models.vit import ViT, positions
-from fedssl.session import prepare
+from fedssl.runs import run
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
 
 VIT = ("encoder.name=vit-tiny", "encoder.groups=8")
 SIMCLR = ("objective.name=simclr", "objective.projector=32,16", "algorithm.name=fedavg")

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rounds import assert_both_engines_agree, assert_refused, epochs, losses, weights_after
 from torch import Tensor, nn
 
-from fedssl.client import Client
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.client import Client
 from fedssl.models.norms import BatchNorm
 from fedssl.objectives import deepcluster
 from fedssl.objectives.deepcluster import DeepCluster, Step, fill, kmeans

@@ -24,16 +24,16 @@ from rounds import (
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from fedssl import workspace
-from fedssl.client import Client
 from fedssl.config import Encoder
 from fedssl.data.dataset import Split
+from fedssl.federation.client import Client
 from fedssl.models import vit
 from fedssl.models.network import Tower, build
 from fedssl.models.norms import Norm
 from fedssl.models.vit import patches
 from fedssl.objectives import mae
 from fedssl.objectives.mae import MAE, Decoder, shuffled
+from fedssl.training import workspace
 
 EPS = functools.partial(nn.LayerNorm, eps=1e-6)
 MAE_ = ("objective.name=mae", "encoder.name=vit-tiny")

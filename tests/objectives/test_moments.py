@@ -13,7 +13,7 @@ from lightly.loss import BarlowTwinsLoss, VICRegLoss
 from fedssl.objectives.base import MomentObjective
 from fedssl.objectives.cco import CCO, correlation
 from fedssl.objectives.vicreg import VICReg
-from fedssl.trees import mean
+from fedssl.util.trees import mean
 
 
 def encodings(count: int = 12, width: int = 5, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,11 @@ import torch
 from lightly.loss import NTXentLoss
 
 from fedssl.config import build
-from fedssl.errors import UserError
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.supervised import Supervised
-from fedssl.workspace import Encoded
+from fedssl.training.workspace import Encoded
+from fedssl.util.errors import UserError
 
 
 def pair(count: int, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import step
 
 from fedssl import config
-from fedssl.session import prepare
+from fedssl.runs.session import prepare
 
 SMALL = (
     "data.size=8", "data.labels=500", "augment.name=digits", "encoder.norm=batch",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import HEADS, engine_of, groups_of, made_split, relative, settings, train
 
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 UNEVEN = (1, 5, 2, 7, 1, 4)
 

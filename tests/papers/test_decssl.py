@@ -7,7 +7,7 @@ from helpers import step
 
 from fedssl import config
 from fedssl.data import datasets
-from fedssl.session import prepare
+from fedssl.runs.session import prepare
 
 
 @pytest.mark.skipif(not datasets.DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")

@@ -9,9 +9,9 @@ import torch
 from helpers import HEADS, engine_of, groups_of, made_split, settings, siamese, step
 from plain import Plain, flat_params, mean_state
 
-from fedssl.algorithms.base import Server
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.algorithm import Server
 
 CASES = {
     "simclr": ("simclr",),

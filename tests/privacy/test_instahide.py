@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.privacy.instahide import BOUND, Key, distinct, encrypt, mixture, weights
+from fedssl.algorithms.instahide import BOUND, Key, distinct, encrypt, mixture, weights
 from fedssl.privacy.noise import from_the_system
 
 SHAPE = (3, 8, 8)

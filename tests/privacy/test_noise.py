@@ -24,18 +24,18 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from fedssl import config as configuration
-from fedssl import run
-from fedssl.algorithms.base import Average, TooFewReplies
 from fedssl.config import Config
-from fedssl.errors import TrainingError, UserError
+from fedssl.federation.algorithm import Average, TooFewReplies
 from fedssl.objectives.base import MomentObjective
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.vicreg import VICReg
 from fedssl.privacy import noise
 from fedssl.privacy.noise import Noisy
-from fedssl.progress import Progress
-from fedssl.session import prepare
-from fedssl.trees import Tree, add_up, flatten
+from fedssl.runs import run
+from fedssl.runs.progress import Progress
+from fedssl.runs.session import prepare
+from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.trees import Tree, add_up, flatten
 
 SMALL = (
     "rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=6",

@@ -14,14 +14,15 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedssl import config, run
-from fedssl.algorithms.base import Average, TooFewReplies
+from fedssl import config
 from fedssl.config import Cohort
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Average, TooFewReplies
 from fedssl.privacy import robust
 from fedssl.privacy.robust import Robust
-from fedssl.session import prepare
-from fedssl.trees import NothingToAverage, Tree, flatten
+from fedssl.runs import run
+from fedssl.runs.session import prepare
+from fedssl.util.errors import UserError
+from fedssl.util.trees import NothingToAverage, Tree, flatten
 
 RULES = ("median", "trimmed", "krum")
 SMALL = (

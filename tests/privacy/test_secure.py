@@ -13,9 +13,9 @@ from Crypto.Protocol.SecretSharing import Shamir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedssl import trees
 from fedssl.privacy import secure
 from fedssl.privacy.secure import Masker, NotEnough, Spoiled, Unmasker, Vector
+from fedssl.util import trees
 
 CONTEXT = "run/7/train"
 CLIENTS = [3, 5, 8, 20, 21, 40, 41]  # numbers of a cohort have gaps

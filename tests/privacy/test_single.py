@@ -13,18 +13,21 @@ from helpers import engine_of, groups_of, load, made_split, settings, step
 from torch import Tensor, nn
 
 from fedssl import config as configuration
-from fedssl import deploy, hub, privacy, run
-from fedssl.client import Client, Trained
+from fedssl import privacy
 from fedssl.config import Config
-from fedssl.deployment import Introduction, server_session
-from fedssl.encoder import load_encoder
+from fedssl.deploy import app as deploy
+from fedssl.deploy.deployment import Introduction, server_session
+from fedssl.encoder import hub
+from fedssl.encoder.load import load_encoder
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.client import Client, Trained
 from fedssl.objectives.base import Centre, MomentObjective
 from fedssl.privacy import secure
 from fedssl.report import curves, exchanges
-from fedssl.runs import Run
-from fedssl.session import prepare
-from fedssl.trees import Tree, flatten
+from fedssl.runs import run
+from fedssl.runs.record import Run
+from fedssl.runs.session import prepare
+from fedssl.util.trees import Tree, flatten
 
 MOMENTS = load("benchmarks/moments.py")
 SIZES = (1, 2, 3, 20)

@@ -7,7 +7,8 @@ import pytest
 from made_runs import NASTY
 from PIL import Image
 
-from fedssl import config, run
+from fedssl import config
+from fedssl.runs import run
 
 SMALL = (
     *("encoder.groups=8", "evaluate.baselines=[]", "rounds=3"),

@@ -10,9 +10,9 @@ import pytest
 from made_runs import made, scored
 
 from fedssl.cli import main
-from fedssl.errors import UserError
 from fedssl.report.compare import Value, compare, table
-from fedssl.runs import Run, opened
+from fedssl.runs.record import Run, opened
+from fedssl.util.errors import UserError
 
 
 def test_runs_that_differ_only_in_seed_are_one_row(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from made_runs import made
 
 from fedssl.report import curves
-from fedssl.runs import Run
+from fedssl.runs.record import Run
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 1500, 1501, 5000, 100_000])

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from made_runs import made, scored
 
-from fedssl import config, deploy, report
+from fedssl import config, report
+from fedssl.deploy import app as deploy
 from fedssl.report import curves, exchanges
-from fedssl.runs import Run
+from fedssl.runs.record import Run
 
 PLAIN = ("server.optimizer=sgd", "server.lr=1", "cohort.size=null", "partition.name=iid")
 OBJECTIVES = {"fedu": "byol", "fedema": "byol", "ccl": "moco", "fedca": "simclr"}

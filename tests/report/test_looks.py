@@ -21,8 +21,8 @@ from fedssl import config, report
 from fedssl.data import datasets
 from fedssl.evaluate.features import extract
 from fedssl.report import looks
-from fedssl.runs import Run
-from fedssl.session import client_data, prepare
+from fedssl.runs.record import Run
+from fedssl.runs.session import client_data, prepare
 
 SIMCLR = ("objective.name=simclr", "algorithm.name=fedavg")
 

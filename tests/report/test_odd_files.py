@@ -16,7 +16,7 @@ from fedssl.cli import main
 from fedssl.report import curves
 from fedssl.report.compare import compare
 from fedssl.report.sections import Page
-from fedssl.runs import Run
+from fedssl.runs.record import Run
 
 
 def figures(path: Path) -> Any:

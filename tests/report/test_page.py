@@ -18,9 +18,9 @@ from made_runs import NASTY, again, made
 import fedssl
 from fedssl import config, report
 from fedssl.cli import main
-from fedssl.errors import UserError
 from fedssl.report import curves, sections
-from fedssl.runs import Run
+from fedssl.runs.record import Run
+from fedssl.util.errors import UserError
 
 
 def block(text: str) -> Any:

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server, per_client
-from fedssl.client import Client
+from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.config import AlgorithmParams
 from fedssl.data.partition import called
 from fedssl.data.random import choose, key
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Cohort, Server, per_client
+from fedssl.federation.client import Client
 from fedssl.objectives.base import Memory, Objective
 from fedssl.objectives.moco import MoCo
-from fedssl.plan import on_device
-from fedssl.privacy.instahide import Key, encrypt
 from fedssl.privacy.noise import from_the_system
-from fedssl.trees import Tree, count_bytes
-from fedssl.workspace import Encoded, Steps, Workspace
+from fedssl.training.plan import on_device
+from fedssl.training.workspace import Encoded, Steps, Workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree, count_bytes
 
 
 class CCL(Algorithm):

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Cohort, Server, one_plain_step
+from fedssl.federation.client import Client
 from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
-from fedssl.trees import Tree
-from fedssl.workspace import Encoded, Workspace
+from fedssl.training.workspace import Encoded, Workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 
 class DCCO(Algorithm):

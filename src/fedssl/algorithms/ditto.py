@@ -8,10 +8,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
-from fedssl.client import Client
-from fedssl.errors import UserError
-from fedssl.trees import Tree
-from fedssl.workspace import Pull, Workspace
+from fedssl.federation.client import Client
+from fedssl.training.workspace import Pull, Workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 
 class Ditto(FedAvg):

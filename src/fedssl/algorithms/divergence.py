@@ -9,11 +9,11 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server
-from fedssl.client import Client, Trained
 from fedssl.config import AlgorithmParams
+from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.client import Client, Trained
 from fedssl.models.flat import Flat
-from fedssl.trees import Tree
+from fedssl.util.trees import Tree
 
 
 @dataclass(frozen=True)

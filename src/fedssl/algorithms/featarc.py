@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl import optim
-from fedssl.algorithms.base import Algorithm, Cohort, Server
 from fedssl.algorithms.fedca import in_batches, plain
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config
 from fedssl.data.dataset import in_passes
 from fedssl.data.partition import called
 from fedssl.data.random import key
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.client import Client
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
-from fedssl.trees import Tree
-from fedssl.workspace import Encoded, Steps, Workspace
+from fedssl.training import optim
+from fedssl.training.workspace import Encoded, Steps, Workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 SHOWN = 20  # clients that are named where clusters are shown
 MOVES = 3  # the same, where they change

@@ -7,13 +7,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server, one_plain_step
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Cohort, Server, one_plain_step
+from fedssl.federation.client import Client
 from fedssl.objectives.base import Objective
-from fedssl.trees import Tree
-from fedssl.workspace import Workspace
+from fedssl.training.workspace import Workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 
 class FedAvg(Algorithm):

@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server
 from fedssl.algorithms.ccl import finite
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams
 from fedssl.data.random import choose, key
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.client import Client
 from fedssl.models.network import Tower
 from fedssl.objectives.base import Objective
 from fedssl.objectives.simclr import SimCLR
-from fedssl.plan import on_device
-from fedssl.trees import Tree, count_bytes
-from fedssl.workspace import Encoded, Workspace
+from fedssl.training.plan import on_device
+from fedssl.training.workspace import Encoded, Workspace
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree, count_bytes
 
 PUBLIC = 1000
 

@@ -9,13 +9,13 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.base import Cohort, Server
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
 from fedssl.algorithms.fedu import require_predictor
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Cohort, Server
+from fedssl.federation.client import Client
 from fedssl.objectives.base import Objective
+from fedssl.util.errors import UserError
 
 
 class FedEMA(DivergenceAware):

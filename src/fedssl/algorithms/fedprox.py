@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
-from fedssl.client import Client
-from fedssl.errors import UserError
-from fedssl.trees import Tree
-from fedssl.workspace import Pull
+from fedssl.federation.client import Client
+from fedssl.training.workspace import Pull
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 
 class FedProx(FedAvg):

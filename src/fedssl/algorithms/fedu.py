@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams
-from fedssl.errors import UserError
+from fedssl.federation.client import Client
 from fedssl.objectives.base import Objective
+from fedssl.util.errors import UserError
 
 
 class FedU(DivergenceAware):

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Cohort, Server, per_client
-from fedssl.client import Client
 from fedssl.config import AlgorithmParams, Config
 from fedssl.data.random import key
-from fedssl.errors import UserError
-from fedssl.trees import Tree
+from fedssl.federation.algorithm import Algorithm, Cohort, Server, per_client
+from fedssl.federation.client import Client
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
 
 Graph: TypeAlias = Any  # networkx has no types
 TOPOLOGIES = ("star", "cycle", "tree", "random", "complete")

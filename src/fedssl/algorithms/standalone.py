@@ -6,11 +6,11 @@ from typing import cast
 
 from torch import Tensor
 
-from fedssl import optim
-from fedssl.algorithms.base import Algorithm, Cohort, Server, apply, learning_rates
-from fedssl.client import Client
-from fedssl.trees import Tree
-from fedssl.workspace import Workspace
+from fedssl.federation.algorithm import Algorithm, Cohort, Server, apply, learning_rates
+from fedssl.federation.client import Client
+from fedssl.training import optim
+from fedssl.training.workspace import Workspace
+from fedssl.util.trees import Tree
 
 
 class Standalone(Algorithm):

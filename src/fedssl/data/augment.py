@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedssl import config
 from fedssl.data import random
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 View = int | Tensor
 Box = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -27,7 +27,7 @@ from torch.nn import functional
 from fedssl import config
 from fedssl.data import images, random
 from fedssl.data.dataset import Dataset, Split
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"

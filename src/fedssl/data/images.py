@@ -34,7 +34,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from tqdm import tqdm
 
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 LAYOUT = 1  # of a cache folder, and of how pixels are made; a new number leaves old folders unused
 CHUNK = 32  # images that a thread decodes in one go

@@ -15,11 +15,11 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl import plugins
 from fedssl.config import PartitionParams, SourceParams, variant
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, mix, permutation
-from fedssl.errors import UserError
+from fedssl.util import plugins
+from fedssl.util.errors import UserError
 
 Ints = NDArray[np.int64]
 Shares = NDArray[np.floating[Any]]

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from fedssl.data.dataset import Groups
 from fedssl.data.partition import called, counts, distance
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 MOST = 100  # clients that get a bar
 LEFT, TOP, WIDTH = 90, 40, 600  # where the bars start, and how long the longest is

@@ -22,7 +22,7 @@ from fedssl.config import Config, PartitionParams, SourceParams
 from fedssl.data.augment import rotate
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.random import key, permutation
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
     from fedssl.models.network import Tower

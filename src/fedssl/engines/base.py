@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Average, Cohort
 from fedssl.data.dataset import Groups
-from fedssl.errors import CONTINUE, UserError
-from fedssl.trees import misfits
-from fedssl.workspace import Workspace
+from fedssl.federation.algorithm import Algorithm, Average, Cohort
+from fedssl.training.workspace import Workspace
+from fedssl.util.errors import CONTINUE, UserError
+from fedssl.util.trees import misfits
 
 
 class ClientStates(Protocol):

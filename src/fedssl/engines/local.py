@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.algorithms.base import (
+from fedssl.data.dataset import Groups
+from fedssl.engines.base import Engine
+from fedssl.engines.remote.codec import Malformed, described, expect
+from fedssl.engines.remote.states import States
+from fedssl.federation.algorithm import (
     Algorithm,
     Average,
     Cohort,
@@ -16,14 +20,10 @@ from fedssl.algorithms.base import (
     Weight,
     learning_rates,
 )
-from fedssl.client import Client
-from fedssl.data.dataset import Groups
-from fedssl.engines.base import Engine
-from fedssl.engines.codec import Malformed, described, expect
-from fedssl.engines.lanes import Lanes
-from fedssl.engines.states import States
-from fedssl.errors import UserError
-from fedssl.workspace import State, Workspace
+from fedssl.federation.client import Client
+from fedssl.training.lanes import Lanes
+from fedssl.training.workspace import State, Workspace
+from fedssl.util.errors import UserError
 
 Answer = tuple[NDArray[np.int64], Client, Any]  # who, as a client that has answered, and the reply
 

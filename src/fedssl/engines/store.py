@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedssl.engines.codec import Malformed
-from fedssl.files import save
-from fedssl.trees import flatten, leaves, unflatten
-from fedssl.workspace import State
+from fedssl.engines.remote.codec import Malformed
+from fedssl.training.workspace import State
+from fedssl.util.files import save
+from fedssl.util.trees import flatten, leaves, unflatten
 
 
 @dataclass(frozen=True)

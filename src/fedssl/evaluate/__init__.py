@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl import plugins
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Groups, Split
-from fedssl.errors import UserError
 from fedssl.evaluate import finetune, heldout, knn, linear, semi, unlabeled
 from fedssl.evaluate.features import Labelled, extract, pool_cases, top1, units
 from fedssl.evaluate.unlabeled import Views
+from fedssl.util import plugins
+from fedssl.util.errors import UserError
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
 ACCURACIES = ("knn", "linear")  # what evaluate.targets are compared with

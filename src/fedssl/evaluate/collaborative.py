@@ -13,20 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.algorithms.base import Server
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Augment, Cohort, Config, Evaluate, Optimizer, Privacy
 from fedssl.data import random
 from fedssl.data.augment import PRESETS
 from fedssl.data.dataset import Dataset, Groups, Split
-from fedssl.errors import UserError
 from fedssl.evaluate.linear import zero_head
+from fedssl.federation.algorithm import Server
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
+from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
-    from fedssl.session import Session
+    from fedssl.runs.session import Session
 
 Ints = NDArray[np.int64]
 

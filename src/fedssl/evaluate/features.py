@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl.data.dataset import Groups, in_passes
-from fedssl.errors import TrainingError, UserError
+from fedssl.util.errors import TrainingError, UserError
 
 
 def extract(

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedssl import optim
 from fedssl.config import Optimizer
 from fedssl.data import random
 from fedssl.evaluate.features import (
@@ -26,6 +25,7 @@ from fedssl.evaluate.features import (
 )
 from fedssl.evaluate.linear import FEW, Training, batches, descend, zero_head
 from fedssl.models.flat import Flat
+from fedssl.training import optim
 
 # DCCO, appendix B: 5,000 labels and 500 labels. Its rate suits weights that 100,000 rounds have
 # made large; it destroys an encoder of 2,000 rounds (results/measured.jsonl). The other presets

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedssl import optim
 from fedssl.config import Optimizer
 from fedssl.data import random
 from fedssl.evaluate.features import top1
 from fedssl.models.flat import Flat
-from fedssl.plan import on_device
+from fedssl.training import optim
+from fedssl.training.plan import on_device
 
 C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
 Head = tuple[Tensor, Tensor]  # weights and biases

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedssl.data import random
 from fedssl.data.dataset import Groups, Split
-from fedssl.errors import UserError
 from fedssl.evaluate import linear
+from fedssl.util.errors import UserError
 
 Ints = NDArray[np.int64]
 Mode = Literal["folder", "matched", "iid"]

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedssl import optim
 from fedssl.config import Optimizer
 from fedssl.evaluate.features import Labelled
 from fedssl.evaluate.finetune import Classifier, descent, features_like, score
 from fedssl.evaluate.linear import Training, stairs, zero_head
 from fedssl.models.network import initialize
+from fedssl.training import optim
 
 # FedEMA, appendix B.3. Its "new two-layer MLP" is read as the one of B.2 (4096, batch norm, ReLU),
 # ending in the classes.

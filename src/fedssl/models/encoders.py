@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import TIMM, Encoder
-from fedssl.errors import UserError
 from fedssl.models import fused
 from fedssl.models.norms import BatchNorm, Norm, adopt, residual
 from fedssl.models.vit import ViT, check_patch
+from fedssl.util.errors import UserError
 
 
 class Tiny(nn.Module):

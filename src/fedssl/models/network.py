@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.config import Encoder, Initializer
 from fedssl.data.random import key
-from fedssl.errors import UserError, go_on
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import BatchNorm, Norm
 from fedssl.models.weights import load_weights, place, tower_file
+from fedssl.util.errors import UserError, go_on
 
 MakeHead = Callable[[int, Norm], nn.Module]
 MakePredictor = Callable[[Norm], nn.Module | None]

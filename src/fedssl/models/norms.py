@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.errors import UserError
 from fedssl.models import batch, fused
+from fedssl.util.errors import UserError
 
 STATISTICS_MOMENTUM = 0.1  # share of a batch in batch norm's running statistics
 NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # what algorithm.norm_policy is about

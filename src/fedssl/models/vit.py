@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 WIDTH, LAYERS, HEADS = 192, 12, 3  # ViT-Tiny
 EPSILON = 1e-6  # of its layer norms

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from fedssl.data.images import few
-from fedssl.errors import UserError
+from fedssl.util.errors import UserError
 
 NOTE = "encoder.json"
 SUFFIXES = ("", "-second")  # of a tower's file

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import Encoder, ObjectiveParams
-from fedssl.errors import UserError
 from fedssl.models.network import Network, mlp
 from fedssl.models.norms import Norm
+from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
-    from fedssl.client import Client, Loss
+    from fedssl.federation.client import Client, Loss
 
 Moments = dict[str, Tensor]
 Centre = dict[str, Tensor]

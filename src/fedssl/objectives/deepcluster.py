@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.data.random import choose, key, permutation
-from fedssl.errors import UserError
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
-from fedssl.plan import on_device
+from fedssl.training.plan import on_device
+from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
-    from fedssl.client import Client
-    from fedssl.workspace import Encoded
+    from fedssl.federation.client import Client
+    from fedssl.training.workspace import Encoded
 
 ITERATIONS = 10  # of k-means
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fedssl.config import Encoder, ObjectiveParams
 from fedssl.data.random import mix, uniform
-from fedssl.errors import UserError
 from fedssl.models.network import Network, Tower
 from fedssl.models.norms import Norm
 from fedssl.models.vit import EPSILON, WIDTH, Layer, ViT, patches, positions
 from fedssl.objectives.base import Memory, Objective
+from fedssl.util.errors import UserError
 
 VISIBLE = 4  # one patch of so many is seen, so that 75 % are masked
 LAYERS = 4  # of the decoder

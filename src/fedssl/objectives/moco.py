@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.errors import UserError
 from fedssl.objectives.base import Dual, Memory, ProjectorParams, check_momentum
+from fedssl.util.errors import UserError
 
 TEMPERATURES = {1: 0.07, 2: 0.2}
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
-from fedssl.errors import UserError
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Memory, Objective
+from fedssl.util.errors import UserError
 
 ROTATIONS = 4  # by 0, 90, 180 and 270 degrees, counter-clockwise
 

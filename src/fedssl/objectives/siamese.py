@@ -12,10 +12,10 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.errors import UserError
 from fedssl.models.network import mlp
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.util.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.errors import UserError
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
+from fedssl.util.errors import UserError
 
 PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.errors import UserError
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
+from fedssl.util.errors import UserError
 
 
 class SwAV(Dual):

@@ -6,14 +6,14 @@ import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fedssl.algorithms.base import Algorithm, Average
 from fedssl.algorithms.dcco import DCCO
 from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.data.images import few
-from fedssl.errors import UserError
+from fedssl.federation.algorithm import Algorithm, Average
 from fedssl.objectives.base import MomentObjective, Objective
-from fedssl.plan import Plan
+from fedssl.training.plan import Plan
+from fedssl.util.errors import UserError
 
 FEW = 2  # images whose means and products tell each one, of whatever they are
 NAMED = 5  # clients that are named
@@ -158,8 +158,8 @@ def fewest(config: Config, clients: int) -> int:
 
     ``cohort.minimum`` does not count: it is looked at when the server has the sum.
     """
-    from fedssl.engines.site import survivors_needed
-    from fedssl.session import cohort_size
+    from fedssl.engines.remote.site import survivors_needed
+    from fedssl.runs.session import cohort_size
 
     return survivors_needed(config.privacy.threshold, cohort_size(config, clients))
 
@@ -243,7 +243,7 @@ def in_sums(config: Config, algorithm: Algorithm, clients: int | None) -> Config
 
     As far as that goes without the number of ``clients``, where it is not known.
     """
-    from fedssl.session import cohort_size
+    from fedssl.runs.session import cohort_size
 
     engine, privacy = replace(config.engine, name="flower"), replace(config.privacy, secure=True)
     hidden = replace(config, engine=engine, privacy=privacy)

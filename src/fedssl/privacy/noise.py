@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.algorithms.base import Algorithm, Average, TooFewReplies, Weight
 from fedssl.algorithms.dcco import DCCO
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
-from fedssl.errors import UserError
-from fedssl.trees import Tree, leaves, scaled
+from fedssl.federation.algorithm import Algorithm, Average, TooFewReplies, Weight
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree, leaves, scaled
 
 ROUNDINGS = 8  # after clipping, a number is rounded a few times, each time by at most eps
 

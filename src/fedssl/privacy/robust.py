@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.base import Average, TooFewReplies, Weight
 from fedssl.config import Cohort
-from fedssl.errors import UserError
-from fedssl.trees import NothingToAverage, Tree, flatten, unflatten
+from fedssl.federation.algorithm import Average, TooFewReplies, Weight
+from fedssl.util.errors import UserError
+from fedssl.util.trees import NothingToAverage, Tree, flatten, unflatten
 
 SLICE = 1 << 18  # coordinates that are brought together at once: all clients' in float64
 

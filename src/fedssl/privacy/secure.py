@@ -42,7 +42,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.trees import Tree, flatten, unflatten
+from fedssl.util.trees import Tree, flatten, unflatten
 
 STEPS = ("keys", "shares", "masked", "unmask")
 SCALE = 2.0**32

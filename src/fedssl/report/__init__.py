@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedssl.errors import UserError
-from fedssl.runs import opened
+from fedssl.runs.record import opened
+from fedssl.util.errors import UserError
 
 QUIET = 3.0  # seconds in which nothing is said
 
@@ -29,8 +29,8 @@ class Voice:
 
 def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     """Write the page of these runs; without ``out`` into the run's folder, or above all of them."""
-    from fedssl.outputs import check_page, write_text
     from fedssl.report.page import build
+    from fedssl.util.outputs import check_page, write_text
 
     found = opened(runs)
     target = _place(runs) / "report.html" if out is None else out

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fedssl import config, plugins, tables
-from fedssl.metrics import is_number
-from fedssl.runs import Run, opened, section
+from fedssl import config
+from fedssl.runs.metrics import is_number
+from fedssl.runs.record import Run, opened, section
+from fedssl.util import plugins, tables
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
 # Two runs that differ in nothing else are the same experiment.

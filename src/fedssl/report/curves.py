@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl import tables
 from fedssl.data.partition import worded
-from fedssl.errors import UserError
-from fedssl.metrics import for_one, is_number
-from fedssl.runs import Run
+from fedssl.runs.metrics import for_one, is_number
+from fedssl.runs.record import Run
+from fedssl.util import tables
+from fedssl.util.errors import UserError
 
 POINTS = 1500  # of one curve, at most
 ALL_POINTS, FEWEST = 12_000, 200  # of all runs' curves of one measure, and of each even so

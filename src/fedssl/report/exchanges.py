@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedssl import deploy, plugins, privacy
+from fedssl import privacy
 from fedssl.config import Config
-from fedssl.engines.site import survivors_needed
-from fedssl.metrics import is_number
+from fedssl.deploy import app as deploy
+from fedssl.engines.remote.site import survivors_needed
 from fedssl.report.curves import History, Moved
-from fedssl.runs import Run, section
+from fedssl.runs.metrics import is_number
+from fedssl.runs.record import Run, section
+from fedssl.util import plugins
 
 Kind = Literal["single", "mean", "masked"]
 SIMULATED = {

@@ -25,12 +25,12 @@ from fedssl.data import datasets, sources
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.partition import counts, distance
 from fedssl.data.random import choose, key
-from fedssl.errors import UserError
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower
 from fedssl.models.weights import load_weights
-from fedssl.runs import Run
-from fedssl.session import build_network, client_data, load_data, pick_device
+from fedssl.runs.record import Run
+from fedssl.runs.session import build_network, client_data, load_data, pick_device
+from fedssl.util.errors import UserError
 
 MOST_IMAGES = 1000
 MOST_CLIENTS = 60

@@ -8,11 +8,12 @@ from html import escape
 from importlib import resources
 from typing import Protocol
 
-from fedssl import __version__, tables
-from fedssl.metrics import is_number
+from fedssl import __version__
 from fedssl.report import compare, curves, looks, sections, words
 from fedssl.report.sections import MOST_LOOKS, Page, Subject, empty
-from fedssl.runs import Run, section
+from fedssl.runs.metrics import is_number
+from fedssl.runs.record import Run, section
+from fedssl.util import tables
 
 CONTENTS: dict[str, tuple[str, Callable[[Page], str]]] = {
     "accuracy": ("Result", sections.accuracy),

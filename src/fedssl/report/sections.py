@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
-from fedssl import deploy, tables
 from fedssl.data.partition import worded
-from fedssl.metrics import is_number
+from fedssl.deploy import app as deploy
 from fedssl.report import compare, curves, exchanges, looks
-from fedssl.runs import Run, section
+from fedssl.runs.metrics import is_number
+from fedssl.runs.record import Run, section
+from fedssl.util import tables
 
 MOST_LOOKS = 4  # runs with a map, a gallery and tables of their own
 MOST_NUMBERS = 300  # curves in the table of numbers

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedssl import plugins
 from fedssl.report import compare
 from fedssl.report.curves import History
-from fedssl.runs import Run, section
+from fedssl.runs.record import Run, section
+from fedssl.util import plugins
 
 NAMES = {
     "dcco": "DCCO",

@@ -1,0 +1,1 @@
+"""Studies and checks that training does not need."""

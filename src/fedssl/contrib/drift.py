@@ -1,0 +1,121 @@
+"""What local models do: how far they are from the global one (Dec-SSL, appendix B.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedssl.data.partition import called
+from fedssl.data.random import choose, key
+from fedssl.evaluate.features import extract
+from fedssl.models.flat import Flat
+
+if TYPE_CHECKING:
+    from fedssl.runs.session import Session
+
+IMAGES = 500  # training images, the same for all models, whose features are compared
+SIDE, DOT = 900, 4  # of the picture, in pixels
+COLOURS = ("#222222", "#e6862d", "#3f7fbf", "#4c9f4c", "#b5539c", "#8c6d46", "#d0433b", "#30a0a0")
+
+
+def measure(session: Session) -> dict[str, Any]:
+    """Each client's distances to its new global model, and those between clients, for the metrics.
+
+    Weights: the sum over convolutions and linear layers of the L2 norm of their difference.
+    Features: the mean L2 distance over images, and 1 where CKA sees the same geometry.
+    """
+    seen, flat = session.work.watched, session.work.flat
+    if not seen:
+        return {}
+    central, its = centres(session), {str(k): centre_of(session, k) for k in seen}
+    layers = {str(k): layer_distances(flat, own, central[its[str(k)]]) for k, own in seen.items()}
+    features = looks(session)
+    shared = {name: features.pop(name) for name in central}
+    pairs = [sum(layer_distances(flat, a, b).values()) for a, b in combinations(seen.values(), 2)]
+    names = next(iter(layers.values()))
+    return {
+        "local_weight_distance": {k: sum(each.values()) for k, each in layers.items()},
+        "local_feature_distance": {k: apart(own, shared[its[k]]) for k, own in features.items()},
+        "local_cka": {k: cka(own, shared[its[k]]) for k, own in features.items()},
+        "layer_distance": {n: float(np.mean([d[n] for d in layers.values()])) for n in names},
+        **({"between_clients_weight_distance": float(np.mean(pairs))} if pairs else {}),
+    }
+
+
+def centre_of(session: Session, client: int) -> str:
+    """The name of the global model that a client trains: one of several with FeatARC."""
+    number = session.number_of(client)
+    return f"global {number}" if number else "global"
+
+
+def centres(session: Session) -> dict[str, Tensor]:
+    """The global models of the clients that are watched."""
+    numbers = {centre_of(session, k): session.number_of(k) for k in session.work.watched or ()}
+    return {name: session.global_weights(number) for name, number in sorted(numbers.items())}
+
+
+def layer_distances(flat: Flat, a: Tensor, b: Tensor) -> dict[str, float]:
+    """‖a − b‖ of each convolution and linear layer (its bias with it)."""
+    squares: dict[str, Tensor] = {}
+    for span in flat.of(nn.Conv2d, nn.Linear):
+        layer = span.name.rpartition(".")[0]
+        part = (a[span.start : span.stop] - b[span.start : span.stop]).square().sum()
+        squares[layer] = squares.get(layer, torch.zeros_like(part)) + part
+    return {layer: float(square.sqrt()) for layer, square in squares.items()}
+
+
+def looks(session: Session) -> dict[str, Tensor]:
+    """Features of the same images under the global models and the local ones."""
+    images = session.dataset.train.images[session.modality]
+    chosen = choose(key(session.config.seed, "drift"), len(images), IMAGES)
+    part = images[torch.as_tensor(chosen)]
+    assert session.work.watched is not None
+    models = centres(session)
+    models |= {str(client): weights for client, weights in session.work.watched.items()}
+    return {
+        name: extract(session.body(weights).encoder, part, device=session.work.device)
+        for name, weights in models.items()
+    }
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The mean distance of matching rows."""
+    return float((a - b).norm(dim=1).mean())
+
+
+def cka(a: Tensor, b: Tensor) -> float:
+    """Linear centred kernel alignment (Kornblith et al. 2019): 1 up to rotation and scale."""
+    a, b = (x.double() - x.double().mean(0) for x in (a, b))
+    cross, own = (a.T @ b).norm().square(), (a.T @ a).norm() * (b.T @ b).norm()
+    return float(cross / own) if own > 0 else float("nan")
+
+
+def picture(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:
+    """All models' features in one plane, a colour a model: the first two directions of their PCA.
+
+    (Figure 9 has UMAP after a PCA.) ``names`` are those of the clients, by number.
+    """
+    from PIL import Image, ImageDraw
+
+    rows = torch.cat(list(features.values())).double().cpu()
+    rows = rows - rows.mean(0)
+    points = (rows @ torch.linalg.svd(rows, full_matrices=False)[2][:2].T).numpy()
+    low, high = points.min(0), points.max(0)
+    at = 20 + (points - low) / np.maximum(high - low, 1e-12) * (SIDE - 60)
+    image = Image.new("RGB", (SIDE, SIDE), "white")
+    draw = ImageDraw.Draw(image)
+    owners = np.repeat(np.arange(len(features)), [len(f) for f in features.values()])
+    for i in np.random.default_rng(0).permutation(len(at)):  # no model lies over all others
+        x, y = at[i]
+        draw.ellipse((x, y, x + DOT, y + DOT), fill=COLOURS[owners[i] % len(COLOURS)])
+    for number, name in enumerate(features):
+        label = called(names, int(name))[:12] if name.isdecimal() else name
+        colour = COLOURS[number % len(COLOURS)]
+        draw.text((10 + 90 * (number % 9), SIDE - 34 + 14 * (number // 9)), label, fill=colour)
+    image.save(path)

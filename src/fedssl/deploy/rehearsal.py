@@ -1,0 +1,101 @@
+"""How much a site sends and receives in a round: counted in rounds in which nobody trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.engines.remote.engine import RemoteCohort, RemoteEngine
+from fedssl.federation.algorithm import Average, Cohort, Weight
+from fedssl.privacy import Hidden
+from fedssl.runs.session import Session
+from fedssl.util.trees import Tree
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The bytes of one site in a round, by exchange: tensors, without what Flower adds."""
+
+    up: dict[str, int]
+    down: dict[str, int]
+    first: dict[str, int]  # up, in exchanges of a run's first round alone
+
+
+def site_bytes(session: Session, without_weights: Callable[[], Session]) -> Moved | None:
+    """What a site moves, by a ``session`` of the server or by the same without weights.
+
+    The latter first: it takes no memory, however many sites there are, but has no values, which
+    some algorithms look at. None: somebody's own algorithm does not get along with zeros either.
+    """
+    for build in (without_weights, lambda: session):
+        try:
+            return _rehearse(build())
+        except Exception:  # anything, from torch or from the algorithm; only a number is lost
+            continue
+    return None
+
+
+def _rehearse(session: Session) -> Moved:
+    """Everyone's first round, and one site's second: by then the server has what it passes on."""
+    engine, server, algorithm = session.engine, session.server, session.algorithm
+    assert isinstance(engine, RemoteEngine)
+    server.state |= algorithm.prepared_like(engine.work)
+    sites = np.arange(len(engine.groups))
+    first, second = Rehearsed(engine, sites, 0), Rehearsed(engine, sites[:1], 1)
+    for number, cohort in enumerate((first, second)):
+        server.round = number
+        algorithm.round(server, cohort)
+    up, down = second.traffic.up, second.traffic.down
+    only = {task: count // len(sites) for task, count in first.traffic.up.items() if task not in up}
+    return Moved(dict(up), dict(down), only)
+
+
+class Rehearsed(RemoteCohort):
+    """Sites that answer at once, with zeros."""
+
+    def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
+        super().__init__(engine, ids, round)
+        self.minimum = 0
+        # No noise, which one site's weight might not outweigh.
+        self.average = Average() if engine.average.logs else Hidden()
+        self._heard = self.ids.tolist()
+
+    def ask(
+        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
+        """The shapes that real replies have."""
+        algorithm, work = self.engine.algorithm, self.engine.work
+        if task in algorithm.logs:
+            reply: Tree = {name: torch.zeros(()) for name in algorithm.logs[task]}
+        else:
+            reply = _zeros(algorithm.reply_like(task, work))
+        if weight is not None:
+            reply = self.engine.average.contribute(task, 1, reply, weight)[1]
+        for client in self.ids:
+            yield np.array([client]), 1.0, reply
+
+    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
+        """In the open: nothing is secret about zeros."""
+        return Cohort.mean(self, task, *payload, weight=weight)
+
+    def _count_up(self, task: str, reply: Tree, clients: int) -> None:
+        """In a secure sum the masked vector, without keys."""
+        if not self.engine.work.config.privacy.secure:
+            super()._count_up(task, reply, clients)
+            return
+        from fedssl.privacy import secure
+
+        self.traffic.up[task] += 8 * secure.size(reply) * clients
+
+
+def _zeros(tree: Tree) -> Tree:
+    """The same shapes, of one number each: no memory is needed."""
+    if isinstance(tree, Tensor):
+        return tree.new_zeros(()).expand(tree.shape)
+    return {name: _zeros(child) for name, child in tree.items()}

@@ -1,0 +1,1 @@
+"""Flower carries the messages."""

@@ -1,0 +1,1 @@
+"""What algorithms are written in: server, clients, cohort."""

@@ -1,0 +1,1 @@
+"""One run: build it, train it, record it."""

@@ -1,0 +1,296 @@
+"""Where metrics go beside ``metrics.jsonl``: TensorBoard always, others where ``log`` names them.
+
+A logger is opened before the first round and gets lines of numbers by name, each with its round.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fedssl import config as configuration
+from fedssl.config import Config
+from fedssl.util.errors import CONTINUE, UserError
+from fedssl.util.files import write_json
+
+PATIENCE = 30.0  # seconds that the end of a run waits for lines still on their way
+# Nothing is reported to the makers, and a server that hangs does not hang us.
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "WANDB_ERROR_REPORTING": "false",
+}
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
+_MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # of one of MLflow's requests, of a value
+
+Numbers = dict[str, float]
+Line = tuple[int, Numbers]  # a round and its numbers
+
+
+class Logger(ABC):
+    """One place that metrics go to."""
+
+    @abstractmethod
+    def write(self, lines: Sequence[Line]) -> None:
+        """Some rounds' numbers."""
+
+    @abstractmethod
+    def close(self, finished: bool) -> None:
+        """Nothing more comes: the run is finished, or it was stopped and may go on."""
+
+
+class TensorBoard(Logger):
+    """Events in the run's folder ``tensorboard``."""
+
+    def __init__(self, out: Path, round: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=round + 1)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Scalars."""
+        for round, numbers in lines:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, round)
+
+    def close(self, finished: bool) -> None:
+        """The events are complete."""
+        self._board.close()
+
+
+class WandB(Logger):
+    """Weights & Biases: kept in the run's folder, unless ``WANDB_MODE`` says otherwise.
+
+    ``wandb sync RUN/wandb/offline-run-…`` sends it later.
+    """
+
+    FILE = "wandb.json"
+
+    def __init__(self, config: Config, out: Path) -> None:
+        import wandb
+
+        known = _known(out / self.FILE) or uuid.uuid4().hex[:8]
+        mode: Any = _wandb_mode()
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "fedssl"),
+            name=out.resolve().name,
+            id=known,
+            resume="allow",
+            reinit="create_new",  # baselines are runs of their own
+            dir=str(out),
+            mode=mode,
+            config=configuration.to_tree(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        write_json(out / self.FILE, {"run": known})
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """A step a round."""
+        for round, numbers in lines:
+            self._run.log(numbers, step=round)
+
+    def close(self, finished: bool) -> None:
+        """A run that did not finish is marked as failed."""
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+class MLflow(Logger):
+    """MLflow: the server of ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in the run's folder."""
+
+    FILE = "mlflow.json"
+
+    def __init__(self, config: Config, out: Path) -> None:
+        self._client = _mlflow(os.environ.get("MLFLOW_TRACKING_URI") or _database(out))
+        known = _known(out / self.FILE)
+        self._id = known if known is not None and self._knows(known) else self._new(config, out)
+        self._client.update_run(self._id, status="RUNNING")
+        write_json(out / self.FILE, {"run": self._id})
+
+    def _knows(self, run: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.get_run(run)
+        except MlflowException:
+            return False
+        return True
+
+    def _new(self, config: Config, out: Path) -> str:
+        """A run with the configuration as its parameters."""
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedssl")
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        run = self._client.create_run(experiment, run_name=out.resolve().name).info.run_id
+        keys = configuration.flat(configuration.to_tree(config))
+        params = [Param(key, str(value)[:_LONGEST]) for key, value in keys.items()]
+        for some in _parts(params, _MOST_PARAMS):
+            self._client.log_batch(run, params=some)
+        return str(run)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """A step a round; MLflow takes no ``@`` or ``%`` in a name."""
+        from mlflow.entities import Metric
+        from mlflow.utils.time import get_current_time_millis
+
+        now = get_current_time_millis()
+        metrics = [
+            Metric(re.sub(r"[^\w\-. :/]", "_", name), float(value), now, round)
+            for round, numbers in lines
+            for name, value in numbers.items()
+        ]
+        for some in _parts(metrics, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=some)
+
+    def close(self, finished: bool) -> None:
+        """Its state is seen in MLflow's list."""
+        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+
+class Behind(Logger):
+    """A logger in a thread of its own: training neither waits for it nor fails with it."""
+
+    def __init__(self, name: str, logger: Logger) -> None:
+        self.name = name
+        self._logger = logger
+        self._lines: queue.SimpleQueue[Line | bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """At once."""
+        for line in lines:
+            if self._thread.is_alive():
+                self._lines.put(line)
+
+    def close(self, finished: bool) -> None:
+        """Waits for what is on its way, but not for ever."""
+        self._lines.put(finished)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            self._warn(f"no answer for {PATIENCE:g} s")
+
+    def _work(self) -> None:
+        try:
+            while True:
+                lines, end = self._waiting()
+                if lines:
+                    self._logger.write(lines)
+                if end is not None:
+                    self._logger.close(end)
+                    return
+        except Exception as error:  # of whatever the logger is made of
+            self._warn(" ".join(str(error).split())[:200] or type(error).__name__)
+
+    def _waiting(self) -> tuple[list[Line], bool | None]:
+        """All lines that wait, at least one; and how the run ended, if it has."""
+        lines: list[Line] = []
+        item = self._lines.get()
+        while not isinstance(item, bool):
+            lines.append(item)
+            if self._lines.empty():
+                return lines, None
+            item = self._lines.get()
+        return lines, item
+
+    def _warn(self, reason: str) -> None:
+        line = f"fedssl: log={self.name}: {reason}; nothing more goes there, training goes on"
+        tqdm.write(line, file=sys.stderr)
+
+
+NAMED: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow}
+
+
+def require(config: Config) -> None:
+    """Refuse, before the run leaves anything on the disk, what is known not to work."""
+    for name in config.log:
+        if not installed(name):
+            raise UserError(f"log={name}: not installed; pip install 'fedssl[{name}]'")
+    if config.log:
+        os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+    if "wandb" in config.log and _wandb_mode() not in WANDB_MODES:
+        raise UserError(
+            f"log=wandb: WANDB_MODE={_wandb_mode()}: unknown; choose one of "
+            f"{', '.join(WANDB_MODES)}"
+        )
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    if "mlflow" in config.log and server:
+        try:
+            _mlflow(server).search_experiments(max_results=1)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"log=mlflow: MLFLOW_TRACKING_URI={server} does not answer ({reason}); start the "
+                "server, set it to another, or leave log out"
+            ) from None
+
+
+def start(config: Config | None, out: Path, round: int) -> list[Logger]:
+    """The loggers of a run that goes on after ``round``."""
+    found: list[Logger] = []
+    if installed("tensorboard"):
+        found.append(TensorBoard(out, round))
+    if config is None:
+        return found
+    require(config)
+    for name in dict.fromkeys(config.log):
+        try:
+            found.append(Behind(name, NAMED[name](config, out)))
+        except Exception as error:
+            for logger in found:
+                logger.close(False)
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"log={name}: cannot be opened ({reason}); mend it, or leave it out with log=[], "
+                f"then {CONTINUE}. The run is in {out}"
+            ) from None
+    return found
+
+
+def installed(name: str) -> bool:
+    """Whether a package is; a mere folder of that name, as wandb makes them, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def _wandb_mode() -> str:
+    return os.environ.get("WANDB_MODE") or "offline"
+
+
+def _mlflow(server: str) -> Any:
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return MlflowClient(tracking_uri=server)
+
+
+def _database(out: Path) -> str:
+    return f"sqlite:///{out.resolve() / 'mlflow.db'}"
+
+
+def _known(path: Path) -> str | None:
+    """The logger's own name of this run, if it has been there before."""
+    return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None
+
+
+def _parts(items: list[Any], most: int) -> Iterator[list[Any]]:
+    for first in range(0, len(items), most):
+        yield items[first : first + most]

@@ -1,0 +1,607 @@
+"""A run: the loop over rounds, the files that it leaves, and the summary that it ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedssl import __version__, config
+from fedssl.config import Config
+from fedssl.contrib import drift
+from fedssl.data import datasets
+from fedssl.data.dataset import Dataset
+from fedssl.data.partition import called
+from fedssl.deploy import app as deploy
+from fedssl.deploy.deployment import SITES
+from fedssl.federation.algorithm import Cohort, TooFewReplies
+from fedssl.models.weights import SUFFIXES
+from fedssl.runs import checkpoint, loggers
+from fedssl.runs.api import give_back
+from fedssl.runs.metrics import Metrics, for_one, read
+from fedssl.runs.progress import Progress
+from fedssl.runs.record import Run
+from fedssl.runs.session import Session, deployed, prepare
+from fedssl.util import plugins
+from fedssl.util.errors import CONTINUE, TrainingError, UserError, go_on
+from fedssl.util.files import save, write_json, write_text, writing
+
+FREE_ON_RESUME = (
+    *("device", "about", "paper", "evaluate.", "checkpoint.", "log"),
+    *("engine.chunk", "engine.workers", "engine.timeout", "data.cache"),
+)
+MOST_PERSONAL_FILES = 100
+TRACES = ("metrics.jsonl", "sweep.yaml")  # of a run and of a sweep; others have a config.yaml too
+WAIT = "wait for its end, or end it"
+
+
+class Interrupted(Exception):
+    """Ctrl-C or a polite kill: the checkpoint is written, the run can be resumed."""
+
+
+def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
+    """Train, judge, and leave the run's folder; returns the summary.
+
+    Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
+    """
+    folders = {out: settings}
+    for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
+        folders[out / "baselines" / name] = config.with_algorithm(settings, name)
+    # All are checked before the first leaves anything on the disk.
+    try:
+        sessions = {
+            folder: open_run(own, folder, resume and (folder == out or started(folder)))
+            for folder, own in folders.items()
+        }
+    except BaseException:
+        give_back(out)
+        raise
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            stack.enter_context(
+                checkpoint.locked(folder / checkpoint.LOCK, f"--out {folder}", WAIT)
+            )
+        for folder, own in folders.items():
+            start_folder(sessions[folder], own, folder, resume)
+        metrics = {
+            folder: stack.enter_context(_metrics(session, folders[folder], folder))
+            for folder, session in sessions.items()
+        }
+        with _stop_signals() as stop, plugins.blamed(CONTINUE):
+            for folder, session in sessions.items():
+                work = functools.partial(train, session, folder, stop, metrics[folder])
+                session.engine.drive(work)
+        summaries = {folder: finish(session, folder) for folder, session in sessions.items()}
+        for folder, summary in summaries.items():
+            metrics[folder].conclude(summary)
+    summary = summaries.pop(out)
+    if summaries:
+        summary["baselines"] = {folder.name: row["result"] for folder, row in summaries.items()}
+        write_json(out / "summary.json", summary)
+    return summary
+
+
+def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
+    """One run of a session whose clients are elsewhere."""
+    start_folder(session, settings, out, resume)
+    with _metrics(session, settings, out) as metrics:
+        with _stop_signals() as stop, plugins.blamed(CONTINUE):
+            session.engine.drive(functools.partial(train, session, out, stop, metrics))
+        summary = finish(session, out)
+        metrics.conclude(summary)
+    return summary
+
+
+def _metrics(
+    session: Session, settings: Config, out: Path
+) -> contextlib.AbstractContextManager[Metrics]:
+    return contextlib.closing(Metrics(out, session.server.round, settings.rounds, settings))
+
+
+def open_run(settings: Config, out: Path, resume: bool) -> Session:
+    """A session for a folder that is free, or that holds the same run when resuming."""
+    check_here(settings, out)
+    check_folder(settings, out, resume)
+    loggers.require(settings)
+    if settings.engine.name == "flower":
+        from fedssl.engines.flower import engine as flower
+
+        flower.require()
+    started = time.perf_counter()
+    with plugins.blamed():
+        session = prepare(settings)
+    session.overhead["prepare"] = time.perf_counter() - started
+    if resume:
+        what = datasets.where(settings.data)
+        check_clients(session, out, what, "start a new run in another folder")
+        if checkpoint.of_other_images(out, session.dataset, "test"):
+            raise UserError(
+                f"{what}: the test images are not those of {out}; put them back as they were, or "
+                "judge it on others by fedssl evaluate"
+            )
+        check_moved(settings, out, session.dataset)
+    return session
+
+
+def check_here(settings: Config, out: Path | None = None) -> None:
+    """Refuse clients that are real sites: only Flower reaches these. ``out``: of a run."""
+    if not deployed(settings):
+        return
+    fix = "write an app for them with fedssl deploy init, or leave it out"
+    if out is not None and (out / SITES).exists():
+        fix = f"go on with {deploy.command(out, 'resume=true')}"
+    raise UserError(f"engine.sites={settings.engine.sites}: sites are elsewhere; {fix}")
+
+
+def check_folder(settings: Config, out: Path, resume: bool) -> None:
+    """Refuse a folder that holds another run, or none to resume, or that is among the images."""
+    _check_name(out)
+    _check_place(settings.data, out)
+    if started(out):
+        if not resume:
+            raise _taken(out)
+        check_same(settings, Run(out).settings, out)
+    elif holds(out, "sweep.yaml"):
+        raise UserError(
+            f"--out {out}: holds a sweep; choose another folder, or go on with the sweep: "
+            f"{go_on(out)}"
+        )
+    elif resume:
+        raise UserError(f"--resume: {out} holds no run; start it without --resume")
+
+
+def check_alone(out: Path) -> None:
+    """Refuse a folder of other runs: whoever reads it would take it for this one, or mix them."""
+    for file in sorted(file for name in TRACES for file in out.glob(f"*/{name}")):
+        raise UserError(
+            f"--out {out}: holds other runs ({file.parent.name}); name a folder for this one, as "
+            f"in --out {out / 'NAME'}"
+        )
+
+
+def _check_place(data: config.Data, out: Path) -> None:
+    """A run's folder would be taken for a client, and its pictures for images."""
+    if data.name not in ("folder", "paired") or data.root is None:
+        return
+    place, root = out.absolute().resolve(), Path(data.root).expanduser().resolve()
+    if root in (place, *place.parents):
+        raise UserError(
+            f"--out {out}: lies in data.root={data.root}, among the images; name a folder "
+            "elsewhere with --out"
+        )
+
+
+def _check_name(out: Path) -> None:
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:  # it stands in files and on the screen, which are UTF-8
+        shown = os.fsencode(out).decode(errors="backslashreplace")
+        raise UserError(f"--out {shown}: the name is not UTF-8; choose another folder") from None
+
+
+def holds(out: Path, file: str) -> bool:
+    """Whether a folder has this file; what nobody can look into is refused."""
+    try:
+        return (out / file).exists()
+    except OSError as error:  # somebody else's folder, or a name that is too long
+        raise UserError(
+            f"--out {out}: cannot be read ({error.strerror}); choose another folder"
+        ) from None
+
+
+def started(out: Path) -> bool:
+    """Whether a folder holds a run."""
+    return holds(out, "config.yaml")
+
+
+def _taken(out: Path) -> UserError:
+    return UserError(
+        f"--out {out}: holds another run; choose another folder, or continue it with --resume"
+    )
+
+
+def start_folder(session: Session, settings: Config, out: Path, resume: bool) -> None:
+    """Write the configuration as it is given, and go to the checkpoint if there is one."""
+    with writing(f"--out {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        if resume and started(out):
+            _note(settings, out)
+        else:
+            _claim(out, config.dump(config.placed(settings)))
+            write_json(out / "clients.json", clients(session))
+    session.engine.open(out)
+    if resume and not checkpoint.read(out, session) and any(read(out)):
+        print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
+
+
+def _claim(out: Path, text: str) -> None:
+    """Write the configuration, unless another run has come first since the folder was checked."""
+    path = out / "config.yaml"
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise _taken(out) from None
+    try:
+        with file:
+            file.write(text)
+    except OSError:
+        path.unlink()  # half of it would look like a run
+        raise
+
+
+def clients(session: Session) -> list[dict[str, Any]]:
+    """Who is behind the numbers of clients in metrics, personal models and states."""
+    each = zip(session.names, session.clients.sizes.tolist(), strict=True)
+    return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
+
+
+def check_clients(session: Session, out: Path, what: str, otherwise: str) -> None:
+    """A run that goes on, or is judged again, has the clients and the images that it had.
+
+    Clients' states are kept by number, and which images are held out goes by their order.
+    """
+    both = Run(out).clients, clients(session)
+    if [row["name"] for row in both[0]] == list(map(str, range(len(both[0])))):
+        # Numbers, or of an older version that knew no better: names would say that all are new.
+        both = both[0], [{**row, "name": str(row["client"])} for row in both[1]]
+    before, after = ({row["name"]: row["samples"] for row in rows} for rows in both)
+    fix = f"put the images back as they were, or {otherwise}"
+    # Who came or went is named first: the held-out images of all others change with that.
+    names = sorted({**before, **after}, key=lambda name: name in before and name in after)
+    for name in names if before else ():  # none: a run of an older version
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        had = f"had {old} images in {out}" if name in before else f"was not in {out}"
+        has = f"has {new}" if name in after else "is not there"
+        raise UserError(f"{what}: {called([name], 0)} {had} and {has} now; {fix}")
+    if checkpoint.of_other_images(out, session.dataset):
+        raise UserError(
+            f"{what}: the training images are not those of {out} (some were added, removed, "
+            f"renamed or replaced); {fix}"
+        )
+
+
+def check_same(new: Config, old: Config, out: Path) -> None:
+    """A resumed run keeps every key that its result depends on.
+
+    Of a simulation's images ``check_moved`` says, once they are loaded, whether they are the same.
+    """
+    free = FREE_ON_RESUME if new.engine.sites is not None else (*FREE_ON_RESUME, "data.root")
+    before, after = (config.flat(config.to_tree(config.placed(each))) for each in (old, new))
+    for name in sorted({**before, **after}):
+        if before.get(name) != after.get(name) and not name.startswith(free):
+            raise _changed(name, before.get(name), after.get(name), out)
+
+
+def _changed(name: str, before: object, after: object, out: Path) -> UserError:
+    return UserError(
+        f"{name} was {before} in {out} and is now {after}; leave it as it was, or start a new run "
+        "in another folder"
+    )
+
+
+def moved(settings: Config, out: Path) -> tuple[str | None, str | None] | None:
+    """Where the run in ``out`` had its images and where they are now; none: in the same place."""
+    before, now = (config.placed(each).data.root for each in (Run(out).settings, settings))
+    return None if before == now else (before, now)
+
+
+def check_moved(settings: Config, out: Path, dataset: Dataset) -> None:
+    """Images in another place are the run's if its checkpoint knows their files.
+
+    Without a checkpoint it has not been trained on any.
+    """
+    places, trained = moved(settings, out), (out / checkpoint.FILE).exists()
+    if places is not None and trained and not checkpoint.of_same_images(out, dataset):
+        raise _changed("data.root", *places, out)
+
+
+def _note(settings: Config, out: Path) -> None:
+    """Write down what a run goes on with, if that is something else than before."""
+    before, now = (config.placed(each) for each in (Run(out).settings, settings))
+    if now != before:
+        write_text(out / "config.yaml", config.dump(now))
+
+
+def note_place(settings: Config, out: Path) -> None:
+    """Of a run that may be finished: where its images and their cache are now, and nothing else."""
+    before, given = Run(out).settings, settings.data
+    data = replace(before.data, root=given.root, cache=given.cache)
+    _note(replace(before, data=data), out)
+
+
+def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> None:
+    """The loop over rounds."""
+    server, settings = session.server, session.config
+    saved, cost = time.monotonic(), 0.0
+    title = plugins.label(settings.algorithm.name)
+    shown = Progress(title, settings.rounds, server.round)
+    with contextlib.closing(shown) as progress, _without_hints():
+        for note in session.notes():
+            progress.say(note)
+        compiles = session.work.compiles or session.work.compiles_passes
+        if compiles and server.round < settings.rounds:
+            progress.say("compiling the training step, once: a minute or two")
+            torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
+        if not (out / checkpoint.FILE).exists():
+            with session.timed("prepare"):
+                session.algorithm.prepare(server, session.public)
+            session.engine.check_state("server", server.state)
+            with session.timed("checkpoint"):
+                checkpoint.write(out, session)  # one to go back to, from the first round on
+        while server.round < settings.rounds:
+            line = one_round(session, out, progress)
+            session.engine.check_state("server", server.state)
+            every, monitor = settings.evaluate.every, settings.evaluate.monitor
+            # At the end all protocols run anyway.
+            more = monitor is not None or server.round < settings.rounds
+            if every and server.round % every == 0 and more and session.judged:
+                with session.timed("evaluate"):
+                    line |= session.judge_result(monitor)
+            others = session.take_overhead()
+            metrics.write(line | ({"overhead": others} if others else {}))
+            # Large states take their time: at most a fiftieth of the run goes into writing them.
+            wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 50 * cost)
+            if settings.privacy.noise is not None:
+                wait = 0  # what was released must not be forgotten
+            if time.monotonic() - saved >= wait or stop or server.round == settings.rounds:
+                started = time.monotonic()
+                with session.timed("checkpoint"):
+                    checkpoint.write(out, session)
+                saved = time.monotonic()
+                cost = saved - started
+            if stop and server.round < settings.rounds:
+                raise Interrupted
+            progress.update(server.round, line["loss"], line["images"], line["skipped"])
+    session.engine.rest()
+
+
+@contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Without what torch says of settings that are meant as they are, when it compiles."""
+    with warnings.catch_warnings():
+        for hint in ("TensorFloat32 tensor cores", "The AccumulateGrad node's stream"):
+            warnings.filterwarnings("ignore", hint)
+        yield
+
+
+def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:
+    """One round, and its line for the metrics."""
+    server, started = session.server, time.perf_counter()
+    server.log.clear()
+    server.clients.clear()
+    server.warnings.clear()
+    if session.work.watched is not None:
+        session.work.watched.clear()
+    cohort = session.engine.cohort(draw(session, server.round), server.round)
+    asked = len(cohort.ids)
+    skipped = False
+    try:
+        with session.work.tuned():
+            session.algorithm.round(server, cohort)
+    except TooFewReplies as reason:
+        skipped = True
+        progress.say(f"round {server.round + 1} skipped: {reason}")
+    except torch.OutOfMemoryError:
+        raise _no_memory(session, out) from None
+    for warning in server.warnings:
+        progress.say(f"round {server.round + 1}: {warning}")
+    for client, fault in sorted(cohort.traffic.faults.items()):
+        progress.say(f"round {server.round + 1}: no reply of {session.names[client]}: {fault}")
+    draw(session, server.round + 1)  # a GPU is still at work; reading the loss waits for it
+    # Where clients are seen only through noise, no loss leaves them.
+    loss = None if skipped or "loss" not in server.log else float(server.log["loss"])
+    if loss is not None and not math.isfinite(loss):
+        raise TrainingError(
+            f"round {server.round + 1}: the loss is {loss}; training is unstable with these "
+            f"settings (server.lr={session.config.server.lr}, "
+            f"client.lr={session.config.client.lr}); lower one or both. {checkpoint.kept(out)}"
+        )
+    server.round += 1
+    faults = cohort.traffic.faults
+    return {
+        "round": server.round,
+        "loss": loss,
+        "seconds": round(time.perf_counter() - started, 6),
+        "images": _images(session, cohort),
+        "clients": asked,
+        "missing": cohort.traffic.missing,
+        "skipped": skipped,
+        **({"faults": {str(k): v for k, v in faults.items()}} if faults else {}),
+        **traffic_line(cohort, asked),
+        **session.engine.average.spent(),
+        **{name: float(value) for name, value in server.log.items() if name != "loss"},
+        **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
+        **drift.measure(session),
+    }
+
+
+def _no_memory(session: Session, out: Path) -> UserError:
+    """What to lower; a run's batch is its own, so that takes a new one."""
+    chunk, batch = session.config.engine.chunk, session.config.algorithm.batch
+    now = "all images of a client" if batch is None else batch
+    fix = f"lower algorithm.batch (now {now}) and start a new run in another folder"
+    if session.engine.merges:
+        fix = f"lower engine.chunk (now {chunk}), then {CONTINUE}. {checkpoint.kept(out)}"
+    return UserError(f"device={session.work.device}: out of memory; {fix}")
+
+
+def draw(session: Session, round: int) -> NDArray[np.int64]:
+    """Who takes part in a round; remembered until then, so that it can be drawn ahead."""
+    server = session.server
+    if server.drawn is None or server.drawn[0] != round:
+        server.drawn = (round, session.cohort_ids(round))
+    return server.drawn[1]
+
+
+def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
+    """Bytes over all clients, for one that took part in every exchange, and by exchange."""
+    moved = cohort.traffic
+    exchanges = {
+        task: {
+            **{"up": moved.up[task], "down": moved.down[task]},
+            **{"replied": len(moved.replied[task]), "reached": len(moved.reached[task])},
+        }
+        for task in moved.down
+    }
+    one = {
+        way: round(sum(for_one(own, way, clients) for own in exchanges.values()))
+        for way in ("up", "down")
+    }
+    return {
+        "bytes_up": sum(moved.up.values()),
+        "bytes_down": sum(moved.down.values()),
+        "bytes_up_per_client": one["up"],
+        "bytes_down_per_client": one["down"],
+        "exchanges": exchanges,
+    }
+
+
+def _images(session: Session, cohort: Cohort) -> int:
+    sizes = session.engine.groups.sizes[cohort.ids]
+    plan, passes = session.work.plan, session.algorithm.passes
+    if plan.batch is None:
+        return int(sizes.sum()) * plan.count(1) * passes
+    return sum(plan.images(int(size)) for size in sizes) * passes
+
+
+def finish(session: Session, out: Path) -> dict[str, Any]:
+    """Judge the result and an untrained network, and write encoder and summary."""
+    rows = {}
+    with session.timed("evaluate"):
+        if session.judged:
+            rows["untrained"] = session.judge_untrained()
+        if session.judged and session.config.encoder.init is not None:
+            rows["initial"] = session.judge(session.work.initial)
+        result = session.judge_result() if session.judged else {}
+    export(session, out)
+    if session.work.watched:
+        drift.picture(drift.looks(session), session.names, out / "local-features.png")
+    totals = Metrics.totals(out, session.take_overhead())
+    settings = session.config.evaluate
+    watched = settings.monitor or (session.protocols if session.judged else ())
+    measure = "linear_top1" if "linear" in watched else "knn_top1"
+    reached = Metrics.first_rounds(out, settings.targets, measure, result)
+    summary: dict[str, Any] = {
+        **result,
+        "rounds": session.server.round,
+        **totals,
+        **session.engine.average.spent(),
+        **reached,
+        **({"per_client": session.client_scores} if session.client_scores else {}),
+        "judged": session.judges,
+        "result": result,
+        **rows,
+        "norm_layers": norm_layers(session),
+        "merged": session.engine.merges,
+        "seed": session.config.seed,
+        "parameters": session.work.flat.parameters,
+        "device": _device_name(session.work.device),
+        "precision": session.work.precision,
+        "torch": torch.__version__,
+        "fedssl": __version__,
+    }
+    write_json(out / "summary.json", summary)
+    if session.algorithm.personal is None and session.work.kept is None:
+        checkpoint.forget_clients(out, session)
+    return summary
+
+
+def norm_layers(session: Session) -> str:
+    """Whose normalization layers the judged models have."""
+    if session.work.kept is None:
+        return "the model's own"
+    own, mean = "each client's own", "the mean of the clients'"
+    if session.judges == "global":
+        return mean
+    return f"{own}; of the global model {mean}" if session.algorithm.has_global else own
+
+
+def shared_norms(session: Session) -> bool:
+    """Whether the global model's normalization layers are a mean that training never made."""
+    return session.work.kept is not None and session.algorithm.has_global
+
+
+def export(session: Session, out: Path) -> None:
+    """The encoder that is the result, with a note that says what it is."""
+    towers = session.config.encoder.towers
+    weights, model = session.global_weights(), session.algorithm.model
+    if shared_norms(session):
+        model += ", normalization layers: the mean of its clients'"
+    personal = session.personal(MOST_PERSONAL_FILES)
+    for client, own in personal.items():
+        _save_towers(session, own, out / "personal", f"client-{client}", towers)
+    if not session.algorithm.has_global:
+        first, weights = next(iter(personal.items()))
+        model = f"personal, client {first}: there is no global model"
+    _save_towers(session, weights, out, "encoder", towers)
+    files = [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]]
+    for name in files:
+        (out / name).chmod(0o644)  # unlike clients' models, it is for others to read
+    images = session.dataset.train.images
+    note = {
+        "model": model,
+        "algorithm": plugins.label(session.config.algorithm.name),
+        "objective": plugins.label(session.config.objective.name),
+        "encoder": config.to_tree(session.config.encoder),
+        "features": session.encoder().encoder.features,
+        "channels": [i.shape[1] for i in images],
+        "size": list(images[0].shape[2:]),
+        "input": "pixels divided by 255, no further normalization",
+        "files": files,
+        "personal": [f"personal/client-{k}.safetensors" for k in personal],
+    }
+    write_json(out / "encoder.json", note)
+
+
+def _save_towers(
+    session: Session, weights: torch.Tensor, out: Path, name: str, towers: int
+) -> None:
+    session.work.load(weights)
+    for tower, suffix in enumerate(SUFFIXES[:towers]):
+        state = session.encoder(tower).encoder.state_dict()
+        tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
+        save(out / f"{name}{suffix}.safetensors", tensors, {})
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that fills when the user asks to stop; asking twice stops at once."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        print("stopping after this round (again: at once)", file=sys.stderr)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [signal.signal(number, handle) for number in numbers]
+    except ValueError:  # not the main thread: whoever runs us keeps the signals
+        yield asked
+        return
+    try:
+        yield asked
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)

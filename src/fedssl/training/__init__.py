@@ -1,0 +1,1 @@
+"""One network and its training step."""
