@@ -373,7 +373,7 @@ def test_what_takes_other_arguments_is_refused_before_the_first_round(
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "import numpy\nfrom fedssl import plugins\n"
+        "import numpy\nfrom fedssl.util import plugins\n"
         "def ours(*a): return plugins.label(3)\n"
         "def theirs(*a): return numpy.array_split([1], 0)\n"
     )

@@ -583,10 +583,10 @@ def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.Monk
         command = ["git", "-C", str(tmp_path), *who, *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    code = tmp_path / "src" / "code.py"
+    code = tmp_path / "src" / "__init__.py"
     code.parent.mkdir()
     code.write_text("a = 1\n")
-    monkeypatch.setattr(reproduce, "__file__", str(code))
+    monkeypatch.setattr(reproduce, "__file__", str(code.parent / "runs" / "reproduce.py"))
     assert reproduce._commit() is None, "no repository"
     git("init")
     git("commit", "--allow-empty", "-m", "empty")

@@ -62,7 +62,9 @@ def test_other_commands_end_quietly(redirected: str) -> None:
 
 
 def test_python_u_has_no_buffer() -> None:
-    code = "import os; from fedssl import streams; streams.keep(); print(1, end=''); os._exit(0)"
+    code = (
+        "import os; from fedssl.util import streams; streams.keep(); print(1, end=''); os._exit(0)"
+    )
     for option, printed in (("-u", "1"), ("-B", "")):
         command = [sys.executable, option, "-c", code]
         unset = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
@@ -71,7 +73,7 @@ def test_python_u_has_no_buffer() -> None:
 
 
 def test_no_file_gets_the_number_of_a_closed_stream() -> None:
-    code = "import os, sys; from fedssl import streams; streams.keep(); sys.exit(os.dup(1))"
+    code = "import os, sys; from fedssl.util import streams; streams.keep(); sys.exit(os.dup(1))"
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code]
     assert subprocess.run(closed).returncode > 2
 

@@ -10,15 +10,46 @@ from pathlib import Path
 CONTINUE = "continue with --resume"  # in a hint: what goes on with a run of ``fedssl run``
 
 
-class UserError(Exception):
-    """A mistake that the user can mend: one line that names the key, the value and the fix.
+_UNSET = object()
 
-    ``told`` says it without names of files and folders: what a site tells its server.
+
+class UserError(Exception):
+    """A mistake that the user can fix: ``key=value: problem. Fix.`` on one line.
+
+    ``key`` is the configuration key or the option (``--out``) at fault and ``value`` what it was
+    set to. A site sends ``told`` to its server instead of the text, so that no file name leaves it.
     """
 
-    def __init__(self, text: str, told: str | None = None) -> None:
-        super().__init__(text)
+    def __init__(
+        self,
+        problem: str,
+        told: str | None = None,
+        *,
+        fix: str = "",
+        key: str | None = None,
+        value: object = _UNSET,
+    ) -> None:
+        self.problem, self.fix, self.key, self.value = problem, fix, key, value
         self.told = told
+        super().__init__(self._line())
+
+    def _line(self) -> str:
+        text = f"{self.problem}. {self.fix}" if self.fix else self.problem
+        if self.key is None:
+            return text
+        if self.value is _UNSET:
+            return f"{self.key}: {text}"
+        sign = " " if self.key.startswith("-") else "="
+        return f"{self.key}{sign}{_show(self.value)}: {text}"
+
+
+def _show(value: object) -> str:
+    """Format a value the way it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_show, value))}]"
+    return str(value)
 
 
 class TrainingError(Exception):
