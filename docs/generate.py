@@ -846,7 +846,7 @@ def read_lines(path: Path) -> list[Line]:
 
 def reading(file: str) -> str:
     """What the comments of a recipe's file say: our reading where the paper is silent."""
-    path = ROOT / "src" / "fedssl" / "recipes" / file
+    path = ROOT / "src" / "fedssl" / "config" / "recipes" / file
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
     return f"{comments.replace('<', '&lt;')} (`{path.relative_to(ROOT)}`)"
