@@ -294,7 +294,7 @@ def _own_comments(kind: type) -> dict[str, str]:
 def commands(_: str) -> str:
     """What ``--help`` prints, of every command."""
     with mock.patch.dict(os.environ, {"COLUMNS": "88", "NO_COLOR": "1"}):
-        parsers = list(_parsers(cli._parser()))
+        parsers = list(_parsers(cli.build_parser()))
         return "\n\n".join(
             f"## {p.prog}\n\n```text\n{p.format_help().rstrip()}\n```" for p in parsers
         )

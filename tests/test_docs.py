@@ -289,7 +289,7 @@ def test_keys_and_commands_in_the_text_exist(page: str) -> None:
         if words[0] == "fedssl" and len(words) > 1 and "…" not in span:
             with contextlib.redirect_stderr(io.StringIO()) as said:
                 try:
-                    cli._parse(shlex.split(span)[1:])
+                    cli.parse(shlex.split(span)[1:])
                 except SystemExit:
                     # A name of a command alone is fine; an unknown one or an unknown option is not.
                     assert "required" in said.getvalue(), f"{span}: {said.getvalue()}"

@@ -1,0 +1,76 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from fedssl import config
+from fedssl.runs.api import recipe_of
+from fedssl.util.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error, and for which command, in one line."""
+
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self.set_defaults(parser=self)  # a command's parser replaces the one above it
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line, without the usage."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def path(text: str) -> Path:
+    """Convert an argument to a path; an unset shell variable is not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "an empty name; give one, or . for the folder that you are in"
+        )
+    return Path(text)
+
+
+def check_png(out: Path | None) -> None:
+    """Check that a picture's file is a PNG."""
+    if out is not None and out.suffix.lower() != ".png":
+        fix = "Use a name such as out.png."
+        raise UserError("a picture is a PNG file", key="--out", value=out, fix=fix)
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Add the positional arguments of a recipe and its keys."""
+    words = parser.add_argument(
+        "words",
+        nargs="*",
+        default=[],
+        metavar="RECIPE key=value",
+        help="a recipe's name or file (default: the digits demonstration), and keys to change",
+    )
+    complete_with(words, "words")
+
+
+def complete_with(argument: argparse.Action, how: str) -> None:
+    """Complete an argument with a function of ``fedssl.cli.completion``."""
+
+    def completer(prefix: str, **known: Any) -> list[str]:
+        from fedssl.cli import completion
+
+        return list(getattr(completion, how)(prefix, **known))
+
+    argument.completer = completer  # type: ignore[attr-defined]
+
+
+def resolve_words(words: Sequence[str], resumed: Path | None = None) -> tuple[str, config.Config]:
+    """Return the recipe's name and the configuration that the words of a command give.
+
+    Without a recipe's name, words change the configuration of the run that is resumed.
+    """
+    recipe = words[0] if words and "=" not in words[0] else None
+    name, tree = recipe_of(recipe, resumed)
+    return name, config.resolve(tree, words[1:] if recipe else words)

@@ -1,0 +1,42 @@
+"""The command that writes an app for real sites: ``deploy init``."""
+
+from __future__ import annotations
+
+import argparse
+
+from fedssl.cli.arguments import Commands, complete_with, path
+
+EXAMPLES = """examples:
+  fedssl deploy init app default engine.sites=3 cohort.size=null
+  fedssl deploy init app mine.yaml engine.sites=5 privacy.secure=true
+
+Then read app/SERVER.md, and send app/SITES.md to the sites.
+"""
+
+
+def add_deploy(commands: Commands) -> None:
+    """Add ``fedssl deploy``."""
+    deploy = commands.add_parser("deploy", help="run a recipe on real machines, through Flower")
+    actions = deploy.add_subparsers(title="actions", required=True, metavar="ACTION")
+    init = actions.add_parser(
+        "init",
+        help="write a Flower app, with instructions for the server and the sites",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    init.add_argument("folder", type=path, metavar="DIR", help="a new folder")
+    recipe = init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
+    complete_with(recipe, "recipes")
+    words = init.add_argument(
+        "words", nargs="*", default=[], metavar="key=value", help="keys to change"
+    )
+    complete_with(words, "keys")
+    init.set_defaults(command=_deploy_init)
+
+
+def _deploy_init(options: argparse.Namespace) -> int:
+    from fedssl.deploy import app as deploy
+
+    deploy.init(options.folder, options.recipe, options.words)
+    print(f"{options.folder}: written; read {options.folder / 'SERVER.md'} next")
+    return 0

@@ -1,0 +1,119 @@
+"""Commands that use a trained encoder: ``export``, ``embed``, ``search`` and ``detect``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedssl.cli.arguments import Commands, path
+
+COCO = (
+    "holds annotations/instances_NAME.json with its images in the folder NAME, for one NAME that "
+    "begins with train and one that begins with val, such as train2017 and val2017"
+)
+
+
+def add_export(commands: Commands) -> None:
+    """Add ``fedssl export``."""
+    export = commands.add_parser("export", help="a run's encoder for use elsewhere")
+    export.add_argument(
+        "run", type=path, metavar="RUN",
+        help="a run's folder, or a client's model: RUN/personal/client-0.safetensors",
+    )  # fmt: skip
+    export.add_argument(
+        "--format", required=True, choices=("safetensors", "torchscript", "onnx", "hf")
+    )
+    export.add_argument(
+        "--out", type=path, metavar="PATH", help="a file or folder (default: RUN/export/…)"
+    )
+    export.set_defaults(command=_export)
+
+
+def add_embed(commands: Commands) -> None:
+    """Add ``fedssl embed``."""
+    embed = commands.add_parser("embed", help="images in, embeddings out")
+    embed.add_argument("run", type=path, metavar="RUN", help="a run's folder, or an exported one")
+    embed.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
+    embed.add_argument(
+        "--to", type=path, default=Path("embeddings.parquet"), metavar="FILE",
+        help="a .parquet, .csv or .npz file (default: embeddings.parquet)",
+    )  # fmt: skip
+    _add_device(embed)
+    embed.set_defaults(command=_embed)
+
+
+def add_search(commands: Commands) -> None:
+    """Add ``fedssl search``."""
+    search = commands.add_parser("search", help="the images nearest to one image")
+    search.add_argument("run", type=path, metavar="RUN", help="a run's folder, or an exported one")
+    search.add_argument("query", type=path, metavar="QUERY", help="an image")
+    search.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
+    search.add_argument("--top", type=int, default=10, help="how many (default: 10)")
+    search.add_argument(
+        "--html", type=path, metavar="FILE.html", help="also a page that shows the images"
+    )
+    _add_device(search)
+    search.set_defaults(command=_search)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=256, help="images at once (default: 256)")
+    parser.add_argument("--device", default="auto")
+
+
+def add_detect(commands: Commands) -> None:
+    """Add ``fedssl detect``."""
+    detect = commands.add_parser(
+        "detect", help="fine-tune Mask R-CNN from a run's encoder, on data in COCO's format"
+    )
+    detect.add_argument("run", type=path, metavar="RUN", help="a run's folder")
+    detect.add_argument("data", type=path, metavar="DIR", help=COCO)
+    detect.add_argument("--steps", type=int, default=9000)
+    detect.add_argument("--batch", type=int, default=4)
+    detect.add_argument("--lr", type=float, default=0.005)
+    detect.add_argument("--size", type=int, default=256, help="the shorter side of images")
+    detect.add_argument("--seed", type=int, default=0)
+    detect.add_argument("--random", action="store_true", help="random weights, to compare with")
+    detect.add_argument("--device", default="auto")
+    detect.set_defaults(command=_detect)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from fedssl.encoder import export
+
+    for line in export.export(options.run, options.format, options.out):
+        print(line)
+    return 0
+
+
+def _embed(options: argparse.Namespace) -> int:
+    from fedssl.encoder import embed
+
+    done = embed.embed(options.run, options.images, options.to, options.batch, options.device)
+    print(f"{done} image{'s' * (done != 1)}: {options.to}")
+    return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    from fedssl.encoder import embed
+
+    found = embed.search(
+        options.run, options.query, options.images, options.top, options.html,
+        options.batch, options.device,
+    )  # fmt: skip
+    for image, similarity in found:
+        print(f"{similarity:.3f}  {embed.text(image)}")
+    if options.html is not None:
+        print(f"\n{options.html}")
+    return 0
+
+
+def _detect(options: argparse.Namespace) -> int:
+    from fedssl.contrib import detection
+    from fedssl.runs.session import pick_device
+
+    names = ("steps", "batch", "lr", "size", "seed", "random")
+    settings = detection.Settings(**{name: getattr(options, name) for name in names})
+    found = detection.detect(options.run, options.data, settings, pick_device(options.device))
+    print("   ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in found.items()))
+    return 0

@@ -1,0 +1,43 @@
+"""Commands that show finished runs: ``report`` and ``compare``."""
+
+from __future__ import annotations
+
+import argparse
+
+from fedssl.cli.arguments import Commands, path
+
+RUNS = "a run's folder, or one of a sweep or a table, for all its runs"
+
+
+def add_report(commands: Commands) -> None:
+    """Add ``fedssl report``."""
+    report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
+    report.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
+    report.add_argument(
+        "--out",
+        type=path,
+        metavar="FILE.html",
+        help="default: report.html in the run, or above several",
+    )
+    report.set_defaults(command=_report)
+
+
+def add_compare(commands: Commands) -> None:
+    """Add ``fedssl compare``."""
+    compare = commands.add_parser("compare", help="runs beside each other, as a table")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
+    compare.set_defaults(command=_compare)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fedssl import report
+
+    print(report.write(options.runs, options.out))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from fedssl.report import compare
+
+    print(compare.table(options.runs))
+    return 0

@@ -1,0 +1,169 @@
+"""Commands that train and evaluate: ``run``, ``reproduce`` and ``evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedssl import config
+from fedssl.cli.arguments import Commands, add_words, complete_with, path, resolve_words
+from fedssl.runs.api import fresh_folder
+from fedssl.util.errors import UserError, go_on
+
+REPRODUCE = """examples:
+  fedssl reproduce fedema/table3                          every cell of a table, one after another
+  fedssl reproduce fedema/table3/fedbyol                  one row
+  fedssl reproduce 'fedema/table3/*/cifar10-noniid'       one column
+  fedssl reproduce 'fedema/table3/*/cifar10-noniid' --scale 0.05 data.name=digits \
+      data.size=16 encoder.name=tiny objective.projector=[64,32]   a rehearsal on a CPU
+  fedssl reproduce mine.yaml                              a table of your own
+
+The same command goes on after Ctrl-C; what is finished is not run again.
+"""
+
+
+def add_run(commands: Commands) -> None:
+    """Add ``fedssl run``."""
+    run = commands.add_parser("run", help="train, judge, and leave a run's folder")
+    add_words(run)
+    run.add_argument("--out", type=path, metavar="DIR", help="the run's folder (default: runs/…)")
+    run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    run.set_defaults(command=_run)
+
+
+def add_reproduce(commands: Commands) -> None:
+    """Add ``fedssl reproduce``."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="run a paper's table and show it beside the paper's numbers",
+        epilog=REPRODUCE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    pattern = parser.add_argument(
+        "pattern", metavar="PATTERN", help="a recipe, a table, or a pattern"
+    )
+    complete_with(pattern, "recipes")
+    words = parser.add_argument(
+        "words", nargs="*", default=[], metavar="key=value", help="keys to change in all"
+    )
+    complete_with(words, "keys")
+    parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
+    parser.add_argument(
+        "--out", type=path, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
+    )
+    parser.set_defaults(command=_reproduce)
+
+
+def add_evaluate(commands: Commands) -> None:
+    """Add ``fedssl evaluate``."""
+    evaluate = commands.add_parser("evaluate", help="judge a run again, from its last checkpoint")
+    evaluate.add_argument("run", type=path, metavar="RUN", help="a run's folder")
+    words = evaluate.add_argument(
+        "words", nargs="*", default=[], metavar="key=value", help="evaluate.* or data.* keys"
+    )
+    complete_with(words, "judging")
+    evaluate.set_defaults(command=_evaluate)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.resume and options.out is None:
+        folder = next((word for word in options.words if Path(word).is_dir()), None)
+        fix = "Add --out DIR." if folder is None else f"Did you mean --out {folder}?"
+        raise UserError("the run's folder is missing", key="--resume", fix=fix)
+    swept = _find_sweep(options)
+    if swept is not None:
+        return _sweep(*swept, options)
+    name, settings = resolve_words(options.words, options.out if options.resume else None)
+    if not options.resume:
+        config.check_used(settings)
+    out = options.out or fresh_folder(name)
+
+    from fedssl import report
+    from fedssl.runs import run
+    from fedssl.util import tables
+
+    if not options.resume and _find_config(out) is None:
+        run.check_alone(out)
+    try:
+        summary = run.run(settings, out, options.resume)
+    except (run.Interrupted, KeyboardInterrupt):
+        return _report_stop(out)
+    try:
+        print(tables.result(summary, settings))
+    finally:  # also when the table cannot be printed
+        report.leave(out)
+    print(f"\n{tables.closing(summary)}\n{out}")
+    return 0
+
+
+def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Tree, list[str]] | None:
+    """Return a sweep's recipe name, its keys, and the keys that its runs leave out.
+
+    It is a sweep if keys hold lists, or if --out is a sweep's folder.
+    """
+    named = bool(options.words) and "=" not in options.words[0]
+    words = options.words[1:] if named else options.words
+    held = _find_config(options.out) if options.resume else None
+    name = options.words[0] if named else "default"
+    recipe = config.read_recipe(name) if named or held is None else config.read_yaml(held)
+    tree = config.merged(recipe, words)
+    # Words without lists, for a sweep's folder, are an error that the sweep reports.
+    goes_on = held is not None and held.name == "sweep.yaml"
+    if not goes_on and not config.swept(tree):
+        return None
+    return name, tree, list(config.left_out(recipe, tree))
+
+
+def _find_config(out: Path) -> Path | None:
+    """Return the configuration file of the sweep or run in a folder, if there is one."""
+    from fedssl.runs import run
+
+    files = ("sweep.yaml", "config.yaml")
+    return next((out / file for file in files if run.holds(out, file)), None)
+
+
+def _report_stop(out: Path) -> int:
+    """Print how to continue after Ctrl-C, if the run had begun; return the exit code."""
+    hint = "" if _find_config(out) is None else f"; continue with: {go_on(out)}"
+    print(f"fedssl: stopped{hint}", file=sys.stderr)
+    return 130
+
+
+def _sweep(name: str, tree: config.Tree, notes: Sequence[str], options: argparse.Namespace) -> int:
+    from fedssl.runs import run, sweep
+
+    out = options.out or fresh_folder(name)
+    try:
+        found = sweep.sweep(tree, out, options.resume, notes)
+    except (run.Interrupted, KeyboardInterrupt):
+        return _report_stop(out)
+    if found:
+        print(sweep.table(found))
+    print(f"\n{len(found)} of {len(sweep.runs(tree))} runs\n{out}")
+    return 0 if len(found) == len(sweep.runs(tree)) else 1
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from fedssl.runs import reproduce
+
+    jobs = reproduce.plan(options.pattern, options.words, options.scale, options.out)
+    try:
+        failed = reproduce.work(jobs)
+    except (reproduce.Interrupted, KeyboardInterrupt):
+        finished = [job for job in jobs if job.summary() is not None]
+        if finished:
+            print(reproduce.report(finished, options.words))
+        print("fedssl: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    print(reproduce.report(jobs, options.words))
+    return 1 if failed else 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from fedssl.runs.reevaluate import evaluate
+    from fedssl.util import tables
+
+    print(tables.rows(evaluate(options.run, options.words)))
+    return 0

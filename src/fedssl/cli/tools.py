@@ -1,0 +1,96 @@
+"""Commands beside training: ``partition``, ``recipes``, ``theory`` and ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from fedssl.cli.arguments import Commands, add_words, check_png, complete_with, path, resolve_words
+
+
+def add_recipes(commands: Commands) -> None:
+    """Add ``fedssl recipes``."""
+    recipes = commands.add_parser("recipes", help="what ships, and which row of which paper it is")
+    pattern = recipes.add_argument(
+        "pattern", nargs="?", metavar="PREFIX", help="a table, a folder, or a pattern such as a/*/b"
+    )
+    complete_with(pattern, "recipes")
+    recipes.set_defaults(command=_recipes)
+
+
+def add_partition(commands: Commands) -> None:
+    """Add ``fedssl partition``."""
+    partition = commands.add_parser("partition", help="who holds what, as a table and a picture")
+    add_words(partition)
+    partition.add_argument(
+        "--out", type=path, metavar="FILE.png", help="draw it: a bar a client, a colour a class"
+    )
+    partition.set_defaults(command=_partition)
+
+
+def add_theory(commands: Commands) -> None:
+    """Add ``fedssl theory``."""
+    theory = commands.add_parser("theory", help="the Dec-SSL paper's linear model, solved")
+    actions = theory.add_subparsers(title="actions", required=True, metavar="ACTION")
+    shown = actions.add_parser(
+        "representability", help="which directions each source's solution has (Figure 3)"
+    )
+    shown.add_argument("--d", type=int, default=256, help="dimension of the data")
+    shown.add_argument("--k", type=int, default=3, help="number of sources")
+    shown.add_argument("--seed", type=int, default=0)
+    shown.add_argument("--out", type=path, metavar="FILE.png", help="draw it")
+    shown.set_defaults(command=_representability)
+
+
+def add_doctor(commands: Commands) -> None:
+    """Add ``fedssl doctor``."""
+    doctor = commands.add_parser("doctor", help="what is installed and found here, what is missing")
+    doctor.set_defaults(command=_doctor)
+
+
+def _partition(options: argparse.Namespace) -> int:
+    _, settings = resolve_words(options.words)
+    check_png(options.out)
+
+    from fedssl.data import datasets, picture, sources
+    from fedssl.data.partition import client_names, table, uneven
+    from fedssl.runs.session import client_data, pick_device
+
+    dataset = datasets.load(settings.data, settings.seed)
+    found = sources.assign(settings, dataset, pick_device(settings.device))
+    groups = client_data(settings, dataset, found)
+    labels = None if found.of is None else found.of.numpy()
+    names = client_names(settings.partition, groups, dataset)
+    print(table(groups, labels, found.names, len(dataset.train), names, found.word))
+    for note in uneven(settings.partition, groups.sizes):
+        print(f"fedssl: {note}", file=sys.stderr)
+    if options.out is not None:
+        picture.draw(options.out, groups, labels, found.names, names)
+        print(f"\n{options.out}")
+    return 0
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from fedssl.util import tables
+
+    print(tables.recipes(options.pattern))
+    return 0
+
+
+def _representability(options: argparse.Namespace) -> int:
+    from fedssl.contrib import theory
+
+    check_png(options.out)
+    table = theory.compare(options.d, options.k, options.seed)
+    print(theory.report(table, options.d))
+    if options.out is not None:
+        theory.draw(options.out, table, options.d)
+        print(f"\n{options.out}")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fedssl.contrib import doctor
+
+    print(doctor.report())
+    return 0
