@@ -164,11 +164,11 @@ def configuration(_: str) -> str:
 
 
 def _is_section(name: str) -> bool:
-    return dataclasses.is_dataclass(config._fields(config.Config)[name])
+    return dataclasses.is_dataclass(config.key_types(config.Config)[name])
 
 
 def _section(section: str) -> Iterator[str]:
-    kind = config._fields(config.Config)[section]
+    kind = config.key_types(config.Config)[section]
     yield _docstring(kind)
     fields = [field.name for field in dataclasses.fields(kind)]
     if section not in config.VARIANTS:
@@ -189,7 +189,7 @@ def _variant(section: str, name: str, shared: Sequence[str]) -> Iterator[str]:
     yield f"### `{section}.name={name}`"
     yield f"{_docstring(kind)}\n\n`{file}`, class `{kind.__name__}`."
     fields = {field.name: field for field in dataclasses.fields(kind.Params)}
-    base = {f.name: f for f in dataclasses.fields(config._fields(config.Config)[section])}
+    base = {f.name: f for f in dataclasses.fields(config.key_types(config.Config)[section])}
     own = [n for n in fields if n not in shared or fields[n].default != base[n].default]
     own.remove("name") if "name" in own else None
     if own:
@@ -206,7 +206,7 @@ def _keys(
     prefix: str, kind: Any, names: Sequence[str], standard: Any = None, variants: Sequence[str] = ()
 ) -> str:
     """A table of keys: what each may be, what it is if not given, and what its comment says."""
-    types_, comments = config._fields(kind), _comments(kind)
+    types_, comments = config.key_types(kind), _comments(kind)
     rows = ["| key | values | default | what it is |", "| --- | --- | --- | --- |"]
     for field in (f for f in dataclasses.fields(kind) if f.name in names):
         key = field.name.rstrip("_")

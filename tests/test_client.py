@@ -321,7 +321,7 @@ def test_momentum_does_nothing_in_one_local_step(words: str, rule: str) -> None:
             train(engine, server, 3)
             states = [engine.states.get_leaf(k, engine.algorithm.personal or ()) for k in range(3)]
             found[steps, momentum] = [server.weights, *(s for s in states if s is not None)]
-            assert ("client.momentum" in config._idle(own)) == (steps == 1)
+            assert ("client.momentum" in config.unused.find_idle(own)) == (steps == 1)
 
     def same(steps: int) -> list[bool]:
         return [torch.equal(a, b) for a, b in zip(found[steps, 0], found[steps, 0.9], strict=True)]

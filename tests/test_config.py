@@ -253,9 +253,9 @@ def test_a_file_may_merge_twice(tmp_path: Path) -> None:
 def test_every_number_has_its_limits() -> None:
     """Below them it would fail in the middle of a run, or do nothing."""
     kinds: dict[str, object] = {}
-    for section in config._fields(config.Config):
+    for section in config.key_types(config.Config):
         if section not in (*config.VARIANTS, "augment"):
-            kinds |= config._kinds(section, None)
+            kinds |= config.sweeps.section_types(section, None)
     numbers = {key for key, kind in kinds.items() if kind in (int, float, int | None, float | None)}
     numbers |= {"algorithm.batch", "algorithm.local_epochs", "algorithm.local_steps"}
     assert len(numbers) > 30
@@ -368,7 +368,7 @@ def test_what_a_word_switches_off_of_a_recipe_goes(recipe: str, word: str, key: 
     before, after = values(), values(word)
     assert {name for name in before if before[name] != after[name]} == {word.split("=")[0], key}
     with pytest.raises(UserError, match=f"{key}=.*: does nothing"):
-        config.check_used(config.resolve(tree, [word, f"{key}={config._shown(before[key])}"]))
+        config.check_used(config.resolve(tree, [word, f"{key}={config.unused.show(before[key])}"]))
 
 
 def test_what_values_of_a_sweep_switch_off_of_a_recipe_goes_if_all_do() -> None:

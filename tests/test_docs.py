@@ -267,12 +267,14 @@ def test_commands_stand_where_they_are_executed(page: str) -> None:
 @functools.cache
 def keys() -> set[str]:
     """All configuration keys, those of every objective, algorithm and partition among them."""
-    tree = config._fields(config.Config)
+    tree = config.key_types(config.Config)
     found = {f"{s}.{k}" for s, kind in tree.items() if hasattr(kind, "__mro__")
-             if dataclasses.is_dataclass(kind) for k in config._fields(kind)}  # fmt: skip
+             if dataclasses.is_dataclass(kind) for k in config.key_types(kind)}  # fmt: skip
     for section, names in config.VARIANTS.items():
         found |= {
-            f"{section}.{k}" for n in names for k in config._fields(config._params(section, n))
+            f"{section}.{k}"
+            for n in names
+            for k in config.key_types(config.params_class(section, n))
         }
     return found
 

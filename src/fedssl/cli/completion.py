@@ -52,17 +52,17 @@ def judging(prefix: str, **_: Any) -> list[str]:
 
 def _known(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Keys whose section may begin so, each with its choices."""
-    for section, kind in config._fields(config.Config).items():
+    for section, kind in config.key_types(config.Config).items():
         if not section.startswith(start.partition(".")[0]):
             continue
         if section in SOURCES:
             yield f"{section}.name", tuple(config.VARIANTS[section])
             yield from _written(section)
-            kind = config.SourceParams if section == "partition" else config._SECTIONS[section]
+            kind = config.SourceParams if section == "partition" else config.BASE_PARAMS[section]
         if not dataclasses.is_dataclass(kind):
             yield section, _choices(kind)
             continue
-        for key, own in config._fields(kind).items():
+        for key, own in config.key_types(kind).items():
             if section not in SOURCES or key != "name":
                 yield f"{section}.{key}", _choices(own)
 

@@ -175,7 +175,7 @@ def described(note: Note, path: Path) -> Encoder:
             given = [note[key]] if key == "features" else note[key]
             if not _counts(given) or len(given) not in lengths:
                 raise UserError(f"{key}={note[key]}")
-        return cast(Encoder, config._convert(Encoder, note["encoder"], "encoder"))
+        return cast(Encoder, config.convert(Encoder, note["encoder"], "encoder"))
     except UserError as error:
         raise UserError(f"{path}: written by another version of fedssl ({error})") from None
 

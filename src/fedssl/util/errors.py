@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 CONTINUE = "continue with --resume"  # in a hint: what goes on with a run of ``fedssl run``
@@ -69,3 +70,9 @@ def going_on(words: str) -> Iterator[None]:
 def go_on(folder: str | Path) -> str:
     """The command that goes on with a run or a sweep, to be pasted."""
     return f"fedssl run --resume --out {shlex.quote(str(folder))}"
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return `` (did you mean …?)`` for the known name closest to a mistyped one."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import inspect
@@ -23,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.errors import TrainingError, UserError, suggest
 
 GROUPS = {
     "algorithm": "fedssl.algorithms",
@@ -108,8 +107,7 @@ def _offered(section: str, name: str, where: str, known: Collection[str]) -> Any
     points = offers.get(name, [])
     if not points:
         names = [*known, *offers]
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = suggest(name, names)
         if name.endswith(".py"):
             raise UserError(f"{where}: say what in the file, as in {name}:Name")
         few = ", with a number of labels as in linear@500 or a share as in semi@10%"
@@ -270,7 +268,7 @@ def _check_params(found: Any, where: str, base: type) -> None:
     own = getattr(found, "Params", None)
     if not inspect.isclass(own) or not issubclass(own, base):
         raise UserError(
-            f"{where}: needs a class Params that builds on {base.__module__}.{base.__name__}"
+            f"{where}: needs a class Params that builds on fedssl.config.{base.__name__}"
         )
     if "__dataclass_fields__" not in vars(own):
         raise UserError(f"{where}: Params needs the decorator @dataclass(frozen=True)")
