@@ -2,18 +2,40 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint bench clean
+# Fast tests of single parts, for `make quick` and `make matrix`.
+QUICK := $(addprefix tests/,algorithms data models objectives util test_config.py)
+PYTHONS := python3.11 python3.12 python3.13
+
+.PHONY: run quick test slow matrix lint bench clean
 
 run: .venv/installed
 	$(BIN)/fedssl run
 
+quick: .venv/installed-dev lint
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK)
+
+# CI runs this.
 test: .venv/installed-dev lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+slow: .venv/installed-dev
+	$(BIN)/python -m pytest -n 2 -m slow
+
+# The quick tests on every Python that is installed, each in an environment of its own.
+matrix:
+	@for python in $(PYTHONS); do \
+		command -v $$python >/dev/null || { echo "$$python: not installed, skipped"; continue; }; \
+		echo "$$python:"; \
+		$$python -m venv .venv/matrix/$$python \
+			&& .venv/matrix/$$python/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' \
+			&& .venv/matrix/$$python/bin/python -m pytest -n 2 -m "not slow" $(QUICK) || exit 1; \
+	done
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: .venv/installed-dev
 	$(BIN)/python benchmarks/cohort.py
@@ -33,4 +55,4 @@ bench: .venv/installed-dev
 	@touch $@ .venv/installed
 
 clean:
-	rm -rf .venv build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
