@@ -2,9 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Fast tests of single parts, for `make quick` and `make matrix`.
-QUICK := $(addprefix tests/,algorithms data models objectives util test_config.py)
-PYTHONS := python3.11 python3.12 python3.13
+# Tests of single parts and of results that must not change. Triton's interpreter is slow.
+QUICK := -n 2 -m "not slow" -k "not interpreter" \
+	$(addprefix tests/,algorithms data golden models objectives util test_config.py)
+# Oldest and newest supported versions, for `make matrix`.
+PYTHONS := python3.11 python3.13
+TORCHES := torch==2.8.0 torch
 
 .PHONY: run quick test slow matrix lint bench clean
 
@@ -12,24 +15,25 @@ run: .venv/installed
 	$(BIN)/fedssl run
 
 quick: .venv/installed-dev lint
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(QUICK)
+	$(BIN)/python -m pytest $(QUICK)
 
 # CI runs this.
 test: .venv/installed-dev lint
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-slow: .venv/installed-dev
+slow: .venv/installed-dev matrix
 	$(BIN)/python -m pytest -n 2 -m slow
 
-# The quick tests on every Python that is installed, each in an environment of its own.
+# The quick tests with every supported version that can be installed here.
 matrix:
-	@for python in $(PYTHONS); do \
-		command -v $$python >/dev/null || { echo "$$python: not installed, skipped"; continue; }; \
-		echo "$$python:"; \
-		$$python -m venv .venv/matrix/$$python \
-			&& .venv/matrix/$$python/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' \
-			&& .venv/matrix/$$python/bin/python -m pytest -n 2 -m "not slow" $(QUICK) || exit 1; \
-	done
+	@for python in $(PYTHONS); do for torch in $(TORCHES); do \
+		environment=.venv/matrix/$$python-$$torch; \
+		echo "$$python, $$torch"; \
+		$$python -m venv $$environment && $$environment/bin/pip install --quiet \
+			--disable-pip-version-check -e '.[dev]' "$$torch" \
+			|| { echo "cannot be installed, skipped"; continue; }; \
+		$$environment/bin/python -m pytest $(QUICK) || exit 1; \
+	done; done
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
