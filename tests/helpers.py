@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from fedssl import config as configuration
 from fedssl.config import Config
@@ -24,6 +25,7 @@ from fedssl.runs.metrics import read
 from fedssl.runs.session import build_network, pooled
 from fedssl.training import workspace
 from fedssl.training.workspace import Workspace
+from fedssl.util.errors import UserError
 
 
 def load(path: str) -> ModuleType:
@@ -153,6 +155,12 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
 
     monkeypatch.setattr(workspace, "compiled", traced)
+
+
+def fault_of(error: UserError) -> tuple[str, Any]:
+    """The key that an error names and its value."""
+    key, _, value = str(error).partition(": ")[0].partition("=")
+    return key, yaml.safe_load(value)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fedssl import config
 from fedssl.util.errors import UserError
@@ -15,15 +14,6 @@ OWN = f"{Path(__file__).parent.parent / 'examples/own/algorithm.py'}:Momentum"
 
 def resolve(*words: str, recipe: str | None = None) -> config.Config:
     return config.resolve(config.read_recipe(recipe), words)
-
-
-@pytest.mark.parametrize("name", config.recipes())
-def test_every_recipe_is_valid_and_survives_a_round_trip(name: str) -> None:
-    settings = resolve(recipe=name)
-    assert settings.about
-    config.check_used(settings)
-    again = config.build(yaml.safe_load(config.dump(settings)))
-    assert again == settings
 
 
 @pytest.mark.parametrize(
