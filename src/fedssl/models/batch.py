@@ -70,9 +70,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fedssl.models import batch_kernels  # Triton comes with torch's builds for a GPU only
 
-    y = torch.empty_like(x)
-    mean = x.new_empty(views, x.shape[1], dtype=torch.float32)
-    variance = torch.empty_like(mean)
+    y, mean, variance = _outputs(x, views)
     grid, walk, chunks = _sizes(x, views, "statistics")
     means = x.new_empty(views, chunks["CHUNKS"], x.shape[1], dtype=torch.float32)
     squares = torch.empty_like(means)
@@ -104,8 +102,7 @@ def _backward(
     """``y`` where there was a sum; otherwise dz is empty."""
     from fedssl.models import batch_kernels
 
-    dx, dweight, dbias = (torch.empty_like(t) for t in (x, weight, bias))
-    dz = x.new_empty(0) if y is None else torch.empty_like(x)
+    dx, dz, dweight, dbias = _gradient_outputs(x, y, weight, bias)
     grid, walk, chunks = _sizes(x, views, "sums")
     sums = x.new_empty(2, views, chunks["CHUNKS"], x.shape[1], dtype=torch.float32)
     scales = weight, bias, mean, variance
@@ -130,35 +127,32 @@ def _backward(
     return dx, dz, dweight, dbias
 
 
-@_forward.register_fake
-def _(
-    x: Tensor,
-    z: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    views: int,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(x: Tensor, views: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the output, and for a mean and a variance of each channel of each view."""
     mean = x.new_empty(views, x.shape[1], dtype=torch.float32)
     return torch.empty_like(x), mean, torch.empty_like(mean)
 
 
-@_backward.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    eps: float,
-    views: int,
-    relu: bool,
+def _gradient_outputs(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for the gradients of x, z, the weight and the bias."""
     dz = x.new_empty(0) if y is None else torch.empty_like(x)
     return torch.empty_like(x), dz, torch.empty_like(weight), torch.empty_like(bias)
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, _z: Tensor | None, _w: Tensor, _b: Tensor, _eps: float, views: int, _relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, views)
+
+
+@_backward.register_fake
+def _(
+    _g: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradient_outputs(x, y, weight, bias)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

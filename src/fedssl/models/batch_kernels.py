@@ -67,17 +67,10 @@ def _parts(x, view, cols, CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, PADDED: 
 
 @triton.jit
 def statistics(
-    x,
-    means,
-    squares,
-    LENGTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, means, squares,
+    LENGTH: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     EVEN: tl.constexpr = LENGTH % SPAN == 0
     view, chunk, cols = _place(CHANNELS, BLOCK)
     x = _view(x, view, LENGTH, CHANNELS)
@@ -103,16 +96,10 @@ def statistics(
 
 @triton.jit
 def _merge(
-    means,
-    squares,
-    view,
-    cols,
-    LENGTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    means, squares, view, cols,
+    LENGTH: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
-):
+):  # fmt: skip
     """Mean and variance of a view from those of its chunks (Chan et al. 1979)."""
     counts = LENGTH - tl.arange(0, PADDED)[:, None] * CHUNK
     counts = tl.maximum(tl.minimum(counts, CHUNK), 0).to(tl.float32)
@@ -125,28 +112,11 @@ def _merge(
 
 @triton.jit
 def normalize(
-    x,
-    z,
-    weight,
-    bias,
-    means,
-    squares,
-    y,
-    mean,
-    variance,
-    eps,
-    RELU: tl.constexpr,
-    ADD: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, z, weight, bias, means, squares, y, mean, variance, eps,
+    RELU: tl.constexpr, ADD: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     EVEN: tl.constexpr = LENGTH % SPAN == 0
     view, span, cols = _place(CHANNELS, BLOCK)
     m, v = _merge(means, squares, view, cols, LENGTH, CHANNELS, CHUNK, CHUNKS, PADDED)
@@ -177,27 +147,11 @@ def _scales(weight, bias, mean, variance, eps, view, cols, CHANNELS: tl.constexp
 
 @triton.jit
 def sums(
-    gradient,
-    x,
-    y,
-    weight,
-    bias,
-    mean,
-    variance,
-    dz,
-    sums_d,
-    sums_dh,
-    eps,
-    RELU: tl.constexpr,
-    ADD: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gradient, x, y, weight, bias, mean, variance, dz, sums_d, sums_dh, eps,
+    RELU: tl.constexpr, ADD: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     EVEN: tl.constexpr = LENGTH % SPAN == 0
     view, chunk, cols = _place(CHANNELS, BLOCK)
     m, r, a, b = _scales(weight, bias, mean, variance, eps, view, cols, CHANNELS)
@@ -229,29 +183,11 @@ def _total(x, view, cols, CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, PADDED: 
 
 @triton.jit
 def gradients(
-    gradient,
-    x,
-    weight,
-    bias,
-    mean,
-    variance,
-    sums_d,
-    sums_dh,
-    dx,
-    dweight,
-    dbias,
-    eps,
-    RELU: tl.constexpr,
-    VIEWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    gradient, x, weight, bias, mean, variance, sums_d, sums_dh, dx, dweight, dbias, eps,
+    RELU: tl.constexpr, VIEWS: tl.constexpr, LENGTH: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNKS: tl.constexpr, PADDED: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     EVEN: tl.constexpr = LENGTH % SPAN == 0
     view, span, cols = _place(CHANNELS, BLOCK)
     m, r, a, b = _scales(weight, bias, mean, variance, eps, view, cols, CHANNELS)

@@ -74,11 +74,9 @@ def ordered(x: Tensor) -> Tensor:
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty_like(x)
-    mean = x.new_empty(len(x), groups, dtype=torch.float32)
-    scale = torch.empty_like(mean)
     from fedssl.models import kernels  # Triton comes with torch's builds for a GPU only
 
+    y, mean, scale = _outputs(x, groups)
     grid, meta = _sizes(x, groups, "norm", "forward")
     kernels.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
     return y, mean, scale
@@ -95,38 +93,29 @@ def _backward(
     groups: int,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x)
-    dweight = x.new_empty(len(x), x.shape[1], dtype=torch.float32)
-    dbias = torch.empty_like(dweight)
     from fedssl.models import kernels
 
+    dx, dweight, dbias = _outputs(x, x.shape[1])
     grid, meta = _sizes(x, groups, "norm", "backward")
     tensors = (gradient, x, weight, bias, mean, scale, dx, dweight, dbias)
     kernels.backward[grid](*tensors, RELU=relu, **meta)
     return dx, dweight, dbias
 
 
+def _outputs(x: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for a tensor like the input and for two tables with a row an image."""
+    table = x.new_empty(x.shape[0], columns, dtype=torch.float32)
+    return torch.empty_like(x), table, torch.empty_like(table)
+
+
 @_forward.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean = x.new_empty(x.shape[0], groups, dtype=torch.float32)
-    return torch.empty_like(x), mean, torch.empty_like(mean)
+def _(x: Tensor, _w: Tensor, _b: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, groups)
 
 
 @_backward.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    groups: int,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    each = x.new_empty(x.shape[0], x.shape[1], dtype=torch.float32)
-    return torch.empty_like(x), each, torch.empty_like(each)
+def _(_gradient: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, x.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -169,12 +158,10 @@ def _residual(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pair = weight_z is not None
-    y = torch.empty_like(x)
-    mean = x.new_empty(1 + pair, len(x), groups, dtype=torch.float32)  # x's, then z's
-    scale = torch.empty_like(mean)
     from fedssl.models import kernels
 
+    pair = weight_z is not None
+    y, mean, scale = _residual_outputs(x, weight_z, groups)
     grid, meta = _sizes(x, groups, "residual", "forward")
     statistics = (mean[0], scale[0], mean[-1], scale[-1])
     kernels.residual_forward[grid](
@@ -197,12 +184,11 @@ def _residual_backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Without a ``weight_z`` the output is in z's place: it says where ReLU was open."""
-    pair = weight_z is not None
-    dx, dz = torch.empty_like(x), torch.empty_like(z)
-    dweight = x.new_empty(len(mean), len(x), x.shape[1], dtype=torch.float32)
-    dbias = torch.empty_like(dweight[0])
     from fedssl.models import kernels
 
+    pair = weight_z is not None
+    dx, dweight, _ = _residual_outputs(x, weight_z, x.shape[1])
+    dz, dbias = torch.empty_like(z), torch.empty_like(dweight[0])
     grid, meta = _sizes(x, groups, "residual", "backward")
     inputs = (gradient, x, weight, bias, z, weight_z, bias_z)
     statistics = (mean[0], scale[0], mean[-1], scale[-1])
@@ -211,37 +197,35 @@ def _residual_backward(
     return dx, dz, dweight, dbias
 
 
+def _residual_outputs(
+    x: Tensor, weight_z: Tensor | None, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for a tensor like the input and for two tables a norm: of x, then of z."""
+    norms = 1 if weight_z is None else 2
+    table = x.new_empty(norms, x.shape[0], columns, dtype=torch.float32)
+    return torch.empty_like(x), table, torch.empty_like(table)
+
+
 @_residual.register_fake
 def _(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    _w: Tensor,
+    _b: Tensor,
     z: Tensor,
     weight_z: Tensor | None,
-    bias_z: Tensor | None,
+    _bz: Any,
     groups: int,
-    eps: float,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    norms = 1 if weight_z is None else 2
-    mean = x.new_empty(norms, x.shape[0], groups, dtype=torch.float32)
-    return torch.empty_like(x), mean, torch.empty_like(mean)
+    return _residual_outputs(x, weight_z, groups)
 
 
 @_residual_backward.register_fake
 def _(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    z: Tensor,
-    weight_z: Tensor | None,
-    bias_z: Tensor | None,
-    mean: Tensor,
-    scale: Tensor,
-    groups: int,
+    _g: Tensor, x: Tensor, _w: Tensor, _b: Tensor, z: Tensor, weight_z: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    each = x.new_empty(mean.shape[0], x.shape[0], x.shape[1], dtype=torch.float32)
-    return torch.empty_like(x), torch.empty_like(z), each, torch.empty_like(each[0])
+    dx, dweight, _unused = _residual_outputs(x, weight_z, x.shape[1])
+    return dx, torch.empty_like(z), dweight, torch.empty_like(dweight[0])
 
 
 def _keep_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -67,15 +67,10 @@ def _whole(t, real, eps, PIXELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _walked(
-    x,
-    cols,
-    eps,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, cols, eps,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """The same from tile after tile."""
     COUNT: tl.constexpr = PIXELS * WIDTH
     m = tl.zeros((BLOCK // WIDTH,), tl.float32)
@@ -104,20 +99,10 @@ def _normalize(t, m, a, b, RELU: tl.constexpr):
 
 @triton.jit
 def forward(
-    x,
-    weight,
-    bias,
-    y,
-    mean,
-    scale,
-    eps,
-    RELU: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, weight, bias, y, mean, scale, eps,
+    RELU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     image, cols, groups = _place(CHANNELS, WIDTH, BLOCK)
     x += image * PIXELS * CHANNELS
     y += image * PIXELS * CHANNELS
@@ -159,22 +144,10 @@ def _shares(sum_d, sum_dh, w, r, COUNT: tl.constexpr):
 
 @triton.jit
 def backward(
-    gradient,
-    x,
-    weight,
-    bias,
-    mean,
-    scale,
-    dx,
-    dweight,
-    dbias,
-    RELU: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    gradient, x, weight, bias, mean, scale, dx, dweight, dbias,
+    RELU: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     image, cols, groups = _place(CHANNELS, WIDTH, BLOCK)
     gradient += image * PIXELS * CHANNELS
     x += image * PIXELS * CHANNELS
@@ -219,25 +192,10 @@ def _sum(t, m, a, b, u, mz, az, PAIR: tl.constexpr):
 
 @triton.jit
 def residual_forward(
-    x,
-    weight,
-    bias,
-    z,
-    weight_z,
-    bias_z,
-    y,
-    mean,
-    scale,
-    mean_z,
-    scale_z,
-    eps,
-    PAIR: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, weight, bias, z, weight_z, bias_z, y, mean, scale, mean_z, scale_z, eps,
+    PAIR: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     image, cols, groups = _place(CHANNELS, WIDTH, BLOCK)
     x += image * PIXELS * CHANNELS
     z += image * PIXELS * CHANNELS
@@ -295,29 +253,11 @@ def _pass(dx, dz, at, real, e, f, d, a, s1, s2, az, z1, z2, PAIR: tl.constexpr):
 
 @triton.jit
 def residual_backward(
-    gradient,
-    x,
-    weight,
-    bias,
-    z,
-    weight_z,
-    bias_z,
-    mean,
-    scale,
-    mean_z,
-    scale_z,
-    dx,
-    dz,
-    dweight,
-    dweight_z,
-    dbias,
-    PAIR: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    gradient, x, weight, bias, z, weight_z, bias_z, mean, scale, mean_z, scale_z, dx, dz, dweight,
+    dweight_z, dbias,
+    PAIR: tl.constexpr, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     image, cols, groups = _place(CHANNELS, WIDTH, BLOCK)
     gradient += image * PIXELS * CHANNELS
     x += image * PIXELS * CHANNELS
