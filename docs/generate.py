@@ -81,7 +81,7 @@ def filled(page: Path) -> str:
 
 def main() -> None:
     """Write what is stale, and name the pages."""
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for page in sorted((ROOT / "docs").rglob("*.md")):
         if (text := filled(page)) != page.read_text(encoding="utf-8"):
             page.write_text(text, encoding="utf-8")
             print(page.relative_to(ROOT))
@@ -138,17 +138,6 @@ def _linked(text: str, link: Callable[[re.Match[str]], str]) -> str:
     """Every link of a text as ``link`` has it, but for what looks like one in code."""
     blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(b if b.startswith("```") else LINK.sub(link, b) for b in blocks)
-
-
-def readme(heading: str) -> str:
-    """A section of README.md, without its heading."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(
-        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
-    )
-    if found is None:
-        raise PluginError(f"generated: README.md has no section {heading!r}")
-    return found[1].replace("\nApache-2.0.\n", "\n").strip()
 
 
 # Configuration keys
@@ -469,13 +458,6 @@ def _rank(lines: Sequence[Line]) -> tuple[bool, int, float, int]:
     chosen = [line["heldout"] or 0.0 for line in lines if line["ours"]]
     likest = -len(lines[0]["changed"])  # to the recipe
     return bool(chosen), lines[0]["rounds"], statistics.fmean(chosen or [0.0]), likest
-
-
-def brief(name: str) -> str:
-    """Of a table of results/tables.yaml the first measure alone."""
-    table, rows, _, data = _table(name)
-    first = table["measures"][0]
-    return _beside([first], [row for row in rows if row.head in ("", first)], data)
 
 
 def overview(_: str) -> str:
@@ -895,7 +877,6 @@ def yaml_of(name: str) -> str:
 
 
 PARTS: dict[str, Callable[[str], str]] = {
-    "brief": brief,
     "commands": commands,
     "compared": compared,
     "configuration": configuration,
@@ -903,7 +884,6 @@ PARTS: dict[str, Callable[[str], str]] = {
     "file": file,
     "measured": measured,
     "overview": overview,
-    "readme": readme,
     "reading": reading,
     "recipe": yaml_of,
     "recipes": recipes,

@@ -200,9 +200,21 @@ def test_generated_parts_are_not_stale(page: str, generate: ModuleType) -> None:
     assert generate.filled(DOCS / page) == text, "run: python docs/generate.py"
 
 
-def test_the_readmes_generated_parts_are_not_stale(generate: ModuleType) -> None:
-    page = ROOT / "README.md"
-    assert generate.filled(page) == page.read_text(encoding="utf-8"), "run: python docs/generate.py"
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+def test_pages_at_the_top_level_link_to_files_and_headings(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text())
+    for path, anchor in links:
+        target = ROOT / path if path else page
+        assert target.exists(), path
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+        assert not anchor or anchor in slugs, f"{path}#{anchor}"
+
+
+def test_the_readme_is_short_and_names_the_command_of_ci() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert "make test" in text and "make test" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_what_is_written_between_parts_stays(generate: ModuleType) -> None:

@@ -95,15 +95,6 @@ def test_what_is_not_measured_is_listed_beside_the_papers_numbers(
     assert "Every run" not in page and "Settings" not in page
 
 
-def test_in_brief_a_table_is_its_first_measure(generate: ModuleType, rows: Path) -> None:
-    generate.TABLES.write_text(TABLE.replace("{supervised: linear@5000_top1}", "{supervised: x}"))
-    write(rows, line("noniid-4", 50.0))
-    page = generate.brief("mine")
-    assert cells(page, "`dcco-4`")[LINEAR] == "50.0 (49.6)" and "knn" not in page
-    assert "`dcco-16`" in page  # not measured yet
-    assert "supervised" not in page  # its number is another measure's
-
-
 def test_other_images_than_the_papers_have_none_of_its_numbers(
     generate: ModuleType, rows: Path
 ) -> None:
