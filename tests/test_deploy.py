@@ -19,8 +19,10 @@ from flwr.app import ConfigRecord, RecordDict
 from fedssl import __version__, privacy
 from fedssl import config as configuration
 from fedssl.deploy import app as deploy
-from fedssl.deploy.deployment import Introduction, site_session
+from fedssl.deploy import instructions
+from fedssl.deploy.sites import Introduction, site_session
 from fedssl.engines.flower import engine as flower
+from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
 from fedssl.runs import run, sweep
 from fedssl.util.errors import UserError
 
@@ -74,18 +76,18 @@ def test_a_root_is_the_servers_and_client_folders_are_gone(tmp_path: Path) -> No
 
 
 def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
-    plain = deploy.exchanges(deploy.settle("default", WORDS))
+    plain = list_exchanges(deploy.settle("default", WORDS))
     for task in ("locate", "encode", "descend"):
         assert f"- `{task}`" in plain
     assert "Means of the client's encodings and of their products" in plain
     assert "could see each site's own" in plain
-    secure = deploy.exchanges(deploy.settle("default", [*WORDS, "privacy.secure=true"]))
+    secure = list_exchanges(deploy.settle("default", [*WORDS, "privacy.secure=true"]))
     assert "learns only the sum" in secure and "could see" not in secure
     assert "public keys" in secure and "public keys" not in plain
-    bounded = deploy.exchanges(deploy.settle("default", [*WORDS, "objective.bound=1"]))
+    bounded = list_exchanges(deploy.settle("default", [*WORDS, "objective.bound=1"]))
     assert "`locate`" in plain and "`locate`" not in secure + bounded
     words = [*WORDS, "privacy.noise=1", "privacy.clip=3", "objective.bound=1"]
-    noisy = deploy.exchanges(deploy.settle("default", words)).splitlines()
+    noisy = list_exchanges(deploy.settle("default", words)).splitlines()
     encode, descend = (
         next(line for line in noisy if f"`{t}`" in line) for t in ("encode", "descend")
     )
@@ -94,14 +96,14 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
 
 
 def test_what_goes_beside_a_reply_is_listed_too() -> None:
-    plain = deploy.exchanges(deploy.settle("default", WORDS))
+    plain = list_exchanges(deploy.settle("default", WORDS))
     assert "its weight in the mean" in plain and "the loss" in plain and "random number" in plain
     words = [*WORDS, "privacy.noise=1", "objective.bound=1"]
-    noisy = deploy.exchanges(deploy.settle("default", words))
+    noisy = list_exchanges(deploy.settle("default", words))
     assert "its weight in the mean" in noisy and "loss" not in noisy  # which stays at the site
     assert "the classes' names" not in plain
     words = [*WORDS, "algorithm.name=fedavg", "objective.name=supervised"]
-    assert "the classes' names" in deploy.exchanges(deploy.settle("default", words))
+    assert "the classes' names" in list_exchanges(deploy.settle("default", words))
 
 
 @pytest.mark.parametrize(
@@ -126,16 +128,16 @@ def test_what_goes_beside_a_reply_is_listed_too() -> None:
 )
 def test_what_is_not_protected_is_said(words: str, said: str) -> None:
     settings = configuration.resolve(configuration.read_recipe("folder"), words.split())
-    assert said in deploy.protection(settings)
+    assert said in describe_protection(settings)
 
 
 def test_what_is_possible_is_not_what_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = deploy.settle("default", WORDS)
-    assert "`privacy.secure=true` turns them on" in deploy.protection(config)
+    assert "`privacy.secure=true` turns them on" in describe_protection(config)
     secure = deploy.settle("default", [*WORDS, "privacy.secure=true"])
     with pytest.raises(UserError, match="cryptography and pycryptodome are not installed"):
-        privacy.average(secure, deploy.algorithm_of(secure), 3, 3)
+        privacy.average(secure, build_algorithm(secure), 3, 3)
 
 
 def test_instructions_have_the_commands(tmp_path: Path) -> None:
@@ -180,10 +182,10 @@ def test_what_a_recipe_has_for_simulations_is_left_out_and_said(
 
 
 def test_a_site_is_told_of_damaged_images() -> None:
-    fails = deploy.sites(deploy.settle("default", WORDS), "default")
+    fails = instructions.sites(deploy.settle("default", WORDS), "default")
     assert "One damaged image keeps this site, and so the run, from starting" in fails
     assert "`fedssl: refused: data.corrupt=fail" in fails and "with `data.corrupt=skip`" in fails
-    skips = deploy.sites(deploy.settle("default", [*WORDS, "data.corrupt=skip"]), "default")
+    skips = instructions.sites(deploy.settle("default", [*WORDS, "data.corrupt=skip"]), "default")
     assert "Damaged images are left out" in skips and "keeps this site" not in skips
 
 
@@ -381,7 +383,7 @@ def test_a_site_with_a_new_state_is_said_to_be_another(capsys: pytest.CaptureFix
 )
 def test_how_many_a_secure_sum_needs_is_a_number(words: str, said: str) -> None:
     config = deploy.settle("default", ["cohort.size=null", "privacy.secure=true", *words.split()])
-    assert f"if at least {said} answer." in deploy.protection(config)
+    assert f"if at least {said} answer." in describe_protection(config)
 
 
 def test_too_few_sites_end_the_wait() -> None:

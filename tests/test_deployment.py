@@ -30,12 +30,13 @@ from fedssl.cli import main
 from fedssl.config import Config
 from fedssl.data import images
 from fedssl.deploy import app as deploy
-from fedssl.deploy import deployment
+from fedssl.deploy import sites as site_module
 from fedssl.engines.flower import engine as flower
 from fedssl.engines.flower.engine import client_app, read_replies, serve, write_request
 from fedssl.engines.remote.site import Request
 from fedssl.engines.store import History
 from fedssl.runs import checkpoint, loggers, run
+from fedssl.runs.deployed import PACKAGE
 from fedssl.runs.record import Run
 from fedssl.runs.reevaluate import evaluate
 from fedssl.util import files
@@ -188,7 +189,7 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     judged = ("evaluate.protocols=[knn,unlabeled]", "evaluate.k=2")
     config = settled(*words, f"data.root={root}", *judged)
     out = tmp_path / "app" / "run"
-    (tmp_path / "app" / deploy.PACKAGE).mkdir(parents=True)
+    (tmp_path / "app" / PACKAGE).mkdir(parents=True)
     summary = serve(grid_of(config, sites), config, out, False)
     assert 0 < summary["knn_top1"] <= 100 and "untrained" in summary
     # Afterwards the server's commands know what it was.
@@ -407,7 +408,7 @@ def test_a_stranger_cannot_end_a_run(
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """A site's own record of what it sent."""
-    path = deployment.state_folder(str(folder)) / "sent.jsonl"
+    path = site_module.state_folder(str(folder)) / "sent.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -430,7 +431,7 @@ def test_what_sites_record_is_what_the_server_counts(
     told = {name.removeprefix("hello/"): value for name, value in first["sent"].items()}
     assert told.pop("version") == __version__
     assert first["bytes"] == len(__version__ + json.dumps(told))
-    assert told.pop("site") == deployment.identity(deployment.state_folder(str(sites / "ward")))
+    assert told.pop("site") == site_module.identity(site_module.state_folder(str(sites / "ward")))
     shape = {"channels": [3], "height": 16, "width": 16, "classes": []}
     assert told == {"name": "ward", "samples": 7, **shape}
     if words == ("algorithm.name=fedavg",):
@@ -449,7 +450,7 @@ def test_a_fault_is_recorded_too(sites: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> None:
     config = settled("rounds=2", "algorithm.name=fedavg", "cohort.minimum=2")
-    path = deployment.state_folder(str(sites / "clinic")) / "sent.jsonl"
+    path = site_module.state_folder(str(sites / "clinic")) / "sent.jsonl"
 
     def spoil(message: Any, reply: Any) -> Any:
         if message.metadata.message_type == "query.hello" and path.is_file():
@@ -645,7 +646,7 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
 ) -> None:
     words = ("device=cuda:3", f"data.cache={tmp_path}/other", f"encoder.init={tmp_path}/none")
     torch.set_num_threads(2)
-    session = deployment.site_session(settled(*words, "engine.threads=3"), str(sites / "ward"))
+    session = site_module.site_session(settled(*words, "engine.threads=3"), str(sites / "ward"))
     assert torch.get_num_threads() == session.config.engine.threads == 2
     assert session.work.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
@@ -707,10 +708,10 @@ def test_where_a_site_keeps_its_state(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FEDSSL_STATE", "~/st")
-    assert deployment.state_folder("/srv/images").parent == tmp_path / "st"
+    assert site_module.state_folder("/srv/images").parent == tmp_path / "st"
     long = "ü" * 125 + "x"  # 251 bytes
     (sites / "ward").rename(sites / long)
-    session = deployment.site_session(settled(), str(sites / long))
-    assert deployment.introduce(session, str(sites / long)).name == long
-    assert deployment.state_folder(str(sites / long)).name.startswith("ü" * 123 + "-")
-    assert deployment.introduce(session, "/").name == "/"
+    session = site_module.site_session(settled(), str(sites / long))
+    assert site_module.introduce(session, str(sites / long)).name == long
+    assert site_module.state_folder(str(sites / long)).name.startswith("ü" * 123 + "-")
+    assert site_module.introduce(session, "/").name == "/"

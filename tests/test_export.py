@@ -23,12 +23,12 @@ from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Data, Encoder
 from fedssl.data import datasets
-from fedssl.deploy import app as deploy
 from fedssl.encoder import embed, export
 from fedssl.encoder.load import ImageEncoder
 from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
+from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run
 from fedssl.runs.session import Session, prepare
 from fedssl.util import tables
@@ -638,7 +638,7 @@ def test_the_hub_folder_loads_and_its_card_says_what_it_is(
     count = sum(client["samples"] for client in clients)
     assert f"`digits`, unlabeled in training: {count:,} images of {len(clients)} clients" in body
     assert "algorithm `dcco`, 2 rounds" in body
-    assert deploy.exchanges(settings) in body
+    assert list_exchanges(settings) in body
     assert tables.result(summary, settings) in body and "`fedssl run recipe.yaml`" in body
     assert "## Limits" in body
     # The command in the card gives the same run.

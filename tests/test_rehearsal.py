@@ -16,7 +16,7 @@ from fedssl import config as configuration
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
 from fedssl.deploy import app as deploy
-from fedssl.deploy import rehearsal
+from fedssl.deploy import instructions, rehearsal
 from fedssl.runs import metrics, run
 from fedssl.runs.session import Session, assemble
 from fedssl.util import tables
@@ -178,7 +178,7 @@ def test_what_goes_with_the_number(words: str, said: str, tmp_path: Path) -> Non
 )
 def test_what_an_encoding_is_where_any_leave(words: str, leave: bool) -> None:
     given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    text = " ".join(deploy.sites(deploy.settle("default", given), "default").split())
+    text = " ".join(instructions.sites(deploy.settle("default", given), "default").split())
     assert (
         "is a list of 16 numbers that the network computes from an image. It is not" in text
     ) == leave
@@ -199,7 +199,7 @@ def test_what_an_encoding_is_where_any_leave(words: str, leave: bool) -> None:
 )
 def test_what_the_other_sites_get(words: str, said: str) -> None:
     given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    text = " ".join(deploy.sites(deploy.settle("default", given), "default").split())
+    text = " ".join(instructions.sites(deploy.settle("default", given), "default").split())
     assert said in re.sub(r".*\*\*What the other sites get", "", text)
 
 

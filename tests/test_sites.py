@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from fedssl import config
-from fedssl.deploy.deployment import Introduction, server_session
+from fedssl.deploy.sites import Introduction, server_session
 from fedssl.runs import run
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.session import prepare

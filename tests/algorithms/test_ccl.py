@@ -21,10 +21,10 @@ from fedssl.algorithms.ccl import CCL, matching
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.data.random import choose, key
-from fedssl.deploy import app as deploy
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.algorithm import Cohort, Server
 from fedssl.federation.client import Client
+from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run
 from fedssl.runs import session as session_module
 from fedssl.runs.session import prepare
@@ -585,7 +585,7 @@ def test_a_client_that_shares_nothing_says_so() -> None:
 
 
 def test_a_deployment_says_what_leaves_a_site() -> None:
-    listed = deploy.exchanges(small("engine.name=flower"))
+    listed = list_exchanges(small("engine.name=flower"))
     (line,) = [line for line in listed.splitlines() if "`share`" in line]
     assert "Features of single images" in line and "other clients" in line
     assert "the server sees each site's own" in line

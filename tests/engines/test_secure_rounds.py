@@ -17,8 +17,9 @@ from flwr.app import Message
 
 from fedssl.engines.remote.codec import pack
 from fedssl.engines.remote.engine import STATES
-from fedssl.engines.remote.site import Request, SecureStep, Site, survivors_needed
+from fedssl.engines.remote.site import Request, SecureStep, Site
 from fedssl.engines.store import History
+from fedssl.privacy import survivors_needed
 from fedssl.runs.session import prepare
 from fedssl.util.errors import UserError
 

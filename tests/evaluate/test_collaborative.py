@@ -14,7 +14,7 @@ from torch import nn
 from fedssl import config
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
-from fedssl.deploy.deployment import Introduction, server_session
+from fedssl.deploy.sites import Introduction, server_session
 from fedssl.evaluate import collaborations, collaborative, finetune
 from fedssl.evaluate.collaborative import draw
 from fedssl.models.flat import Flat

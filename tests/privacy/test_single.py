@@ -16,13 +16,15 @@ from fedssl import config as configuration
 from fedssl import privacy
 from fedssl.config import Config
 from fedssl.deploy import app as deploy
-from fedssl.deploy.deployment import Introduction, server_session
+from fedssl.deploy import instructions
+from fedssl.deploy.sites import Introduction, server_session
 from fedssl.encoder import hub
 from fedssl.encoder.load import load_encoder
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client, Trained
 from fedssl.objectives.base import Centre, MomentObjective
 from fedssl.privacy import secure
+from fedssl.privacy.exchanges import build_algorithm
 from fedssl.report import curves, exchanges
 from fedssl.runs import run
 from fedssl.runs.record import Run
@@ -46,7 +48,7 @@ SMALL = [
 def found(words: str, changes: bool = False, sizes: Sequence[int] = SIZES) -> dict[int, int]:
     """The clients whose statistics, or changes of the weights, tell of single images."""
     config = settings(*words.split())
-    for replies in privacy.kinds(config, deploy.algorithm_of(config)):
+    for replies in privacy.kinds(config, build_algorithm(config)):
         if replies.changes == changes:
             return privacy.telling(config, replies, sizes)
     return {}
@@ -102,7 +104,7 @@ def test_whose_changes_are_made_of_one_image(words: str, clients: list[int]) -> 
 def test_changes_of_weights_are_known_as_such(name: str) -> None:
     objective = {"dcco": "cco", "ccl": "moco", "fedca": "simclr"}.get(name, "byol")
     config = settings(f"algorithm.name={name}", f"objective.name={objective}", *HEAD)
-    algorithm = deploy.algorithm_of(config)
+    algorithm = build_algorithm(config)
     work = engine_of(config, made_split(), groups_of(4, 4))[0].work
     asked = (*algorithm.means, *algorithm.gathers)
     changes = {task for task in asked if "change" in algorithm.reply_like(task, work)}
@@ -183,7 +185,7 @@ def first_views(moments: dict[str, Tensor]) -> Tensor:
 )
 def test_the_network_tells_the_encodings_of_more(words: str, images: int) -> None:
     config = settings(*words.split())
-    assert images <= privacy.few_images(deploy.algorithm_of(config).objective)
+    assert images <= privacy.few_images(build_algorithm(config).objective)
     engine, server = engine_of(config, made_split(), groups_of(images))
     encodings, reply = answered(engine, 0, server.weights, origin(config))
     real = bounded(engine, encodings)
@@ -226,7 +228,7 @@ def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, image
 
 
 def origin(config: Config) -> Centre:
-    width = deploy.algorithm_of(config).objective.params.projector[-1]
+    width = build_algorithm(config).objective.params.projector[-1]
     return {name: torch.zeros(width, dtype=torch.float64) for name in ("f", "g")}
 
 
@@ -490,4 +492,4 @@ def test_sites_are_not_told_what_cannot_be(words: str, said: str) -> None:
 
 def told(words: str) -> str:
     config = deploy.settle("default", [*SITES, *words.split()])
-    return " ".join(deploy.sites(config, "default").split())
+    return " ".join(instructions.sites(config, "default").split())

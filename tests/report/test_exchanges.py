@@ -11,7 +11,7 @@ import pytest
 from made_runs import made, scored
 
 from fedssl import config, report
-from fedssl.deploy import app as deploy
+from fedssl.privacy.exchanges import build_algorithm
 from fedssl.report import curves, exchanges
 from fedssl.runs.record import Run
 
@@ -28,7 +28,7 @@ WORDS = {
 
 def lines(words: tuple[str, ...], **more: Any) -> tuple[dict[str, Any], ...]:
     """Two rounds in which everything is asked that is declared."""
-    algorithm = deploy.algorithm_of(config.resolve(config.read_recipe(None), words))
+    algorithm = build_algorithm(config.resolve(config.read_recipe(None), words))
     tasks = dict.fromkeys((*algorithm.means, *algorithm.gathers, *algorithm.logs))
     moved = {task: {"up": 1000 * (k + 1), "down": 30} for k, task in enumerate(tasks)}
     up = sum(each["up"] for each in moved.values())
@@ -45,7 +45,7 @@ def sheet_of(path: Path) -> exchanges.Sheet:
 def test_every_algorithm_gets_its_page(name: str, tmp_path: Path) -> None:
     words = WORDS[name]
     path = made(tmp_path / name, words, scored(90), lines(words))
-    found, algorithm = sheet_of(path), deploy.algorithm_of(Run(path).settings)
+    found, algorithm = sheet_of(path), build_algorithm(Run(path).settings)
     kinds = {own.name: own.kind for own in found.exchanges}
     if algorithm.pools_data:
         assert not kinds and "every image would have left" in found.verdict

@@ -13,11 +13,11 @@ import yaml
 
 from fedssl import __version__, config, privacy
 from fedssl.config import TIMM, Config, Tree
-from fedssl.deploy import app as deploy
 from fedssl.encoder.export import about, checked, plain, save_weights
 from fedssl.encoder.load import HEADER, ImageEncoder
 from fedssl.models.encoders import Timm
 from fedssl.models.weights import SUFFIXES
+from fedssl.privacy.exchanges import build_algorithm, list_exchanges
 from fedssl.runs.record import Run
 from fedssl.util import outputs, tables
 from fedssl.util.errors import UserError
@@ -227,9 +227,9 @@ def _exchanged(run: Run) -> str:
             "Trained in a simulation: whoever ran it had all images. At real sites, this "
             "configuration sends from each of them:"
         )
-    text = f"{start}\n\n{deploy.exchanges(settings)}"
+    text = f"{start}\n\n{list_exchanges(settings)}"
     sizes = [client["samples"] for client in run.clients]
-    if single := privacy.told(settings, deploy.algorithm_of(settings), sizes):
+    if single := privacy.told(settings, build_algorithm(settings), sizes):
         text += f"\n\n**Single images**: {single}."
     if "epsilon" in run.summary:
         epsilon, delta = run.summary["epsilon"], run.summary["delta"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
 from fedssl.data.images import few
 from fedssl.federation.algorithm import Algorithm, Average
+from fedssl.federation.sampling import cohort_size
 from fedssl.objectives.base import MomentObjective, Objective
 from fedssl.training.plan import Plan
 from fedssl.util.errors import UserError
@@ -153,14 +155,20 @@ def few_images(objective: Objective) -> int:
     return width + 1 if objective.within_tower else width // 2 + 2
 
 
+def survivors_needed(share: float, clients: int) -> int:
+    """Return how many clients of a secure sum must answer: at least three, and over half.
+
+    In a sum of two, each knows the other's part. Every site checks this number by itself.
+    ``privacy.threshold`` is above one half.
+    """
+    return max(3, math.ceil(share * clients))
+
+
 def fewest(config: Config, clients: int) -> int:
     """How few clients a round's first secure sum may be of.
 
     ``cohort.minimum`` does not count: it is looked at when the server has the sum.
     """
-    from fedssl.engines.remote.site import survivors_needed
-    from fedssl.runs.session import cohort_size
-
     return survivors_needed(config.privacy.threshold, cohort_size(config, clients))
 
 
@@ -243,8 +251,6 @@ def in_sums(config: Config, algorithm: Algorithm, clients: int | None) -> Config
 
     As far as that goes without the number of ``clients``, where it is not known.
     """
-    from fedssl.runs.session import cohort_size
-
     engine, privacy = replace(config.engine, name="flower"), replace(config.privacy, secure=True)
     hidden = replace(config, engine=engine, privacy=privacy)
     try:

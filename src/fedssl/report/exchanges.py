@@ -8,8 +8,12 @@ from typing import Any, Literal
 
 from fedssl import privacy
 from fedssl.config import Config
-from fedssl.deploy import app as deploy
-from fedssl.engines.remote.site import survivors_needed
+from fedssl.privacy.exchanges import (
+    build_algorithm,
+    describe_protection,
+    describe_task,
+    list_exchanges,
+)
 from fedssl.report.curves import History, Moved
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run, section
@@ -70,7 +74,7 @@ def sheet(run: Run, history: History) -> Sheet:
         ]
         verdict = "The configuration is of another version: what each exchange carries is not said."
         return Sheet(verdict, rows, [], _protection(run, history, None))
-    config, algorithm = run.config, deploy.algorithm_of(run.config)
+    config, algorithm = run.config, build_algorithm(run.config)
     rows = [
         _exchange(name, config, algorithm, history) for name in _names(config, algorithm, history)
     ]
@@ -97,7 +101,7 @@ def _single(run: Run, config: Config, algorithm: Any) -> str | None:
 
 def _besides(config: Config, deployed: bool) -> Iterable[str]:
     """What is sent outside the exchanges: by sites' first contact and faults, or to clients."""
-    for line in deploy.exchanges(config).splitlines():
+    for line in list_exchanges(config).splitlines():
         said = line.removeprefix("- ")
         downwards = said.startswith("(the other way")
         if not said.startswith("`") and (deployed or downwards):
@@ -106,7 +110,7 @@ def _besides(config: Config, deployed: bool) -> Iterable[str]:
 
 def _protected(config: Config, algorithm: Any) -> list[str]:
     """How what is sent is protected, as paragraphs; a loss alone needs no words on models."""
-    text = deploy.protection(config).replace("**", "").replace("`", "")
+    text = describe_protection(config).replace("**", "").replace("`", "")
     sums, *rest = (" ".join(part.split()) for part in text.split("\n\n"))
     if config.cohort.average != "mean":
         sums = ROBUST.format(config.cohort.average)
@@ -135,7 +139,7 @@ def _names(config: Config, algorithm: Any, history: History) -> list[str]:
 def _exchange(name: str, config: Config, algorithm: Any, history: History) -> Exchange:
     seen, kind = _seen(name, config, algorithm)
     carries = (
-        deploy.about(algorithm, name) if privacy.shares(algorithm) else "Its loss, nothing else"
+        describe_task(algorithm, name) if privacy.shares(algorithm) else "Its loss, nothing else"
     )
     return Exchange(name, carries, seen, history.exchanges.get(name, Moved()), kind)
 
@@ -210,7 +214,9 @@ def _protection(run: Run, history: History, algorithm: Any) -> list[tuple[str, s
         share, asked = keys.get("threshold", 0), history.last.get("clients")
         least = f"{share:.0%} of a round's clients, and three,"
         if is_number(asked):
-            least = f"{survivors_needed(share, int(asked))} of the {asked} clients of a round"
+            least = (
+                f"{privacy.survivors_needed(share, int(asked))} of the {asked} clients of a round"
+            )
         rows = [("Secure sum", f"yes: masked with keys of the clients; at least {least} answer")]
     if noise is None:
         return [*rows, ("Noise (differential privacy)", "no")]

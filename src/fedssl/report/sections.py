@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from fedssl.data.partition import worded
-from fedssl.deploy import app as deploy
 from fedssl.report import compare, curves, exchanges, looks
+from fedssl.runs.deployed import format_command
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run, section
 from fedssl.util import tables
@@ -462,7 +462,7 @@ def _command(run: Run) -> str:
     """What does it again."""
     out = f"{run.path}-again"
     if _sites(run):
-        return deploy.command(
+        return format_command(
             run.path, f"out={json.dumps(str(Path(out).absolute()), ensure_ascii=False)}"
         )
     return shlex.join(["fedssl", "run", str(run.path / "config.yaml"), "--out", out])

@@ -26,12 +26,11 @@ from fedssl.contrib import drift
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
 from fedssl.data.partition import called
-from fedssl.deploy import app as deploy
-from fedssl.deploy.deployment import SITES
 from fedssl.federation.algorithm import Cohort, TooFewReplies
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, loggers
 from fedssl.runs.api import give_back
+from fedssl.runs.deployed import SITES, format_command
 from fedssl.runs.metrics import Metrics, for_one, read
 from fedssl.runs.progress import Progress
 from fedssl.runs.record import Run
@@ -143,7 +142,7 @@ def check_here(settings: Config, out: Path | None = None) -> None:
         return
     fix = "write an app for them with fedssl deploy init, or leave it out"
     if out is not None and (out / SITES).exists():
-        fix = f"go on with {deploy.command(out, 'resume=true')}"
+        fix = f"go on with {format_command(out, 'resume=true')}"
     raise UserError(f"engine.sites={settings.engine.sites}: sites are elsewhere; {fix}")
 
 

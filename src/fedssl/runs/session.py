@@ -41,6 +41,7 @@ from fedssl.evaluate import notes as judge_notes
 from fedssl.evaluate.features import extract, pool_cases, top1
 from fedssl.federation.algorithm import Algorithm, Average, Server
 from fedssl.federation.client import Client
+from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
@@ -708,22 +709,6 @@ def build_network(
         objective.predictor,
         objective.joint,
     )
-
-
-def cohort_size(config: Config, clients: int) -> int:
-    """How many clients a round has."""
-    cohort = config.cohort
-    if cohort.size is not None and cohort.size > clients:
-        raise UserError(
-            f"cohort.size={cohort.size}: the partition has only {clients} clients; "
-            f"take at most {clients}"
-        )
-    size = cohort.size or clients
-    if cohort.fraction is not None:
-        size = max(1, round(cohort.fraction * clients))
-    if cohort.minimum > size:
-        raise UserError(f"cohort.minimum={cohort.minimum}: more than the {size} clients of a round")
-    return size
 
 
 def pooled(config: Config, groups: Groups, cohort: int) -> tuple[Config, Groups]:

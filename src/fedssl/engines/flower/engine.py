@@ -24,7 +24,7 @@ from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data import datasets
 from fedssl.deploy import app as deploy
-from fedssl.deploy.deployment import (
+from fedssl.deploy.sites import (
     SENT,
     Introduction,
     introduce,

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import Malformed, Packed, expect, pack, unpack, unpack_like
-from fedssl.engines.remote.site import CHANGE, Reply, Request, SecureStep, survivors_needed
+from fedssl.engines.remote.site import CHANGE, Reply, Request, SecureStep
 from fedssl.engines.store import History, Stored
 from fedssl.federation.algorithm import (
     Algorithm,
@@ -28,6 +28,7 @@ from fedssl.federation.algorithm import (
     TooFewReplies,
     Weight,
 )
+from fedssl.privacy import survivors_needed
 from fedssl.training.workspace import Workspace
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
 import sys
 import traceback
@@ -21,6 +20,7 @@ from fedssl.engines.remote.codec import Malformed, Packed, pack, tensors
 from fedssl.engines.store import History, Store
 from fedssl.federation.algorithm import Weight, learning_rates
 from fedssl.federation.client import Client
+from fedssl.privacy import survivors_needed
 from fedssl.runs.session import Session
 from fedssl.util.errors import UserError
 from fedssl.util.files import save
@@ -209,15 +209,6 @@ class Site:
                     here[name] = before[there]
         device = self.session.work.device
         return {name: tensor.to(device) for name, tensor in here.items()}
-
-
-def survivors_needed(share: float, clients: int) -> int:
-    """How many of a secure sum's clients must come through: three, and more than half, at least.
-
-    Of a sum of two, each knows the other's part. The server goes by it, and every site insists.
-    More than half they are because ``privacy.threshold`` is.
-    """
-    return max(3, math.ceil(share * clients))
 
 
 def _clear_secrets(path: Path, client: int) -> None:

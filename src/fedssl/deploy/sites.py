@@ -19,11 +19,11 @@ import torch
 from fedssl.config import Config, Evaluate
 from fedssl.data import datasets
 from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.runs.deployed import SITES
 from fedssl.runs.session import Session, assemble
 from fedssl.util.errors import UserError
 from fedssl.util.files import LONGEST, write_text
 
-SITES = "sites.json"
 SENT = "sent.jsonl"
 
 

@@ -1,0 +1,142 @@
+"""Describe in words what leaves a client, and how it is protected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedssl import config as configuration
+from fedssl import privacy as hiding
+from fedssl.config import Config, Privacy
+from fedssl.federation.sampling import cohort_size
+from fedssl.util import plugins
+
+
+def list_exchanges(config: Config) -> str:
+    """What leaves a site, as a list: from what the algorithm declares and ``privacy.*``."""
+    kind, privacy = build_algorithm(config), config.privacy
+    shown = "masked, so that the server learns only the sum over the sites"
+    if not privacy.secure:
+        shown = "the server computes the mean, and could see each site's own"
+    if config.cohort.average != "mean":
+        shown = f"the server sees each site's own, and takes the {config.cohort.average}"
+    lines = [
+        "- before training, and again whenever site or server come back: the version of fedssl, "
+        "the folder's name, how many images there are, their size, and a random number to know "
+        "this site by"
+    ]
+    if kind.objective.needs_labels:
+        lines[0] += ", and the classes' names"
+    for task in kind.asked(privacy.secure):
+        clipped = _clipped(privacy, kind.bound(task))
+        lines.append(f"- `{task}`, in a round: {describe_task(kind, task)} ({shown}{clipped})")
+    if privacy.secure:
+        lines.append(
+            "- for each of these sums, also: public keys, shares of the masks' secrets that only "
+            "other sites can open, and what unmasks the sum"
+        )
+    for task in kind.gathers:
+        lines.append(f"- `{task}`: {describe_task(kind, task)} (the server sees each site's own)")
+    lines.append(f"- with each reply, protected as it is: {_beside(privacy)}")
+    if kind.logs and not privacy.secure and privacy.noise is None:
+        for task in (task for task in kind.logs if task not in kind.simulated):
+            lines.append(f"- `{task}`, for the log: {describe_task(kind, task)} (single numbers)")
+    if public := getattr(config.algorithm, "public", 0):
+        lines.append(f"- (the other way: the site gets {public} public images in every round)")
+    lines.append("- when something fails: one line that says what, and names no file of the site")
+    return "\n".join(lines)
+
+
+def _clipped(privacy: Privacy, bound: float | None) -> str:
+    if privacy.noise is None:
+        return ""
+    norm = privacy.clip if bound is None else bound
+    return f"; clipped at the site to norm {norm:.3g}, and the server adds noise to the sum"
+
+
+def _beside(privacy: Privacy) -> str:
+    """What goes with every reply."""
+    if privacy.noise is not None:
+        return f"its weight in the mean (the images it is made of, {privacy.most_samples} at most)"
+    return "its weight in the mean (the images it is made of, or 1), and with a change the loss"
+
+
+def describe_task(kind: object, task: str) -> str:
+    """The first sentence that the algorithm says of a task."""
+    text = (getattr(kind, task, None).__doc__ or task).strip().splitlines()[0]
+    return text.rstrip(".")
+
+
+def build_algorithm(config: Config) -> Any:
+    """The algorithm as configured: what it asks for depends on its keys."""
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    return configuration.variant("algorithm", config.algorithm.name)(config.algorithm, objective)
+
+
+def describe_protection(config: Config) -> str:
+    """How what is sent is protected, and what that does not cover."""
+    privacy, kind = config.privacy, build_algorithm(config)
+    lines = []
+    if privacy.secure:
+        lines.append(
+            "Secure sums are on (`privacy.secure`): what a site sends is masked with keys that the "
+            "sites agree on,\nand the server can only unmask the sum, if at least "
+            f"{_answering(config)} answer."
+        )
+    elif config.cohort.average != "mean":
+        lines.append(
+            f"Secure sums are not possible with `cohort.average={config.cohort.average}`: **the "
+            "server has to look at what each\nsite sends**. Updates and moments of a model are not "
+            "images, but they can tell things about them."
+        )
+    elif set(kind.gathers) & set(kind.varying):
+        lines.append(
+            f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
+            "server sees what stands above for each site by itself, one\nrow for an image, and "
+            "passes it on to all sites**. It keeps the last of each site, also in the run's "
+            "folder.\nFeatures are not images, but they can tell much about them." + _hidden(config)
+        )
+    elif kind.gathers:
+        lines.append(
+            f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
+            f"server sees each site's own reply to {', '.join(kind.gathers)}**. Models are not "
+            "images, but they can tell\nthings about them."
+        )
+    else:
+        switch = "`privacy.secure=true` turns them on"
+        if hiding.in_sums(config, kind, config.engine.sites) is None:
+            switch = "and not possible with these settings"
+        lines.append(
+            f"Secure sums are off ({switch}): whoever runs the server can look at what\n"
+            "each site sends. Updates and moments of a model are not images, but they can tell "
+            "things about them."
+        )
+    if privacy.noise is not None:
+        lines.append(
+            f"Differential privacy is on (`privacy.noise={privacy.noise:g}`): ε for "
+            f"δ = {privacy.delta:g} is written to the run's summary.\nThe server adds the noise: "
+            "it protects from those who see the model, not from the server."
+        )
+    else:
+        lines.append("Differential privacy is off (`privacy.noise`).")
+    return "\n\n".join(lines)
+
+
+def _hidden(config: Config) -> str:
+    """What InstaHide is, where there is a choice of it."""
+    mix = getattr(config.algorithm, "mix", None)
+    if mix is None:
+        return " The images are taken as they are."
+    if mix == 1:
+        return " The images are taken as they are (`algorithm.share_plain=true`)."
+    return (
+        f"\nBefore, each image is mixed with {mix - 1} others and signs are flipped (InstaHide), "
+        "**which is no proof of privacy**:\npublished attacks recover images from mixtures."
+    )
+
+
+def _answering(config: Config) -> str:
+    """How many must come through a secure sum: as a number where that of the sites is known."""
+    if config.engine.sites is None:
+        return f"{config.privacy.threshold:.0%} of a round's clients, and three,"
+    size = cohort_size(config, config.engine.sites)
+    return f"{hiding.survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"
