@@ -34,19 +34,19 @@ PIXELS = 16
 
 def bare_loop(engine: LocalEngine, server: Server, samples: int) -> Callable[[], None]:
     """The two exchanges of a DCCO round as a script without a framework would write them."""
-    work = engine.work
-    network, flat, augmentation = work.network, work.flat, work.augmentation
-    objective = work.objective
+    trainer = engine.trainer
+    network, flat, augmentation = trainer.network, trainer.flat, trainer.augmentation
+    objective = trainer.objective
     assert isinstance(objective, MomentObjective)
-    images, members = work.images[0], torch.from_numpy(engine.groups.members).to(work.device)
+    images, members = trainer.images[0], torch.from_numpy(engine.groups.members).to(trainer.device)
     weights = server.weights
     centre = {name: weights.new_zeros(128) for name in "fg"}
-    lr = work.config.client.lr
+    lr = trainer.config.client.lr
     clients = len(engine.groups)
 
     def encode(client: int) -> tuple[torch.Tensor, ...]:
         flat.vector.copy_(weights)
-        positions = torch.arange(samples, device=work.device)
+        positions = torch.arange(samples, device=trainer.device)
         state = mix(mix(key(0, "augment", 0), client), positions)
         own = images[members[client * samples : (client + 1) * samples]]
         views = [augmentation.views(own, state, view, torch.float32) for view in (0, 1)]
@@ -86,7 +86,7 @@ def overhead(config: Config, repeats: int) -> float:
             client = engine.client(ids, round, remember=True)
             state = client.random_state(round, slice(None))
             for view in (0, 1):
-                engine.work.augmentation.draw(state, view)
+                engine.trainer.augmentation.draw(state, view)
             metrics.write({"round": round + 1, "loss": 1.0, "clients": len(asked.ids)})
             times.append(time.perf_counter() - start)
     return statistics.median(times)

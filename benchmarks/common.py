@@ -20,7 +20,7 @@ from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.algorithm import Server
 from fedssl.runs.session import build_network, pooled
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 
 
 def made(count: int, channels: int, pixels: int) -> Split:
@@ -46,10 +46,10 @@ def engine_of(
     _, channels, height, width = split.images[0].shape
     network = build_network(config, objective, (channels,), height, 0)
     augmentation = Augmentation.from_config(config.augment, channels, (height, width))
-    work = Workspace(config, network, objective, augmentation, split, torch.device(config.device))
-    work.compiles = compiled
-    engine = LocalEngine(work, algorithm(config.algorithm, objective), groups)
-    return engine, Server(work)
+    trainer = Trainer(config, network, objective, augmentation, split, torch.device(config.device))
+    trainer.compiles = compiled
+    engine = LocalEngine(trainer, algorithm(config.algorithm, objective), groups)
+    return engine, Server(trainer)
 
 
 def rounds_of(engine: LocalEngine, server: Server) -> Callable[[], None]:

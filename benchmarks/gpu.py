@@ -38,14 +38,14 @@ def silo(samples: int) -> Row:
     }
     images = CLIENTS * samples
     engine, server = build(tree, images, CLIENTS, samples)
-    engine.work.compiles = True
-    work = engine.work
+    engine.trainer.compiles = True
+    trainer = engine.trainer
 
     def bare() -> None:
-        replay = work.replay(BATCH, None)
+        replay = trainer.replay(BATCH, None)
         assert replay is not None
         replay.begin(0.032, None)
-        order = torch.randperm(images, device=work.device)
+        order = torch.randperm(images, device=trainer.device)
         for chosen in order.split(BATCH):
             replay(chosen, mix(key(0, "augment", 0), chosen))
         float(replay.total)
@@ -63,19 +63,19 @@ def dcco(clients: int, each: int) -> Row:
         "server": {"optimizer": "adam", "lr": 1e-3},
     }
     engine, server = build(tree, clients * each, clients, each)
-    work = engine.work
-    work.compile_passes()
+    trainer = engine.trainer
+    trainer.compile_passes()
     assert engine.merges
-    members = torch.arange(clients * each, device=work.device)
-    rule_state = optim.start(work.config.server, work.flat.params)
+    members = torch.arange(clients * each, device=trainer.device)
+    rule_state = optim.start(trainer.config.server, trainer.flat.params)
 
     def bare() -> None:
-        flat = work.flat
-        seen = work.look(members, mix(key(0, "augment", 0), members))
-        loss = work.objective.loss(seen.encodings, None, None)
-        work.differentiate(loss)
+        flat = trainer.flat
+        seen = trainer.look(members, mix(key(0, "augment", 0), members))
+        loss = trainer.objective.loss(seen.encodings, None, None)
+        trainer.differentiate(loss)
         step = optim.step(
-            work.config.server, rule_state, flat.params, flat.gradient, 1e-3, flat.layers
+            trainer.config.server, rule_state, flat.params, flat.gradient, 1e-3, flat.layers
         )
         flat.params.add_(step)
         float(loss.detach())

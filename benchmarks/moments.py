@@ -22,7 +22,7 @@ from fedssl import config, privacy
 from fedssl.engines.local import LocalEngine
 from fedssl.objectives.base import Centre, MomentObjective
 from fedssl.runs.session import Session, prepare
-from fedssl.training.workspace import Encoded
+from fedssl.training.trainer import Encoded
 from fedssl.util.trees import Tree
 
 
@@ -142,9 +142,9 @@ def main() -> None:
             session.server, session.engine.cohort(session.cohort_ids(round), round)
         )
     real, moments, centre = answer(session, 0, o.rounds)
-    session.work.load(session.server.weights)
+    session.trainer.load(session.server.weights)
     started = time.perf_counter()
-    found = solve(moments, centre, len(real), last_layer(session.work.network), o.steps, o.tries)
+    found = solve(moments, centre, len(real), last_layer(session.trainer.network), o.steps, o.tries)
     seconds = time.perf_counter() - started
     away = torch.cdist(real, found).amin(1) / (real - real.mean(0)).norm(dim=1)
     rule = privacy.few_images(session.algorithm.objective)

@@ -37,7 +37,7 @@ from fedssl.runs import checkpoint, run, session
 from fedssl.runs.metrics import Metrics
 from fedssl.runs.progress import Progress
 from fedssl.runs.session import Session
-from fedssl.training.workspace import Replay
+from fedssl.training.trainer import Replay
 
 RECIPE = "fedema/table3/fedbyol/cifar10-noniid"
 CLASSES, PIXELS = 10, 32

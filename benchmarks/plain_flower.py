@@ -34,19 +34,21 @@ def session_of(config: Config) -> Session:
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    return build_network(config, session_of(config).work.objective, (1,), config.data.size or 8, 0)
+    return build_network(
+        config, session_of(config).trainer.objective, (1,), config.data.size or 8, 0
+    )
 
 
 def moments_of(config: Config, model: torch.nn.Module, client: int) -> Arrays:
     """The moments of the client's encodings, about the origin."""
     session = session_of(config)
-    objective = session.work.objective
+    objective = session.trainer.objective
     assert isinstance(objective, MomentObjective)
     members = torch.from_numpy(session.engine.groups[client])
     images = session.dataset.train.images[0][members]
     state = mix(key(0, "augment", 0), torch.arange(len(images)))
     f, g = model(
-        tuple(session.work.augmentation.views(images, state, v, torch.float32) for v in (0, 1))
+        tuple(session.trainer.augmentation.views(images, state, v, torch.float32) for v in (0, 1))
     )
     origin = {"f": torch.zeros(f.shape[1]), "g": torch.zeros(g.shape[1])}
     return objective.moments((f, g), origin)
@@ -78,7 +80,7 @@ def make_client_app(config: Config) -> ClientApp:
     @app.train("descend")
     def descend(message: Message, context: Context) -> Message:
         client, model = int(context.node_config["partition-id"]), start(message)
-        objective = session_of(config).work.objective
+        objective = session_of(config).trainer.objective
         assert isinstance(objective, MomentObjective)
         optimizer = torch.optim.SGD(model.parameters(), lr=config.client.lr)
         local = moments_of(config, model, client)

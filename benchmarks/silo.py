@@ -26,18 +26,18 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.algorithm import Server
 from fedssl.federation.client import Client
 from fedssl.models.network import Network
-from fedssl.training.workspace import State
+from fedssl.training.trainer import State
 
 PIXELS = 32
 
 
 def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
     """One epoch over everything, as a script without a framework would write it."""
-    work = engine.work
-    network, objective = copy.deepcopy(work.network), work.objective
+    trainer = engine.trainer
+    network, objective = copy.deepcopy(trainer.network), trainer.objective
     follows = objective.momentum is not None
     target = Network(copy.deepcopy(list(network.towers))) if follows else None
-    rule, images = work.config.client, work.images[0]
+    rule, images = trainer.config.client, trainer.images[0]
 
     def one() -> None:
         optimizer = torch.optim.SGD(
@@ -50,9 +50,10 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
                 break
             state = mix(key(0, "augment", 0), chosen)
             views = tuple(
-                work.augmentation.views(images[chosen], state, view, work.dtype) for view in (0, 1)
+                trainer.augmentation.views(images[chosen], state, view, trainer.dtype)
+                for view in (0, 1)
             )
-            with work.autocast():
+            with trainer.autocast():
                 z = network(views)
                 encodings = network.predict(z)
                 if target is not None:
@@ -60,7 +61,7 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
                         encodings += target(views)
                 elif objective.siamese:
                     encodings += z
-            loss = objective.loss(tuple(e.float() for e in encodings), None, work.memory)
+            loss = objective.loss(tuple(e.float() for e in encodings), None, trainer.memory)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -68,7 +69,7 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
                 with torch.no_grad():
                     for t, o in zip(target.parameters(), network.parameters(), strict=False):
                         t.lerp_(o, 1 - objective.momentum)
-            objective.remember(work.memory, encodings)
+            objective.remember(trainer.memory, encodings)
             total += loss.detach()
         float(total)
 
@@ -80,10 +81,10 @@ def switch(engine: LocalEngine, server: Server) -> Callable[[], None]:
     ids = np.arange(len(engine.groups))
 
     def nothing(self: Client, start: torch.Tensor, keep: State, *rest: object) -> object:
-        self.work.load(start)
-        self.work.begin(start, keep)
+        self.trainer.load(start)
+        self.trainer.begin(start, keep)
         zero = start.new_zeros(())
-        return zero if self.work.compiles else (zero, zero)
+        return zero if self.trainer.compiles else (zero, zero)
 
     def one() -> None:
         with (

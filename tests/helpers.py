@@ -23,8 +23,8 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.algorithm import Cohort, Server
 from fedssl.runs.metrics import read
 from fedssl.runs.session import build_network, pooled
-from fedssl.training import workspace
-from fedssl.training.workspace import Workspace
+from fedssl.training import trainer as training
+from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 
 
@@ -126,8 +126,8 @@ def engine_of(
     channels = tuple(i.shape[1] for i in split.images)
     augmentation = Augmentation.from_config(config.augment, channels[0], size)
     network = build_network(config, objective, channels, min(size), 4)
-    work = Workspace(config, network, objective, augmentation, split, torch.device(device))
-    return LocalEngine(work, algorithm, groups), Server(work)
+    trainer = Trainer(config, network, objective, augmentation, split, torch.device(device))
+    return LocalEngine(trainer, algorithm, groups), Server(trainer)
 
 
 def train(engine: LocalEngine, server: Server, rounds: int, order: Any = None) -> torch.Tensor:
@@ -151,10 +151,10 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled steps are traced and differentiated as ever, but no code is generated for a CPU."""
     torch.compiler.reset()
 
-    def traced(function: workspace.Function, **_: bool) -> workspace.Function:
+    def traced(function: training.Function, **_: bool) -> training.Function:
         return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
 
-    monkeypatch.setattr(workspace, "compiled", traced)
+    monkeypatch.setattr(training, "compiled", traced)
 
 
 def fault_of(error: UserError) -> tuple[str, Any]:

@@ -53,7 +53,7 @@ def assert_merging_changes_nothing(*words: str) -> None:
     for merge in ("engine.merge=auto", "engine.merge=off", "engine.chunk=6"):
         config = settings("algorithm.name=fedavg", "server.momentum=0.9", *words, merge)
         engine, server = engine_of(config, made_split(), groups_of(3, 5, 2, 7, 2))
-        results.append(train(engine, server, rounds=3) - engine.work.initial)
+        results.append(train(engine, server, rounds=3) - engine.trainer.initial)
         assert engine.merges == (merge != "engine.merge=off")
     assert results[1].norm() > 1e-3
     assert relative(results[0], results[1]) < 1e-9
@@ -70,9 +70,9 @@ def assert_compiled_is_plain(
     results = []
     for compiled in (False, True):
         engine, server = engine_of(config, made_split(), groups_of(*SIZES), device)
-        engine.work.compiles = compiled
+        engine.trainer.compiles = compiled
         results.append(train(engine, server, 2))
-        assert len(engine.work._replays) == compiled
+        assert len(engine.trainer._replays) == compiled
     assert relative(results[1], results[0]) < 1e-12
 
 
@@ -88,7 +88,7 @@ def assert_both_engines_agree(folder: Path, *words: str) -> None:
     near, (far, _) = prepare(config), far_session(config, folder)
     go(near, 2)
     go(far, 2)
-    assert relative(near.server.weights, near.work.initial) > 1e-3
+    assert relative(near.server.weights, near.trainer.initial) > 1e-3
     assert relative(far.server.weights, near.server.weights) < 1e-10
     assert float(far.server.log["loss"]) == pytest.approx(float(near.server.log["loss"]), rel=1e-10)
     ours, theirs = states_of(near), states_of(far)

@@ -20,13 +20,13 @@ from fedssl.runs import run
 from fedssl.runs.progress import Progress
 from fedssl.runs.session import Session
 from fedssl.training.plan import Plan
-from fedssl.training.workspace import precision_on
+from fedssl.training.trainer import precision_on
 
 
 def views(engine: LocalEngine, round: int, step: int = 0) -> torch.Tensor:
     """The encodings of client 0's first view: as good as its pixels."""
     client = engine.client(np.array([0]), round, remember=False)
-    engine.work.load(engine.work.initial)
+    engine.trainer.load(engine.trainer.initial)
     with torch.no_grad():
         return client._encode(step).encodings[0]
 
@@ -46,7 +46,7 @@ def test_every_round_step_and_view_is_augmented_anew() -> None:
 def test_a_samples_random_state_is_its_clients_whoever_is_merged_with_it() -> None:
     engine, _ = engine_of(settings(), made_split(), groups_of(3, 2, 4))
     for epoch in (5, 6):
-        start = key(engine.work.config.seed, "augment", epoch)
+        start = key(engine.trainer.config.seed, "augment", epoch)
         own = {c: [mix(mix(start, c), i) for i in range(n)] for c, n in enumerate((3, 2, 4))}
         merged = engine.client(np.array([0, 2]), 0, remember=False)
         alone = engine.client(np.array([2]), 0, remember=False)
@@ -136,19 +136,19 @@ def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients(
     engine, server = engine_of(adam, made_split(), groups_of(4, 4))
     changes = []
     for round in (0, half):
-        server.weights, server.rule_state["steps"] = engine.work.initial, torch.zeros(())
+        server.weights, server.rule_state["steps"] = engine.trainer.initial, torch.zeros(())
         for name in "mv":
             server.rule_state[name].zero_()
         server.round = round
         server.apply({"change": torch.ones_like(server.weights), "loss": torch.zeros(())})
-        changes.append((server.weights - engine.work.initial).norm())
+        changes.append((server.weights - engine.trainer.initial).norm())
     assert float(changes[1] / changes[0]) == pytest.approx(0.5)
 
 
 def test_batch_norm_statistics_reach_the_server_as_a_mean() -> None:
     config = settings("encoder.norm=batch", "algorithm.name=fedavg")
     engine, server = engine_of(config, made_split(), groups_of(4, 12))
-    start, n = server.weights, engine.work.flat.parameters
+    start, n = server.weights, engine.trainer.flat.parameters
     own = []
     for k in range(2):
         client = engine.client(np.array([k]), 0, remember=False)
@@ -185,7 +185,7 @@ def test_the_centre_follows_the_encodings() -> None:
     before = {k: v.clone() for k, v in server.state["centre"].items()}
     everyone = engine.client(np.arange(2), 1, remember=False)
     with torch.no_grad():
-        engine.work.load(server.weights)
+        engine.trainer.load(server.weights)
         f, g = everyone._encode(0).encodings
     server.round = 1
     engine.algorithm.round(server, engine.cohort(np.arange(2), 1))
@@ -201,12 +201,12 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     engine, server = engine_of(config, made_split(), groups_of(1, 8))
     centre = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
     moments = engine.cohort(np.arange(2), 0).mean("encode", server.weights, centre)
-    engine.work.load(server.weights)
+    engine.trainer.load(server.weights)
     with torch.no_grad():
         parts = [engine.client(np.array([k]), 0, remember=False)._encode(0) for k in range(2)]
     union = tuple(torch.cat([p.encodings[i] for p in parts]) for i in range(2))
     assert len(union[0]) == 3
-    expected = engine.work.objective.moments(union, centre)
+    expected = engine.trainer.objective.moments(union, centre)
     for name, value in expected.items():
         torch.testing.assert_close(moments[name], value, rtol=1e-9, atol=1e-12)
 
@@ -215,7 +215,7 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     client = engine.client(np.array([0]), 0, remember=False)
     seen = client.average(server.weights, lambda e: {"n": e.encodings[0][0, 0]})
     with torch.no_grad():
-        engine.work.load(server.weights)
+        engine.trainer.load(server.weights)
         each = [client._encode(step).encodings[0][0, 0] for step in range(4)]
     assert float(seen["n"]) == pytest.approx(float(sum(each) / 4))
 
@@ -232,7 +232,7 @@ def test_a_remembered_pass_is_not_used_for_other_weights() -> None:
         client = engine.client(ids, 0, remember)
         moments = algorithm.encode(client, server.weights, centre)
         if disturb:  # someone else used the network in between
-            engine.work.load(other)
+            engine.trainer.load(other)
         return algorithm.descend(client, server.weights, centre, moments)["change"]
 
     plain = update(disturb=False, remember=False)
@@ -256,7 +256,7 @@ def test_chunks_keep_to_their_limit() -> None:
 def test_clients_side_by_side_share_no_cache_of_casts() -> None:
     """It is one for all threads, and empty for all when one of them is done."""
     engine, _ = engine_of(settings("precision=bf16"), made_split(), groups_of(4, 4))
-    with engine.work.autocast():
+    with engine.trainer.autocast():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
 
 
@@ -275,7 +275,7 @@ def test_bf16_is_the_default_on_a_gpu_alone() -> None:
     assert {precision_on(d, p) for d in (gpu, cpu) for p in ("fp32",)} == {"fp32"}
     assert config.build({}).precision == "auto"
     engine, _ = engine_of(settings("precision=auto"), made_split(), groups_of(4, 4))
-    assert (engine.work.precision, engine.work.dtype) == ("fp32", torch.float32)
+    assert (engine.trainer.precision, engine.trainer.dtype) == ("fp32", torch.float32)
 
 
 def test_groups_select() -> None:

@@ -12,7 +12,7 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 
 from fedssl.algorithms.ccl import CCL
-from fedssl.training import workspace
+from fedssl.training import trainer as training
 from fedssl.util.trees import flatten
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
@@ -44,12 +44,12 @@ def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor
         *words,
     )
     engine, server = engine_of(config, made_split(64, 3, 16), groups_of(20, 24, 20), device)
-    engine.work.compiles = compiled
+    engine.trainer.compiles = compiled
     weights = train(engine, server, 3)
     if compiled:
         # Personal models take a step of their own; nothing is compiled again for a client.
-        assert len(engine.work._replays) == (2 if "ditto" in words[0] else 1)
-    assert compiled or not engine.work._replays
+        assert len(engine.trainer._replays) == (2 if "ditto" in words[0] else 1)
+    assert compiled or not engine.trainer._replays
     sums = {
         f"{client}/{name}": float(leaf.double().sum())
         for client in sorted(engine.states)
@@ -92,7 +92,7 @@ def test_compiled_step_in_every_algorithm(algorithm: list[str], device: str) -> 
 @pytest.mark.parametrize("words", [[], ["algorithm.lambda=0", "algorithm.remote=only"]])
 def test_compiled_ccl(words: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its second round on, when all banks have come and the queues are full."""
-    monkeypatch.setattr(workspace, "SELDOM", 4)
+    monkeypatch.setattr(training, "SELDOM", 4)
     secret = lambda *_: np.random.default_rng(1)  # noqa: E731
     monkeypatch.setattr(CCL, "secret", secret)
     keys = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=9", *words]
@@ -113,7 +113,7 @@ def test_compiled_passes_of_a_merged_cohort(chunk: int, device: str) -> None:
         engine, server = engine_of(config, made_split(64, 3, 16), groups_of(*[4] * 16), device)
         assert engine.merges
         if compiled:
-            engine.work.compile_passes()
+            engine.trainer.compile_passes()
         weights.append(train(engine, server, 3))
     assert relative(weights[1], weights[0]) < 1e-9
 

@@ -648,7 +648,7 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
     torch.set_num_threads(2)
     session = site_module.site_session(settled(*words, "engine.threads=3"), str(sites / "ward"))
     assert torch.get_num_threads() == session.config.engine.threads == 2
-    assert session.work.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert session.trainer.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
 
 

@@ -236,7 +236,7 @@ def test_detection_starts_where_pretraining_ended(
     assert all(torch.equal(ours[name], tensor) for name, tensor in learned.items())
     assert not torch.equal(fresh["stem.0.weight"], learned["stem.0.weight"])
     session = prepare(settings)
-    before = session.body(session.work.initial).encoder.state_dict()
+    before = session.body(session.trainer.initial).encoder.state_dict()
     assert not torch.equal(before["stem.0.weight"], learned["stem.0.weight"])  # it has learned
 
 

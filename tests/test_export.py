@@ -157,7 +157,7 @@ def test_files_are_read_as_training_reads_a_folder(tmp_path: Path, halves: bool)
 def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
     session = reopened(two_towers)
     assert session.dataset.test is not None
-    session.work.load(session.global_weights())
+    session.trainer.load(session.global_weights())
     for tower, images in enumerate(session.dataset.test.images):
         expected = extract(copy.deepcopy(session.encoder(tower).encoder).float(), images)
         assert torch.equal(load_encoder(two_towers, tower=tower).embed(images), expected)
@@ -231,7 +231,7 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
 ) -> None:
     def started(path: Path, *words: str) -> list[torch.Tensor]:
         given = [*SMALL, *words, f"encoder.init={path}"]
-        network = prepare(config.resolve(config.read_recipe(None), given)).work.network
+        network = prepare(config.resolve(config.read_recipe(None), given)).trainer.network
         encoders = [tower.get_submodule("encoder") for tower in network.towers]
         return [next(encoder.parameters()) for encoder in encoders]
 

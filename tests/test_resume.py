@@ -218,7 +218,7 @@ def test_an_encoder_with_batch_norm_is_a_start_for_another_run(tmp_path: Path) -
     run.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path / "a")
     session = prepare(small(f"byol algorithm.name=fedavg encoder.init={tmp_path / 'a'}"))
     stored = load_file(tmp_path / "a" / "encoder.safetensors")
-    named = session.work.flat.named(session.work.initial)
+    named = session.trainer.flat.named(session.trainer.initial)
     assert any("running_var" in name for name in stored)
     for name, tensor in stored.items():
         assert torch.equal(named[f"towers.0.encoder.{name}"], tensor)

@@ -35,7 +35,7 @@ def small(*words: str) -> config.Config:
 def test_judging_at_another_size_and_without_labels() -> None:
     same, other = prepare(small()), prepare(small("evaluate.size=24"))
     assert other.judged_splits[0].images[0].shape[2:] == (24, 24)
-    weights = same.work.initial
+    weights = same.trainer.initial
     assert same.judge(weights) != other.judge(weights)
     unlabeled = prepare(small("evaluate.size=24", "evaluate.protocols=unlabeled"))
     assert unlabeled.judge(weights)["effective_rank"] > 1
@@ -96,11 +96,11 @@ def test_the_second_tower_is_judged_by_its_own_weights() -> None:
     words = ("encoder.towers=2", "data.halves=true")
     first = prepare(small(*words))
     second = prepare(small(*words, "evaluate.tower=second"))
-    weights = first.work.initial
+    weights = first.trainer.initial
     scores = first.judge(weights), second.judge(weights)
     assert scores[0] != scores[1]
     spoilt = weights.clone()
-    named = first.work.flat.named(spoilt)
+    named = first.trainer.flat.named(spoilt)
     for name, tensor in named.items():
         if name.startswith("towers.1."):
             tensor.zero_()
@@ -120,7 +120,7 @@ def test_two_towers_start_from_their_own_files(tmp_path: Path) -> None:
     run.run(small("encoder.towers=2"), tmp_path / "a")
     first, second = prepare(
         small("encoder.towers=2", f"encoder.init={tmp_path / 'a'}")
-    ).work.network.towers
+    ).trainer.network.towers
     a, b = (next(tower.encoder.parameters()) for tower in (first, second))
     assert not torch.equal(a, b)
 
@@ -136,7 +136,7 @@ def test_standalone_is_judged_by_its_clients_models() -> None:
     assert len(personal) == 3
     scores = [session.judge(weights)["knn_top1"] for weights in session.personal(5).values()]
     assert session.judge_result()["knn_top1"] == pytest.approx(sum(scores) / 5)
-    assert session.judge_result() != session.judge(session.work.initial)
+    assert session.judge_result() != session.judge(session.trainer.initial)
 
 
 @pytest.mark.parametrize("cases", [False, True])
@@ -155,7 +155,7 @@ def test_the_heads_accuracy_by_hand(cases: bool) -> None:
         labels = labels[::2].repeat_interleave(2)
     made = Split((test.images[0][order],), labels, cases=groups)
     session.judged_splits = (session.dataset.train, made)
-    score = session.judge(session.work.initial)["head_top1"]
+    score = session.judge(session.trainer.initial)["head_top1"]
     with torch.no_grad():
         logits = session.encoder().eval()(made.images[0].float() / 255)
     if cases:
@@ -183,7 +183,7 @@ def test_what_could_not_learn_is_refused(words: tuple[str, ...], sentence: str) 
 
 
 def test_a_cpu_may_have_a_number() -> None:
-    assert prepare(small("device=cpu:0")).work.device == torch.device("cpu", 0)
+    assert prepare(small("device=cpu:0")).trainer.device == torch.device("cpu", 0)
 
 
 def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.MonkeyPatch) -> None:

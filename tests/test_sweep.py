@@ -545,9 +545,9 @@ def test_a_check_makes_the_same_network_without_weights(name: str, checked: list
     settings = config.resolve(config.read_recipe(None), words)
     sweep.check({"a": settings})
     (session,), real = checked, prepare(settings)
-    tensors = (session.work.flat.vector, session.server.weights, *session.work.images)
+    tensors = (session.trainer.flat.vector, session.server.weights, *session.trainer.images)
     assert all(tensor.is_meta for tensor in tensors)
-    assert session.work.flat.layers == real.work.flat.layers
+    assert session.trainer.flat.layers == real.trainer.flat.layers
     assert session.engine.merges == real.engine.merges
 
 
@@ -589,7 +589,7 @@ def test_code_that_is_not_ours_may_look_at_weights(
         "encoder": ["encoder.name=timm/resnet10t", "encoder.norm=batch", "data.size=32"],
     }
     sweep.check({"a": config.build(tree(*words[key]))})
-    assert not checked[0].work.flat.vector.is_meta
+    assert not checked[0].trainer.flat.vector.is_meta
 
 
 def test_an_error_in_code_that_is_not_ours_is_one_line(
@@ -621,7 +621,7 @@ def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Session]) -> 
     save_file(state, tmp_path / "encoder.safetensors")
     settings = config.build(tree(*words))
     sweep.check({"a": settings})
-    assert torch.equal(checked[0].work.initial, prepare(settings).work.initial)
+    assert torch.equal(checked[0].trainer.initial, prepare(settings).trainer.initial)
     name = next(iter(state))
     save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
     with pytest.raises(UserError, match=rf"^b: encoder.init=.*\(1,\) for {name}"):

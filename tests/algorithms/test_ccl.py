@@ -28,7 +28,7 @@ from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run
 from fedssl.runs import session as session_module
 from fedssl.runs.session import prepare
-from fedssl.training import workspace
+from fedssl.training import trainer as training
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, flatten
 
@@ -74,9 +74,9 @@ class FedMoCo(FedAvg):
         reply = client.descend(received)
         return {**reply, "momentum": client.state["target"] - momentum}  # type: ignore[operator]
 
-    def reply_like(self, task: str, work: workspace.Workspace) -> dict[str, Tree]:
-        momentum = work.initial[: work.flat.parameters]
-        return {**super().reply_like(task, work), "momentum": momentum}
+    def reply_like(self, task: str, trainer: training.Trainer) -> dict[str, Tree]:
+        momentum = trainer.initial[: trainer.flat.parameters]
+        return {**super().reply_like(task, trainer), "momentum": momentum}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_it_is_what_a_plain_loop_would_do(words: str) -> None:
         targets = [dict(loop.target.named_parameters()) for loop in loops]
         slow_mean = mean_state([{n: t.detach() for n, t in d.items()} for d in targets], [*SIZES])
         for name, tensor in mean.items():
-            ours = engine.work.flat.named(server.weights)[name]
+            ours = engine.trainer.flat.named(server.weights)[name]
             torch.testing.assert_close(ours, tensor, rtol=1e-8, atol=1e-10)
         for loop in loops:
             loop.receive(mean)
@@ -253,7 +253,7 @@ def test_plain_features_are_those_of_the_images_themselves() -> None:
     engine, server = engine_and_round(
         "algorithm.mix=1", "algorithm.share_plain=true", "algorithm.batch=4"
     )
-    target = engine.work.target
+    target = engine.trainer.target
     assert target is not None
     target.params.copy_(engine.states[0]["target"])  # type: ignore[arg-type]
     images = made_split().images[0][:5].double() / 255
@@ -265,15 +265,15 @@ def test_plain_features_are_those_of_the_images_themselves() -> None:
 def test_the_network_sees_encrypted_images_between_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     engine, server = made()
-    assert engine.work.target is not None
-    real = engine.work.target.module.forward
+    assert engine.trainer.target is not None
+    real = engine.trainer.target.module.forward
 
     def forward(inputs: tuple[Tensor, ...]) -> Any:
         seen.append(inputs[0])
         return real(inputs)
 
     step(engine, server, 0)
-    monkeypatch.setattr(engine.work.target.module, "forward", forward)
+    monkeypatch.setattr(engine.trainer.target.module, "forward", forward)
     client = engine.client(np.array([1]), 0, remember=False)
     engine.algorithm.share(client)  # type: ignore[attr-defined]
     x = torch.cat(seen)
@@ -462,24 +462,24 @@ def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
 def test_kept_layers_of_the_momentum_model_do_not_travel() -> None:
     """FedBN: normalization stays with a client, in both models."""
     engine, server = made("algorithm.norm_policy=local")
-    work = engine.work
-    assert work.shared is not None and work.kept is not None
+    trainer = engine.trainer
+    assert trainer.shared is not None and trainer.kept is not None
     for round in range(2):
         step(engine, server, round)
-    shared = work.shared[work.shared < work.flat.parameters]
-    assert len(server.state["momentum"]) == len(shared) < work.flat.parameters  # type: ignore[arg-type]
-    kept = work.kept[work.kept < work.flat.parameters]
+    shared = trainer.shared[trainer.shared < trainer.flat.parameters]
+    assert len(server.state["momentum"]) == len(shared) < trainer.flat.parameters  # type: ignore[arg-type]
+    kept = trainer.kept[trainer.kept < trainer.flat.parameters]
     targets = [engine.states[k]["target"] for k in range(3)]
     assert not torch.equal(targets[0][kept], targets[1][kept])  # type: ignore[index]
     before = targets[0].clone()  # type: ignore[union-attr]
     seen: list[Tensor] = []
-    begin = work.begin
+    begin = trainer.begin
 
     def watch(weights: Tensor, keep: Any) -> None:
         seen.append(keep["target"].clone())
         begin(weights, keep)
 
-    work.begin = watch  # type: ignore[method-assign]
+    trainer.begin = watch  # type: ignore[method-assign]
     momentum = server.state["momentum"]
     step(engine, server, 2, 0)
     assert torch.equal(seen[0][kept], before[kept])
@@ -638,15 +638,15 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
     words = ("partition.name=dirichlet", "partition.alpha=1", "algorithm.mix=2")
     session = prepare(small(*words, f"algorithm.remote={remote}", "algorithm.features=7"))
     assert session.dataset.train.labels is not None
-    labels, work, groups = (
+    labels, trainer, groups = (
         session.dataset.train.labels.tolist(),
-        session.work,
+        session.trainer,
         session.engine.groups,
     )
     queues: dict[int, list[int]] = {k: [] for k in range(5)}
     shared: dict[int, list[int]] = {}
     now: list[int] = []
-    look, encode, train = work.look, CCL.look, CCL.train
+    look, encode, train = trainer.look, CCL.look, CCL.train
 
     def seen_train(ccl: CCL, client: Client, *payload: Any) -> Any:
         now.append(client.id)
@@ -662,7 +662,7 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
         return encode(ccl, w, images, own, secret)
 
     monkeypatch.setattr(CCL, "train", seen_train)
-    monkeypatch.setattr(work, "look", seen_step)
+    monkeypatch.setattr(trainer, "look", seen_step)
     monkeypatch.setattr(CCL, "look", seen_bank)
     for _ in range(4):
         renewed: dict[int, list[int]] = {}
@@ -676,7 +676,7 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
 
 def test_without_labels_nothing_is_counted(tmp_path: Path) -> None:
     session = prepare(small())
-    session.work.census = session.server.census = None
+    session.trainer.census = session.server.census = None
     one_round(session)
     assert "false_negatives" not in session.server.clients
     states: Any = session.engine.states
@@ -714,7 +714,7 @@ def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> N
 def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler gives back what it gets (tests/test_compiled.py has torch's own, on a GPU)."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(workspace, "SELDOM", 3)
+    monkeypatch.setattr(training, "SELDOM", 3)
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(5))
     given = ("cohort.size=null", "precision=fp64", *words.split())
     plain, fast = prepare(small(*given)), prepare(small(*given, "engine.compile=on"))
@@ -726,22 +726,22 @@ def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.Monke
     for name, leaf in flatten(plain.server.state).items():
         torch.testing.assert_close(flatten(fast.server.state)[name], leaf, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(fast.server.weights, plain.server.weights, rtol=1e-9, atol=1e-11)
-    replays = fast.work._replays
+    replays = fast.trainer._replays
     assert 1 <= len(replays) <= 4 and all(
         r.function == fast.algorithm.loss for r in replays.values()
     )  # type: ignore[attr-defined]
-    assert not plain.work._replays
+    assert not plain.trainer._replays
 
 
 def test_no_more_shapes_are_compiled_than_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(workspace, "SELDOM", 0)
+    monkeypatch.setattr(training, "SELDOM", 0)
     words = ("partition.name=dirichlet", "partition.clients=12", "algorithm.mix=1")
     more = ("algorithm.share_plain=true", "cohort.size=null", "algorithm.batch=2")
     session = prepare(small(*words, *more, "engine.compile=on"))
     for _ in range(3):
         one_round(session)
-    assert len(session.work._replays) == workspace.MOST_SHAPES
+    assert len(session.trainer._replays) == training.MOST_SHAPES
 
 
 def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,4 +749,4 @@ def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatc
     session = prepare(small("engine.compile=on"))
     for _ in range(2):
         one_round(session)
-    assert not session.work._replays
+    assert not session.trainer._replays

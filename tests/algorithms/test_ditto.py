@@ -20,7 +20,7 @@ from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
 from fedssl.runs import run
 from fedssl.runs.session import JUDGED_CLIENTS, prepare
-from fedssl.training.workspace import Pull
+from fedssl.training.trainer import Pull
 from fedssl.util import tables
 
 SIZES = (6, 9)
@@ -82,12 +82,12 @@ def test_one_step_by_hand() -> None:
     )  # fmt: skip
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
     step(engine, server, 0)
-    w, n = server.weights.clone(), engine.work.flat.parameters
+    w, n = server.weights.clone(), engine.trainer.flat.parameters
     v: Any = engine.states[1]["personal"]["weights"].clone()  # type: ignore[index, union-attr]
     assert relative(v, w) > 1e-4
     step(engine, server, 1)
     loop = Plain(config, made_split(), range(6, 15), client=1)
-    loop.receive(engine.work.flat.named(v))
+    loop.receive(engine.trainer.flat.named(v))
     loop.loss(*loop.views(1, torch.arange(9))).backward()
     gradient = torch.cat([p.grad.reshape(-1) for p in loop.network.parameters()])
     expected = v[:n] - 0.05 * (gradient + 0.7 * (v[:n] - w[:n]))
@@ -103,11 +103,11 @@ def test_the_proximal_term_is_part_of_the_loss(objective: str) -> None:
     loop = Plain(config, made_split(), range(6, 15), client=1)
     for round in range(3):
         names = [name for name, _ in loop.network.named_parameters()]
-        w = engine.work.flat.named(server.weights.clone())
+        w = engine.trainer.flat.named(server.weights.clone())
         loop.pull = (2.0, [w[name] for name in names])
         step(engine, server, round)
         loop.round(round)
-        own = engine.work.flat.named(engine.states[1]["personal"]["weights"])  # type: ignore[index, arg-type]
+        own = engine.trainer.flat.named(engine.states[1]["personal"]["weights"])  # type: ignore[index, arg-type]
         for name, tensor in loop.network.state_dict().items():
             assert (own[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
 
@@ -143,7 +143,7 @@ def test_every_client_is_judged_by_each_model_there_is(words: list[str], models:
     session = prepare(configuration.resolve(configuration.read_recipe(None), [*SMALL, *words]))
     untrained = session.judge_untrained()  # one model is everybody's
     assert untrained.keys() == {f"per-client_{what}" for what in ("top1", "worst", "spread")}
-    scores = list(session._client_scores(session.work.initial))
+    scores = list(session._client_scores(session.trainer.initial))
     assert untrained["per-client_top1"] == pytest.approx(float(np.mean(scores)))
     step(session.engine, session.server, 0)
     results = session.judge_clients()
@@ -176,7 +176,7 @@ class Some(FedAvg):
         reply = super().train(client, received)
         client.state["met"] = received[:1]
         if client.id == 0:
-            client.state["own"] = client.work.flat.vector.clone()
+            client.state["own"] = client.trainer.flat.vector.clone()
         return reply
 '''
 
@@ -196,7 +196,7 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     assert results["linear_top1"] == session.judge(own)["linear_top1"]
     alone = session._client_scores(own)[0]
     assert results["per-client_personal_top1"] == alone
-    other = session._client_scores(session.work.initial)[0]
+    other = session._client_scores(session.trainer.initial)[0]
     assert alone != other
 
 
@@ -228,7 +228,7 @@ def test_a_model_has_one_probe_for_both_protocols(
     assert len(fitted) == fits + few
     alone = session.judge_clients()  # every model again, with a probe of its own
     assert alone.items() <= result.items() and len({*alone.values()}) > 1
-    scores = session._client_scores(session.work.initial)
+    scores = session._client_scores(session.trainer.initial)
     assert untrained["per-client_top1"] == pytest.approx(float(scores.mean()))
     assert len(fitted) == 2 * fits + few
 
@@ -243,7 +243,7 @@ def test_a_client_that_joins_late_starts_its_own_model_at_the_beginning() -> Non
     alone, _ = engine_of(config, made_split(), groups_of(9, 8, 8))
     expected = alone.client(np.array([2]), 2, remember=False)
     pull = Pull(0.5, server.weights)
-    wanted = expected.train(alone.work.initial, {}, pull=pull).weights
+    wanted = expected.train(alone.trainer.initial, {}, pull=pull).weights
     cast(Any, engine.algorithm).personalize(client, server.weights)
     assert relative(cast(Any, client.state["personal"])["weights"], wanted) < 1e-12
 

@@ -119,23 +119,23 @@ def test_the_alignment_term_in_a_plain_loop(objective: str, words: str) -> None:
         objective=objective,
     )
     engine, server = engine_of(config, made_split(), groups_of(9))
-    assert engine.work.network.towers[0].encoder.features == 96  # type: ignore[union-attr]
+    assert engine.trainer.network.towers[0].encoder.features == 96  # type: ignore[union-attr]
     loop = Loop(config, made_split(), range(9))
     loop.weight, loop.wide = 0.7, words.endswith("96")
     for round in range(2):
-        loop.receive(engine.work.flat.named(server.weights.clone()))
+        loop.receive(engine.trainer.flat.named(server.weights.clone()))
         loss = loop.round(round)
         step(engine, server, round)
         assert float(server.log["loss"]) == pytest.approx(loss, rel=1e-9)
-        after = engine.work.flat.named(server.weights)
+        after = engine.trainer.flat.named(server.weights)
         for name, tensor in loop.network.state_dict().items():
             assert (after[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
 
 
 def test_clusters_start_apart_and_clients_by_their_numbers() -> None:
     engine, server = made("algorithm.clusters=3")
-    starts, n = models(engine, server), engine.work.flat.parameters
-    assert torch.equal(starts[0], engine.work.initial)
+    starts, n = models(engine, server), engine.trainer.flat.parameters
+    assert torch.equal(starts[0], engine.trainer.initial)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert relative(starts[a][:n], starts[b][:n]) > 0.5
     assert all(torch.equal(s[n:], starts[0][n:]) for s in starts)  # statistics
@@ -163,8 +163,8 @@ def test_a_client_goes_where_features_are_nearest_to_its_last_models(policy: str
         client.state["network"] = found[blend] + noise.double()
         near = []
         for weights in (client.state["network"], *(client.open(sent[str(j)]) for j in range(3))):
-            engine.work.load(weights)  # type: ignore[arg-type]
-            tower: Any = engine.work.network.towers[0]
+            engine.trainer.load(weights)  # type: ignore[arg-type]
+            tower: Any = engine.trainer.network.towers[0]
             with torch.no_grad():
                 near.append(F.normalize(tower.encoder(images), dim=1))
         closest = int(np.argmax([float((near[0] * z).sum(1).mean()) for z in near[1:]]))
@@ -193,7 +193,7 @@ def test_means_are_over_the_members_that_are_there(lambda_: int) -> None:
     assert server.clients["cluster"] == {0: 0, 2: 0, 3: 1}
     for j, weights in enumerate(models(engine, server)):
         expected = before[j] + 0.5 * torch.stack(changes[j]).mean(0)
-        n = engine.work.flat.parameters
+        n = engine.trainer.flat.parameters
         assert relative(weights[:n], expected[:n]) < 1e-12
         assert relative(weights[:n], before[j][:n]) > 1e-4
     assert all(torch.equal(kept[name], leaf) for name, leaf in engine.states.on_host(1).items())
@@ -378,7 +378,7 @@ def test_each_client_is_judged_by_its_clusters_model(policy: str) -> None:
     for k in range(5):
         expected = found[k % 2]
         if policy == "local":
-            expected[session.work.kept] = engine.states[k]["norm"]
+            expected[session.trainer.kept] = engine.states[k]["norm"]
         own = session.personal_weights(k)
         assert own is not None and torch.equal(own, expected)
         scores.append(session._client_scores(expected)[k])
@@ -430,7 +430,7 @@ def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
     step(engine, server, 0)
     client = engine.client(np.array([4]), 1, remember=False)  # of 8 images
     seen: list[int] = []
-    encoder = cast(Any, engine.work.network.towers[0]).encoder
+    encoder = cast(Any, engine.trainer.network.towers[0]).encoder
     encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
     whole, goal = (look(client, server.weights) for look in (module.features, module.goal))
     monkeypatch.setattr("fedssl.data.dataset.PIXELS", 3 * 8 * 8)
@@ -440,9 +440,9 @@ def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
 
 
 def test_compiled_steps_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedssl.training import workspace
+    from fedssl.training import trainer as training
 
-    monkeypatch.setattr(workspace, "SELDOM", 0)
+    monkeypatch.setattr(training, "SELDOM", 0)
     assert_compiled_is_plain(
         featarc("algorithm.clusters=1", "algorithm.batch=4", "algorithm.local_epochs=2"),
         monkeypatch,

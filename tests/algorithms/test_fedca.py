@@ -50,9 +50,9 @@ def made(*words: str, sizes: tuple[int, ...] = SIZES) -> tuple[LocalEngine, Serv
 
 
 def public_of(engine: LocalEngine) -> Client:
-    ids, lr = np.array([len(engine.groups)]), engine.work.config.client.lr
+    ids, lr = np.array([len(engine.groups)]), engine.trainer.config.client.lr
     members = np.array(PUBLIC)
-    return Client(engine.work, members, ids, np.array([len(members)]), 0, lr, {})
+    return Client(engine.trainer, members, ids, np.array([len(members)]), 0, lr, {})
 
 
 def banks(server: Server) -> dict[str, Tensor]:
@@ -183,7 +183,7 @@ def test_it_is_what_a_plain_loop_would_do(words: str) -> None:
         for k, bank in enumerate(held):
             torch.testing.assert_close(banks(server)[str(k)], bank, rtol=1e-8, atol=1e-10)
         for name, tensor in mean.items():
-            ours = engine.work.flat.named(server.weights)[name]
+            ours = engine.trainer.flat.named(server.weights)[name]
             torch.testing.assert_close(ours, tensor, rtol=1e-8, atol=1e-10)
         assert float(server.log["loss"]) == pytest.approx(np.average(losses, weights=SIZES))
         for loop in loops:
@@ -193,18 +193,18 @@ def test_it_is_what_a_plain_loop_would_do(words: str) -> None:
 
 def test_the_alignment_alone_brings_features_to_the_bases() -> None:
     engine, server = made("algorithm.align=1")
-    work, client = engine.work, engine.client(np.array([0]), 0, remember=False)
+    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
     images: Tensor = server.state["public"]  # type: ignore[assignment]
     goal: Tensor = server.state["base"]  # type: ignore[assignment]
-    work.load(work.initial)
+    trainer.load(trainer.initial)
     one = Step(engine.algorithm, client, rows(0, 16, 0), images, goal)  # type: ignore[arg-type]
     apart = []
     for _ in range(20):
         with torch.no_grad():
-            apart.append((features(work, images) - goal).norm(dim=1))
-        work.flat.gradient.zero_()
+            apart.append((features(trainer, images) - goal).norm(dim=1))
+        trainer.flat.gradient.zero_()
         one.alignment(len(images)).backward()
-        work.flat.params.sub_(work.flat.gradient, alpha=0.2)
+        trainer.flat.params.sub_(trainer.flat.gradient, alpha=0.2)
     means = [float(a.mean()) for a in apart]
     assert all(after < before for before, after in pairwise(means)) and means[-1] < means[0] / 2
     assert bool((apart[-1] < apart[0]).all())
@@ -226,8 +226,8 @@ def test_public_images_leave_no_trace_in_batch_norms_statistics(policy: str) -> 
 def test_the_base_model_leaves_no_trace_in_the_run() -> None:
     engine, server = made("algorithm.align=0.5")
     other, with_it = engine_of(fedca("algorithm.align=0.5"), made_split(), groups_of(*SIZES))
-    plan = other.work.plan
-    assert engine.work.plan == plan and torch.equal(server.weights, with_it.weights)
+    plan = other.trainer.plan
+    assert engine.trainer.plan == plan and torch.equal(server.weights, with_it.weights)
     with_it.state |= server.state
     for round in range(2):
         step(engine, server, round)
@@ -327,7 +327,7 @@ def test_public_images_are_nobodys(more: str) -> None:
     if more == OFF:
         assert not session.server.state
     else:
-        assert torch.equal(session.server.state["public"], session.work.images[0][public])  # type: ignore[arg-type]
+        assert torch.equal(session.server.state["public"], session.trainer.images[0][public])  # type: ignore[arg-type]
 
 
 def test_what_is_held_out_is_not_public() -> None:
@@ -339,10 +339,10 @@ def test_what_is_held_out_is_not_public() -> None:
 def test_the_sessions_base_model_learns() -> None:
     session = begun(prepare(small()))
     assert session.public is not None
-    work, images = session.work, session.server.state["public"]
-    work.load(work.initial)
+    trainer, images = session.trainer, session.server.state["public"]
+    trainer.load(trainer.initial)
     with torch.no_grad():
-        before = [features(work, part) for part in in_batches(work, images)]  # type: ignore[arg-type]
+        before = [features(trainer, part) for part in in_batches(trainer, images)]  # type: ignore[arg-type]
     base: Tensor = session.server.state["base"]  # type: ignore[assignment]
     assert float((base - torch.cat(before)).norm(dim=1).mean()) > 1e-3
 

@@ -53,7 +53,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Logged:
 
 def by_part(engine: LocalEngine, vector: Tensor) -> dict[str, Tensor]:
     """The numbers of encoder with projector, of the predictor, and batch norm's statistics."""
-    named = engine.work.flat.named(vector)
+    named = engine.trainer.flat.named(vector)
     parts: dict[str, list[Tensor]] = {"encoder": [], "predictor": [], "buffers": []}
     for name, tensor in named.items():
         kind = "encoder" if name.startswith("towers.") else "predictor"
@@ -164,7 +164,7 @@ def test_divergences_by_hand(log: Logged) -> None:
         for k in range(3):
             after = log[1, k]["after"]
             if divergence == "drift":
-                named = engine.work.flat.named(after - log[1, k]["start"])
+                named = engine.trainer.flat.named(after - log[1, k]["start"])
                 convolutions = [t for t in named.values() if t.ndim == 4]
                 assert len(convolutions) == 3
                 expected = sum(float(t.square().sum().sqrt()) for t in convolutions) / 3
@@ -233,7 +233,7 @@ def test_a_client_that_skipped_a_round_starts_from_the_global_network(
         if round == 3:
             assert mu[2] > 0 and log[3, 2]["had_target"]  # type: ignore[operator]
     if divergence == "drift":
-        named = engine.work.flat.named(log[0, 2]["after"] - log[0, 2]["start"])
+        named = engine.trainer.flat.named(log[0, 2]["after"] - log[0, 2]["start"])
         first = sum(float(t.norm()) for t in named.values() if t.ndim == 4) / 3
         assert float(engine.states[2]["first"]) == pytest.approx(first, rel=1e-12)  # type: ignore[arg-type]
 

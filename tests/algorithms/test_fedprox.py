@@ -34,11 +34,11 @@ def test_the_second_step_has_exactly_the_proximal_term() -> None:
         *("objective.name=simclr", "objective.projector=32,16", "client.lr=0.05"),
     )
     engine, server = engine_of(config, made_split(), groups_of(9))
-    w0, n = server.weights.clone(), engine.work.flat.parameters
+    w0, n = server.weights.clone(), engine.trainer.flat.parameters
     step(engine, server, 0)
     loop, w = Plain(config, made_split(), range(9)), w0[:n]
     for number in range(2):
-        loop.receive(engine.work.flat.named(torch.cat((w, w0[n:]))))
+        loop.receive(engine.trainer.flat.named(torch.cat((w, w0[n:]))))
         loop.network.zero_grad()
         loop.loss(*loop.views(number, torch.arange(9))).backward()
         gradient = torch.cat([p.grad.reshape(-1) for p in loop.network.parameters()])
@@ -55,14 +55,14 @@ def test_rounds_are_those_of_a_plain_loop_with_the_term_in_its_loss() -> None:
     ]
     names = [name for name, _ in loops[0].network.named_parameters()]
     for round in range(2):
-        start = engine.work.flat.named(server.weights.clone())
+        start = engine.trainer.flat.named(server.weights.clone())
         for loop in loops:
             loop.receive(start)
             loop.pull = (2.0, [start[name] for name in names])
             loop.round(round)
         step(engine, server, round)
         mean = mean_state([loop.network.state_dict() for loop in loops], list(SIZES))
-        after = engine.work.flat.named(server.weights)
+        after = engine.trainer.flat.named(server.weights)
         for name, tensor in mean.items():
             assert (after[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
 
@@ -72,7 +72,7 @@ def test_a_large_mu_keeps_clients_near_the_global_model() -> None:
     for mu in (0, 1, 5):
         config = siamese("simclr", "algorithm.name=fedprox", f"algorithm.mu={mu}")
         engine, server = engine_of(config, made_split(), groups_of(*SIZES))
-        moved.append(float((train(engine, server, 1) - engine.work.initial).norm()))
+        moved.append(float((train(engine, server, 1) - engine.trainer.initial).norm()))
     assert moved == sorted(moved, reverse=True) and moved[-1] < 0.9 * moved[0]
 
 

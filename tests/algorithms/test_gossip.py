@@ -66,7 +66,7 @@ def test_on_a_complete_graph_a_round_is_unweighted_fedavg(policy: str) -> None:
         step(other, plain, round)
         assert relative(server.weights, plain.weights) < 1e-12
         assert relative(models(server), server.sent.expand(len(SIZES), -1)) < 1e-12
-    assert relative(server.weights, engine.work.initial) > 1e-3
+    assert relative(server.weights, engine.trainer.initial) > 1e-3
 
 
 def test_two_rounds_on_a_path_by_hand(tmp_path: Path) -> None:

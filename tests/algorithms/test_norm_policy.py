@@ -37,7 +37,7 @@ def norm_names(engine: LocalEngine) -> set[str]:
     kinds = (_BatchNorm, nn.GroupNorm)
     return {
         f"{prefix}.{name}"
-        for prefix, module in engine.work.network.named_modules()
+        for prefix, module in engine.trainer.network.named_modules()
         if isinstance(module, kinds)
         for name, _ in [*module.named_parameters(), *module.named_buffers()]
     }
@@ -45,7 +45,7 @@ def norm_names(engine: LocalEngine) -> set[str]:
 
 def next_start(engine: LocalEngine, server: Server, k: int) -> dict[str, Tensor]:
     client = engine.client(np.array([k]), server.round + 1, remember=False)
-    return engine.work.flat.named(client.open(server.sent))
+    return engine.trainer.flat.named(client.open(server.sent))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -67,13 +67,13 @@ def test_local_norms_are_not_sent(norm: str) -> None:
     cohort = step(engine, server, 0)
     cohort = step(engine, server, 1)
     norms = norm_names(engine)
-    others = sum(t.numel() for n, t in engine.work.flat.named().items() if n not in norms)
+    others = sum(t.numel() for n, t in engine.trainer.flat.named().items() if n not in norms)
     assert len(server.sent) == others < len(server.weights)
     clients, size = 2, 8  # bytes a number
     assert dict(cohort.traffic.down) == {"train": clients * size * others}
     assert dict(cohort.traffic.up) == {"train": clients * size * (others + 1)}  # and the loss
     # The server's own copy of them stays as it was.
-    start, now = (engine.work.flat.named(v) for v in (engine.work.initial, server.weights))
+    start, now = (engine.trainer.flat.named(v) for v in (engine.trainer.initial, server.weights))
     assert all(torch.equal(start[n], now[n]) == (n in norms) for n in now)
 
 
@@ -84,7 +84,7 @@ def test_local_norms_continue_where_the_client_left_them() -> None:
     step(engine, server, 1, 0)  # client 1 is not asked
     assert torch.equal(engine.states[1]["norm"], kept)  # type: ignore[arg-type]
     start = next_start(engine, server, 1)
-    held = torch.cat([start[s.name].reshape(-1) for s in engine.work.flat.of(_BatchNorm)])
+    held = torch.cat([start[s.name].reshape(-1) for s in engine.trainer.flat.of(_BatchNorm)])
     assert torch.equal(held, kept)
 
 
@@ -99,9 +99,9 @@ def test_local_norms_of_two_clients_by_hand() -> None:
         ends = []
         for k, start in enumerate(starts):
             client = engine.client(np.array([k]), round, remember=False)
-            ends.append(engine.work.flat.named(client.train(start, dict(client.state)).weights))
+            ends.append(engine.trainer.flat.named(client.train(start, dict(client.state)).weights))
         step(engine, server, round)
-        now = engine.work.flat.named(server.weights)
+        now = engine.trainer.flat.named(server.weights)
         for name, tensor in now.items():
             mean = (6 * ends[0][name] + 9 * ends[1][name]) / 15
             if name not in norms:
@@ -117,15 +117,15 @@ def test_the_global_model_of_local_norms_has_their_mean(
     config = policy("local", f"algorithm.weight={weight}")
     engine, server = made(config)
     session = session_of(config, engine, server)
-    assert torch.equal(session.global_weights(), engine.work.initial)
+    assert torch.equal(session.global_weights(), engine.trainer.initial)
     step(engine, server, 0)
     first, second = (next_start(engine, server, k) for k in range(2))
-    for name, tensor in engine.work.flat.named(session.global_weights()).items():
+    for name, tensor in engine.trainer.flat.named(session.global_weights()).items():
         mean = (counts[0] * first[name] + counts[1] * second[name]) / sum(counts)
         torch.testing.assert_close(tensor, mean, rtol=1e-12, atol=1e-14)
         own = session.personal_weights(1)
         assert own is not None
-        assert torch.equal(engine.work.flat.named(own)[name], second[name])
+        assert torch.equal(engine.trainer.flat.named(own)[name], second[name])
 
 
 def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
@@ -134,7 +134,7 @@ def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
     step(engine, server, 0)
     session = session_of(config, engine, server)
     first, second = (next_start(engine, server, k) for k in range(2))
-    found = engine.work.flat.named(session.global_weights())
+    found = engine.trainer.flat.named(session.global_weights())
     for name in norm_names(engine):
         assert relative(found[name], (first[name] + second[name]) / 2) < 1e-12
     assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))
@@ -157,13 +157,13 @@ def test_reset_statistics_are_those_of_the_rounds_batches(
 
         return hook
 
-    for name, module in engine.work.network.named_modules():
+    for name, module in engine.trainer.network.named_modules():
         if isinstance(module, _BatchNorm):
             module.register_forward_pre_hook(watch(name))
     for round in range(2):
         seen.clear()
         step(engine, server, round)
-        now = engine.work.flat.named(server.weights)
+        now = engine.trainer.flat.named(server.weights)
         passes = [size // 4 * (2 if towers == 1 else 1) for size in sizes]
         for name, batches in seen.items():
             assert len(batches) == sum(passes)
@@ -187,7 +187,7 @@ def test_reset_averages_parameters_as_average_does() -> None:
         engine, server = made(policy(name))
         for round in range(2):
             step(engine, server, round)
-        results.append((server.weights, engine.work.flat.parameters))
+        results.append((server.weights, engine.trainer.flat.parameters))
     (average, n), (reset, _) = results
     assert torch.equal(average[:n], reset[:n])
     assert relative(reset[n:], average[n:]) > 0.01
@@ -202,10 +202,12 @@ def test_policies_go_with_the_other_algorithms(algorithm: str, name: str) -> Non
         step(engine, server, round)
     norms = norm_names(engine)
     if name == "local":
-        start, now = (engine.work.flat.named(v) for v in (engine.work.initial, server.weights))
+        start, now = (
+            engine.trainer.flat.named(v) for v in (engine.trainer.initial, server.weights)
+        )
         assert all(torch.equal(start[n], now[n]) for n in norms)
         first, second = (next_start(engine, server, k) for k in range(2))
         assert not any(torch.equal(first[n], second[n]) for n in norms)
     else:
-        variance = [t for n, t in engine.work.flat.named(server.weights).items() if "var" in n]
+        variance = [t for n, t in engine.trainer.flat.named(server.weights).items() if "var" in n]
         assert all(bool((v > 0).all()) for v in variance)

@@ -158,7 +158,7 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
     plain = datasets.load(config.data, config.seed)
     before = plain.train.images[0].clone()
     session = prepare(config)
-    own, test = session.work.images[0].cpu(), session.dataset.test
+    own, test = session.trainer.images[0].cpu(), session.dataset.test
     assert test is not None and plain.test is not None
     assert torch.equal(test.images[0], plain.test.images[0])
     assert torch.equal(session.judged_splits[0].images[0], own)
@@ -185,7 +185,7 @@ def test_each_client_is_judged_on_test_images_like_its_own(size: int) -> None:
         mine = torch.from_numpy(session.client_tests[k])
         wanted = torch.rot90(plain.images[0][mine], k, (2, 3))
         assert len(mine) > 50 and torch.equal(session.client_test_images[mine], wanted)
-    found, encoder = session._client_scores(session.work.initial), session.encoder().encoder
+    found, encoder = session._client_scores(session.trainer.initial), session.encoder().encoder
     train = session.judged_splits[0]
     assert train.labels is not None
     features = (extract(encoder, x) for x in (train.images[0], session.client_test_images))

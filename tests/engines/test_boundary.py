@@ -1,6 +1,6 @@
 """What a real client would have: its own process, bytes in, bytes out, its own state on a disk.
 
-Every task of every exchange runs in a workspace made for it alone, so an algorithm that relied on
+Every task of every exchange runs in a trainer made for it alone, so an algorithm that relied on
 what an earlier task left in memory, or on an object of the server, would give other weights.
 """
 
@@ -84,11 +84,13 @@ def run_both(config: Config) -> None:
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
 @pytest.mark.parametrize(
-    "work", ["algorithm.local_steps=1", "algorithm.local_epochs=2"], ids=["step", "epochs"]
+    "local", ["algorithm.local_steps=1", "algorithm.local_epochs=2"], ids=["step", "epochs"]
 )
-def test_clients_in_processes_of_their_own_give_the_same_weights(algorithm: str, work: str) -> None:
-    words = [f"algorithm.name={algorithm}", work, "server.momentum=0.9"]
-    if "epochs" in work:
+def test_clients_in_processes_of_their_own_give_the_same_weights(
+    algorithm: str, local: str
+) -> None:
+    words = [f"algorithm.name={algorithm}", local, "server.momentum=0.9"]
+    if "epochs" in local:
         words.append("algorithm.batch=2")
     run_both(settings(*words))
 

@@ -247,7 +247,7 @@ def site_of(session: Session, folder: Path) -> Site:
 def test_a_site_answers_only_what_the_algorithm_declares(task: str, tmp_path: Path) -> None:
     """Methods of the algorithm that are no exchanges would tell the client's own network."""
     session = prepare(small(*BYOL, "algorithm.name=fedema"))
-    network = pack(session.work.initial)["."]
+    network = pack(session.trainer.initial)["."]
     for weight in ("samples", None):
         request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
         (reply,) = site_of(session, tmp_path).answer(request).values()
@@ -256,7 +256,7 @@ def test_a_site_answers_only_what_the_algorithm_declares(task: str, tmp_path: Pa
 
 def test_a_mean_is_not_given_as_a_single_reply_nor_the_other_way(tmp_path: Path) -> None:
     session = prepare(small(*BYOL, "algorithm.name=fedema"))
-    network = pack(session.work.initial)["."]
+    network = pack(session.trainer.initial)["."]
     for task, weight in (("train", None), ("report", "samples")):
         request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
         (reply,) = site_of(session, tmp_path).answer(request).values()

@@ -168,7 +168,7 @@ def test_updates_in_half_precision(tmp_path: Path) -> None:
     (full_bytes,), (half_bytes,) = ([c.traffic.up for c in go(s, 1)] for s in (plain, half))
     assert half_bytes["encode"] == full_bytes["encode"]
     assert half_bytes["descend"] < 0.26 * full_bytes["descend"]  # from float64
-    start = plain.work.initial
+    start = plain.trainer.initial
     change, rounded = plain.server.weights - start, half.server.weights - start
     assert 0 < relative(rounded, change) < 2**-10
     assert float(half.server.log["loss"]) == float(plain.server.log["loss"])

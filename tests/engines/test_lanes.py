@@ -17,7 +17,7 @@ from fedssl.algorithms.ccl import CCL
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.algorithm import Server
 from fedssl.federation.client import Client
-from fedssl.training import workspace
+from fedssl.training import trainer as training
 from fedssl.training.lanes import Lanes
 from fedssl.training.plan import Plan
 from fedssl.util.trees import flatten
@@ -34,7 +34,7 @@ def as_it_is_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """What compiling gives is told elsewhere, and takes seconds for each network."""
     torch.compiler.reset()
     if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr(workspace, "compiled", lambda function, **_: function)
+        monkeypatch.setattr(training, "compiled", lambda function, **_: function)
 
 
 def engine_with(
@@ -45,8 +45,8 @@ def engine_with(
         "encoder.norm=batch", "augment.name=flip", *words,
     )  # fmt: skip
     engine, server = engine_of(config, made_split(sum(SIZES), 3, 8), groups_of(*SIZES), device)
-    engine.work.compiles = True
-    engine.lanes = Lanes(engine.work, lanes) if lanes else None
+    engine.trainer.compiles = True
+    engine.lanes = Lanes(engine.trainer, lanes) if lanes else None
     return engine, train(engine, server, rounds)
 
 
@@ -67,19 +67,19 @@ def test_side_by_side_as_one_by_one(
 ) -> None:
     seen: list[tuple[int, str, int]] = []
     made: list[str] = []
-    inner, first = Client.train, workspace.Replay.__init__
+    inner, first = Client.train, training.Replay.__init__
 
-    def init(self: workspace.Replay, *args: object) -> None:
+    def init(self: training.Replay, *args: object) -> None:
         made.append(threading.current_thread().name)
         first(self, *args)
 
     def train(self: Client, *args: object, **kwargs: object) -> object:
-        seen.append((self.round, threading.current_thread().name, id(self.work)))
+        seen.append((self.round, threading.current_thread().name, id(self.trainer)))
         return inner(self, *args, **kwargs)
 
     alone, plain = engine_with(words, 0, device)
     monkeypatch.setattr(Client, "train", train)
-    monkeypatch.setattr(workspace.Replay, "__init__", init)
+    monkeypatch.setattr(training.Replay, "__init__", init)
     engine, fast = engine_with(words, 3, device)
     close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
     torch.testing.assert_close(fast, plain, rtol=close, atol=close)
@@ -92,7 +92,11 @@ def test_side_by_side_as_one_by_one(
     # networks.
     assert {name for round, name, _ in seen if round == 0} == {"MainThread"}
     assert {name.startswith("client") for round, name, _ in seen if round > 0} == {True}
-    assert [len({work for r, _, work in seen if r == round}) for round in range(3)] == [1, 3, 3]
+    assert [len({trainer for r, _, trainer in seen if r == round}) for round in range(3)] == [
+        1,
+        3,
+        3,
+    ]
     assert set(made) == {"MainThread"}  # nothing is captured beside others
 
 
@@ -102,10 +106,10 @@ def test_waves_are_even_and_a_watched_round_is_not_shared(device: str) -> None:
     lanes = engine.lanes
     assert lanes is not None and lanes.knows("train") and not lanes.knows("other")
     assert [lanes.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
-    engine.work.watched = {}
+    engine.trainer.watched = {}
     assert not lanes.knows("train")
     engine.rest()
-    assert engine.lanes is None and not engine.work.shares_steps
+    assert engine.lanes is None and not engine.trainer.shares_steps
 
 
 CCL_WORDS = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=4", *MOCO]
@@ -128,27 +132,27 @@ def test_steps_that_look_beyond_their_batch(
     words: list[str], first: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Side by side as soon as all that will come again is compiled; nothing is, beside others."""
-    monkeypatch.setattr(workspace, "SELDOM", 1)
+    monkeypatch.setattr(training, "SELDOM", 1)
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
     alone, plain = engine_with(words, 0, device, rounds=4)
     threads: dict[int, set[bool]] = {}
     made: list[str] = []
-    inner, init = Client.train, workspace.Replay.__init__
+    inner, init = Client.train, training.Replay.__init__
 
     def train(self: Client, *args: object, **kwargs: object) -> object:
         name = threading.current_thread().name
         threads.setdefault(self.round, set()).add(name.startswith("client"))
         return inner(self, *args, **kwargs)
 
-    def note(self: workspace.Replay, *args: object) -> None:
+    def note(self: training.Replay, *args: object) -> None:
         made.append(threading.current_thread().name)
         init(self, *args)
 
     monkeypatch.setattr(Client, "train", train)
-    monkeypatch.setattr(workspace.Replay, "__init__", note)
+    monkeypatch.setattr(training.Replay, "__init__", note)
     engine, fast = engine_with(words, 3, device, rounds=4)
     assert threads == {round: {round >= first} for round in range(4)}
-    assert made == ["MainThread"] * 3 and engine.work.alone
+    assert made == ["MainThread"] * 3 and engine.trainer.alone
     close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
     torch.testing.assert_close(fast, plain, rtol=close, atol=close)
     for client in alone.states:
@@ -161,17 +165,17 @@ def test_shapes_that_are_not_compiled_are_not_shared(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither while one waits for it, nor is one captured that comes up beside others."""
-    monkeypatch.setattr(workspace, "SELDOM", 1)
+    monkeypatch.setattr(training, "SELDOM", 1)
     engine, _ = engine_with(CCL_WORDS, 3, device)
     assert engine.lanes is not None and engine.lanes.knows("train") and engine.lanes.knows("share")
-    work, steps = engine.work, next(iter(engine.work._replays.values()))
+    trainer, steps = engine.trainer, next(iter(engine.trainer._replays.values()))
     loss = SimpleNamespace(function=steps.function, lasting=True)
     other = tuple(torch.cat((i, i)) for i in steps.inputs)
-    work.alone = False
-    assert all(work.replay(8, None, loss, other) is None for _ in range(3))
+    trainer.alone = False
+    assert all(trainer.replay(8, None, loss, other) is None for _ in range(3))
     assert not engine.lanes.knows("train")
-    work.alone = True
-    assert work.replay(8, None, loss, other) is not None
+    trainer.alone = True
+    assert trainer.replay(8, None, loss, other) is not None
     assert engine.lanes.knows("train")
 
 
@@ -181,14 +185,14 @@ def test_a_shape_may_come_up_between_two_waves(
 ) -> None:
     """While CCL's banks grow, those who are in them see one less than newcomers do."""
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
-    monkeypatch.setattr(workspace, "SELDOM", 1)
+    monkeypatch.setattr(training, "SELDOM", 1)
     words = ["algorithm.local_epochs=2", "algorithm.batch=8", "augment.name=flip", *CCL_WORDS]
     known, found = [], []
     for lanes in (0, 2):
         made = engine_of(settings(*words), made_split(96, 3, 8), groups_of(*[16] * 6), device)
         engine, server = made
-        engine.work.compiles = True
-        engine.lanes = Lanes(engine.work, lanes) if lanes else None
+        engine.trainer.compiles = True
+        engine.lanes = Lanes(engine.trainer, lanes) if lanes else None
         for ids in ([2, 3, 4, 5], [2, 3, 4, 5], [0, 1, 2, 3]):
             known.append(engine.lanes is not None and engine.lanes.knows("train"))
             engine.algorithm.round(server, engine.cohort(np.array(ids), server.round))
@@ -204,14 +208,14 @@ def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
     ids: list[int], expected: bool, device: str
 ) -> None:
     engine, _ = engine_with(FEDAVG, 3, device)
-    fresh = engine.lanes = Lanes(engine.work, 3)
-    server = Server(engine.work)
+    fresh = engine.lanes = Lanes(engine.trainer, 3)
+    server = Server(engine.trainer)
     step(engine, server, 0, *ids)
     assert fresh.knows("train") == expected
     seen: list[str] = []
     engine.algorithm.train = lambda client, *_: (  # type: ignore[attr-defined]
         seen.append(threading.current_thread().name)
-        or client.reply(client.train(engine.work.initial, {}), engine.work.initial)
+        or client.reply(client.train(engine.trainer.initial, {}), engine.trainer.initial)
     )
     step(engine, server, 1, 0)
     assert seen == ["MainThread"]  # one client alone
@@ -221,12 +225,12 @@ def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
 def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = engine_with(FEDAVG, 3, device)
 
-    def broken(work: workspace.Workspace) -> None:
+    def broken(trainer: training.Trainer) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     ended: list[bool] = []
 
-    def slow(work: workspace.Workspace) -> None:
+    def slow(trainer: training.Trainer) -> None:
         time.sleep(0.3)
         ended.append(True)
 
@@ -241,7 +245,7 @@ def test_who_interrupts_does_not_wait_for_the_others(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = engine_with(FEDAVG, 3, device)
-    server, lanes = Server(engine.work), engine.lanes
+    server, lanes = Server(engine.trainer), engine.lanes
     assert lanes is not None
 
     started: list[Future[object]] = []
@@ -251,15 +255,15 @@ def test_who_interrupts_does_not_wait_for_the_others(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedssl.training.lanes.wait", interrupted)
-    config = replace(engine.work.config.algorithm, local_epochs=10**6)
-    for work in lanes._works:
-        work.plan = Plan.from_config(config, 0, work.device)
+    config = replace(engine.trainer.config.algorithm, local_epochs=10**6)
+    for trainer in lanes._trainers:
+        trainer.plan = Plan.from_config(config, 0, trainer.device)
     with pytest.raises(KeyboardInterrupt):
         step(engine, server, 1)
     try:
         assert started and not wait(started, 20).not_done  # they stop at the end of their step
     finally:
-        engine.work.halted.set()  # else a test that failed would never end
+        engine.trainer.halted.set()  # else a test that failed would never end
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -267,14 +271,14 @@ def test_without_memory_there_are_fewer_networks(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = engine_with(FEDAVG, 2, device)
-    lanes, twin = engine.lanes, engine.work.twin
+    lanes, twin = engine.lanes, engine.trainer.twin
     assert lanes is not None and lanes.width(4) == 2
 
-    def full() -> workspace.Workspace:
-        if len(lanes._works) == 3:
+    def full() -> training.Trainer:
+        if len(lanes._trainers) == 3:
             raise torch.OutOfMemoryError
         return twin()
 
-    monkeypatch.setattr(engine.work, "twin", full)
+    monkeypatch.setattr(engine.trainer, "twin", full)
     lanes.most = 5
-    assert [lanes.width(5), lanes.most, len(lanes._works)] == [3, 3, 3]
+    assert [lanes.width(5), lanes.most, len(lanes._trainers)] == [3, 3, 3]

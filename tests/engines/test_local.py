@@ -86,7 +86,7 @@ def test_traffic_of_a_dcco_round() -> None:
         train(engine, server, rounds=1)
         cohort = engine.cohort(np.arange(3), 1)
         engine.algorithm.round(server, cohort)
-        d, parameters = 16, engine.work.flat.parameters
+        d, parameters = 16, engine.trainer.flat.parameters
         moments = 4 * (4 * d + d * d)
         assert dict(cohort.traffic.up) == {
             "encode": 3 * moments,
@@ -117,7 +117,7 @@ def test_payloads_per_client_reach_their_client_and_are_never_merged() -> None:
 
     algorithm = cast(Any, engine.algorithm)
     algorithm.task, algorithm.means, algorithm.gathers = task, ("task",), ("task",)
-    algorithm.reply_like = lambda task, work: {"x": torch.zeros(())}
+    algorithm.reply_like = lambda task, trainer: {"x": torch.zeros(())}
     cohort: LocalCohort = engine.cohort(np.arange(3), 0)
     own = per_client({k: torch.tensor(10.0 * k) for k in range(3)})
     replies = cohort.gather("task", own, torch.tensor(1.0))

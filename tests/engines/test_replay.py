@@ -19,7 +19,7 @@ from fedssl.util.trees import flatten
 def results(compiles: bool, objective: str, *words: str) -> tuple[LocalEngine, dict[str, Any]]:
     config = siamese(objective, "algorithm.local_epochs=1", *words)
     engine, server = engine_of(config, made_split(), groups_of(9, 3, 8))  # 3 is less than a batch
-    engine.work.compiles = compiles
+    engine.trainer.compiles = compiles
     for round in range(3):
         step(engine, server, round)
     numbers = {"weights": server.weights, "loss": server.log["loss"]}
@@ -45,7 +45,7 @@ def test_the_replayed_step_is_the_plain_one(words: str, monkeypatch: pytest.Monk
     objective, *rest = words.split()
     _, plain = results(False, objective, *rest)
     engine, replayed = results(True, objective, *rest)
-    assert len(engine.work._replays) == (2 if "ditto" in words else 1)
+    assert len(engine.trainer._replays) == (2 if "ditto" in words else 1)
     assert plain.keys() == replayed.keys()
     # Adam makes large steps of gradients that are nothing but rounding.
     close = 1e-3 if "adam" in words else 1e-9

@@ -146,7 +146,7 @@ def test_a_spoiled_vector_skips_the_round(tmp_path: Path) -> None:
 def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> None:
     config = small("engine.name=flower", SECURE)
     session = prepare(config)
-    network = pack(session.work.initial)["."]
+    network = pack(session.trainer.initial)["."]
     request = Request(
         "locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", 1, {"0/.": network}
     )
@@ -167,7 +167,7 @@ def test_a_site_is_not_summed_twice(tmp_path: Path) -> None:
 def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: Path) -> None:
     """A server with another threshold than the sites' recipe gets no shares."""
     far, _ = far_session(small(SECURE, "privacy.threshold=0.9"), tmp_path, nodes=5)
-    far.engine.work.config = small("engine.name=flower", SECURE, "privacy.threshold=0.6")
+    far.engine.trainer.config = small("engine.name=flower", SECURE, "privacy.threshold=0.6")
     line = one_round(far, tmp_path)
     assert line["skipped"] and all("privacy.threshold=0.9" in f for f in line["faults"].values())
 

@@ -110,8 +110,8 @@ def test_what_is_written_does_not_stay_on_the_device(
         engine.states._stream = Queue()  # type: ignore[assignment]
         for round in range(2):
             step(engine, server, round)
-        assert engine.work.target is not None
-        large = engine.work.target.parameters
+        assert engine.trainer.target is not None
+        large = engine.trainer.target.parameters
         host = sum(
             t.numel() >= large for k in engine.states for t in engine.states.on_host(k).values()
         )

@@ -148,7 +148,7 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     monkeypatch.setattr(collaborative, "ROUNDS", 3)
     monkeypatch.setattr(collaborative, "BATCH", 5)
     session = made(f"encoder.norm={norm}", "seed=3", sizes=sizes)
-    encoder = session.body(session.work.initial).encoder
+    encoder = session.body(session.trainer.initial).encoder
     drawn = draw(session.config, session.clients, session.dataset.train, 0.5)
     assert drawn.sizes.tolist() == [n // 2 for n in sizes]
     head = nn.Linear(encoder.features, 4, dtype=torch.float64)
@@ -157,9 +157,9 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     images = session.dataset.train.images[0].double() / 255
     start = copy.deepcopy(encoder).double()
     body, top = slow(start, images, session.dataset.train.labels, drawn, head, 3)
-    score = session.judge(session.work.initial)[f"{SPEC}_top1"]
+    score = session.judge(session.trainer.initial)[f"{SPEC}_top1"]
     nested = session.tuned[SPEC]
-    found = nested.work.flat.named(collaborative.train(nested, encoder))
+    found = nested.trainer.flat.named(collaborative.train(nested, encoder))
     expected = Flat(body).named()
     assert (expected["layers.0.weight"] - encoder.layers[0].weight).abs().max() > 1e-4
     for name, tensor in expected.items():
@@ -180,13 +180,13 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
 def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm, monkeypatch):
     monkeypatch.setattr(collaborative, "ROUNDS", 0)
     session = made(f"encoder.norm={norm}", "precision=fp32")
-    weights = session.work.initial + 0.01 * torch.arange(len(session.work.initial)).sin()
-    judged = session.judge(session.work.initial)  # what was judged before leaves nothing
+    weights = session.trainer.initial + 0.01 * torch.arange(len(session.trainer.initial)).sin()
+    judged = session.judge(session.trainer.initial)  # what was judged before leaves nothing
     assert judged == {f"{SPEC}_top1": 25.0}
     encoder = session.body(weights).encoder
     nested = session.tuned[SPEC]
-    collaborative.train(nested, session.body(session.work.initial).encoder)
-    found = nested.work.flat.named(collaborative.train(nested, encoder))
+    collaborative.train(nested, session.body(session.trainer.initial).encoder)
+    found = nested.trainer.flat.named(collaborative.train(nested, encoder))
     for name, tensor in Flat(encoder).named().items():
         assert torch.equal(found[f"towers.0.encoder.{name}"], tensor)
     assert not found["towers.0.head.layer.weight"].any()
@@ -195,19 +195,19 @@ def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm
 
 def test_every_judgement_starts_anew_and_changes_nothing_here(short):
     session = made("encoder.norm=batch", "client.momentum=0.9", sizes=(20, 20))
-    other = session.work.initial * 0.5
-    before, random = session.work.initial.clone(), torch.get_rng_state()
-    first = session.judge(session.work.initial)
+    other = session.trainer.initial * 0.5
+    before, random = session.trainer.initial.clone(), torch.get_rng_state()
+    first = session.judge(session.trainer.initial)
     session.judge(other)
     nested = session.tuned[SPEC]
-    assert session.judge(session.work.initial) == first
+    assert session.judge(session.trainer.initial) == first
     assert session.tuned[SPEC] is nested
     encoder = session.body(before).encoder
     start = copy.deepcopy(encoder.state_dict())
     weights = [collaborative.train(nested, encoder) for _ in range(2)]
     assert torch.equal(*weights)
     assert all(torch.equal(start[n], v) for n, v in encoder.state_dict().items())
-    assert torch.equal(session.work.initial, before)
+    assert torch.equal(session.trainer.initial, before)
     assert torch.equal(torch.get_rng_state(), random)
 
 
@@ -217,8 +217,8 @@ def test_a_trained_encoder_is_worth_more_than_a_random_one(monkeypatch):
     session = prepare(digits("evaluate.protocols=collaborative@40%"))
     with monkeypatch.context() as untrained:
         untrained.setattr(collaborative, "accuracy", lambda session, encoder: 0.0)
-        session.judge(session.work.initial)
-    random = session.body(session.work.initial).encoder
+        session.judge(session.trainer.initial)
+    random = session.body(session.trainer.initial).encoder
     nested = session.tuned["collaborative@40%"]
     trained = nested.body(collaborative.train(nested, random)).encoder
     monkeypatch.setattr(collaborative, "ROUNDS", 4)
@@ -286,7 +286,7 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
         "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
         "collaborative@10%: small clients label more than their share, in all 15.4 % of the images",
     ]
-    session.judge(session.work.initial)
+    session.judge(session.trainer.initial)
     ((own, _),) = nested
     assert own.engine.groups.sizes.tolist() == [2, 1, 1] and own.cohort == 3
     assert list(made(sizes=(20, 20)).notes()) == []
@@ -295,7 +295,7 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
 def test_centralized_training_is_tuned_in_the_partition(nested):
     words = ("algorithm.name=centralized", "partition.name=classes", "partition.clients=5")
     session = prepare(digits(*words))
-    session.judge(session.work.initial)
+    session.judge(session.trainer.initial)
     ((own, _),) = nested
     assert len(own.engine.groups) == 5
     labels = own.dataset.train.labels.numpy()
@@ -305,14 +305,14 @@ def test_centralized_training_is_tuned_in_the_partition(nested):
 
 def test_held_out_images_are_nobodys(nested):
     session = prepare(digits("data.holdout=0.5"))
-    session.judge(session.work.initial)
+    session.judge(session.trainer.initial)
     assert len(nested[0][0].dataset.train) == 70  # 10 % of 143 or 144 for each of five
 
 
 def test_the_judged_tower_sees_its_own_images(nested):
     words = ("encoder.towers=2", "data.halves=true", "evaluate.tower=second")
     session = prepare(digits(*words))
-    session.judge(session.work.initial)
+    session.judge(session.trainer.initial)
     ((own, encoder),) = nested
     part = draw(session.config, session.clients, session.dataset.train, 0.1).members
     for ours, whole in ((own.dataset.train, part), (own.dataset.test, slice(None))):
@@ -322,12 +322,12 @@ def test_the_judged_tower_sees_its_own_images(nested):
         assert torch.equal(ours.labels, split.labels[whole])
     second = session.encoder(1).encoder
     assert torch.equal(next(encoder.parameters()), next(second.parameters()))
-    assert len(own.work.network.towers) == 1
+    assert len(own.trainer.network.towers) == 1
 
 
 def test_images_have_the_size_of_judging_and_the_network_stays(nested, short):
     session = prepare(digits("evaluate.size=24", "encoder.name=resnet14"))
-    session.judge(session.work.initial)
+    session.judge(session.trainer.initial)
     ((own, _),) = nested
     assert own.dataset.train.images[0].shape[2:] == (24, 24)
     assert own.dataset.test.images[0].shape[2:] == (24, 24)
@@ -335,7 +335,7 @@ def test_images_have_the_size_of_judging_and_the_network_stays(nested, short):
     session = assemble(session.config, large, groups_of(20))
     assert session.encoder().encoder.stem[0].kernel_size == (7, 7)
     session.judged_splits = (made_split(20), made_split(8))
-    session.judge(session.work.initial)
+    session.judge(session.trainer.initial)
     assert nested[1][0].encoder().encoder.stem[0].kernel_size == (7, 7)
 
 

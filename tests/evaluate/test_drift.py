@@ -41,7 +41,7 @@ def test_distances_are_those_of_the_models() -> None:
     made = session()
     before = made.server.weights.clone()
     line = one_round(made)
-    watched, named = made.work.watched, made.work.flat.named
+    watched, named = made.trainer.watched, made.trainer.flat.named
     assert watched is not None and sorted(watched) == [0, 1, 2]
     central = named(made.server.weights)
     mean = sum(n * watched[k] for k, n in enumerate((8, 12, 20))) / 40  # type: ignore[operator]
@@ -64,7 +64,7 @@ def test_distances_are_those_of_the_models() -> None:
     each: dict[str, float] = line["local_weight_distance"]  # type: ignore[assignment]
     assert sum(layers.values()) == pytest.approx(np.mean(list(each.values())))
     apart = [
-        sum(drift.layer_distances(made.work.flat, watched[a], watched[b]).values())
+        sum(drift.layer_distances(made.trainer.flat, watched[a], watched[b]).values())
         for a, b in ((0, 1), (0, 2), (1, 2))
     ]
     assert line["between_clients_weight_distance"] == pytest.approx(np.mean(apart))
@@ -83,7 +83,7 @@ def test_where_there_are_several_global_models_each_client_is_compared_with_its_
         *("encoder.norm=batch", "algorithm.norm_policy=local"),
     )
     line = one_round(made)
-    watched, kept, states = made.work.watched, made.work.kept, made.engine.states
+    watched, kept, states = made.trainer.watched, made.trainer.kept, made.engine.states
     assert watched is not None and kept is not None
     numbers = [made.number_of(k) for k in range(3)]
     assert set(numbers) == {0, 1}
@@ -94,9 +94,11 @@ def test_where_there_are_several_global_models_each_client_is_compared_with_its_
         model, other = made.global_weights(number), made.global_weights(1 - number)
         torch.testing.assert_close(model[kept], mean)
         for k in members:
-            expected = sum(drift.layer_distances(made.work.flat, watched[k], model).values())
+            expected = sum(drift.layer_distances(made.trainer.flat, watched[k], model).values())
             assert line["local_weight_distance"][str(k)] == pytest.approx(expected)  # type: ignore[index]
-            assert sum(drift.layer_distances(made.work.flat, watched[k], other).values()) > expected
+            assert (
+                sum(drift.layer_distances(made.trainer.flat, watched[k], other).values()) > expected
+            )
     names = {name for name in drift.looks(made) if name.startswith("global")}
     assert names == {"global", "global 1"}
 

@@ -35,13 +35,13 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
         return 50.0
 
     monkeypatch.setattr(heldout, "accuracy", spy)
-    assert session.judge(session.work.initial) == {f"{SPEC}_top1": 50.0}
+    assert session.judge(session.trainer.initial) == {f"{SPEC}_top1": 50.0}
     ((features, labels, rest),) = seen
     assert rest == (10, 5) and dataset.train.labels is not None
     assert np.array_equal(labels, dataset.train.labels[kept])
-    encoder = session.body(session.work.initial).encoder
+    encoder = session.body(session.trainer.initial).encoder
     images = dataset.train.images[0][kept]
-    expected = evaluate.extract(encoder, images, device=session.work.device)
+    expected = evaluate.extract(encoder, images, device=session.trainer.device)
     torch.testing.assert_close(features, expected)
 
 
@@ -52,7 +52,7 @@ def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyP
     words += ["data.holdout=0.3", f"evaluate.protocols=[head,{SPEC}]", "partition.name=iid"]
     words += ["partition.clients=3", "cohort.size=null", "seed=5"]
     session = prepare(config.resolve(config.read_recipe("default"), words))
-    weights = session.work.initial
+    weights = session.trainer.initial
     train = session.dataset.train
     assert train.labels is not None
     kept = datasets.held_out(train.labels, 0.2, 10, 5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedssl.models.flat import Flat, differentiate
 from fedssl.models.norms import StandardizedConv2d
 from fedssl.models.rounded import Rounded
-from fedssl.training import workspace
+from fedssl.training import trainer as training
 
 
 def network() -> nn.Module:
@@ -24,7 +24,7 @@ def gradients(flat: Flat, x: Tensor) -> list[Tensor]:
         loss = flat.module(x).float().square().sum()
     (found,) = differentiate(loss, flat)
     places = [s.of(flat.gradient) for s in flat.learned]
-    workspace.copy_all(places, list(found))
+    training.copy_all(places, list(found))
     return [loss.detach(), *(p.clone() for p in places)]
 
 
@@ -32,7 +32,7 @@ def test_the_numbers_are_autocasts() -> None:
     flat, x = Flat(network()), torch.randn(5, 3, 5, 5)
     rounded, plain = Rounded(flat), gradients(flat, x)
     before = list(flat.module.parameters())
-    workspace.copy_all(*rounded.pairs)
+    training.copy_all(*rounded.pairs)
     with rounded.used():
         dtypes = {p.dtype for p in flat.module.parameters()}
         fast = gradients(flat, x)
@@ -75,11 +75,11 @@ def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPat
             "augment.name=flip", "client.lr=0.01", f"precision={precision}",
         )  # fmt: skip
         engine, server = engine_of(config, made_split(48, 3, 16), groups_of(24, 24))
-        engine.work.compiles = compiled
+        engine.trainer.compiles = compiled
         start = server.weights.clone()
         found[precision, compiled] = train(engine, server, 1) - start
-        assert len(engine.work._replays) == compiled
-        for replay in engine.work._replays.values():  # BYOL's target, too
+        assert len(engine.trainer._replays) == compiled
+        for replay in engine.trainer._replays.values():  # BYOL's target, too
             assert len(replay.rounded) == (2 if objective == "byol" else 1)
     exact, plain, fast = found.values()
     assert relative(fast, exact) < 1.5 * relative(plain, exact) < 0.1

@@ -133,7 +133,7 @@ def test_fedavg_trains_it_and_the_run_is_what_load_encoder_gives(folder: Path) -
     session.engine.open(folder)
     assert checkpoint.read(folder, session) and not session.engine.merges
     weights = session.global_weights()
-    moved = (weights != session.work.initial).double().mean()
+    moved = (weights != session.trainer.initial).double().mean()
     assert moved > 0.9
     assert session.dataset.test is not None
     images = session.dataset.test.images[0][:20]

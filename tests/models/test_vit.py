@@ -107,8 +107,8 @@ def test_refused_before_any_training(words: tuple[str, ...], sentence: str) -> N
 def test_two_rounds_of_simclr_and_layer_norms_that_stay_at_home() -> None:
     config = settings(*SIMCLR, *VIT, "algorithm.norm_policy=local")
     engine, server = engine_of(config, made_split(), groups_of(5, 6))
-    kept = engine.work.kept
-    norms = [m for m in engine.work.network.modules() if isinstance(m, NORMS)]
+    kept = engine.trainer.kept
+    norms = [m for m in engine.trainer.network.modules() if isinstance(m, NORMS)]
     assert kept is not None and len(norms) == 26  # the projector has one too
     assert len(kept) == sum(p.numel() for m in norms for p in m.parameters())
     before = server.weights.clone()
@@ -130,7 +130,7 @@ def test_a_run_exports_an_encoder_that_another_starts_from(tmp_path: Path) -> No
     assert json.loads((tmp_path / "run" / "encoder.json").read_text())["features"] == 192
     stored = load_file(tmp_path / "run" / "encoder.safetensors")
     init = f"encoder.init={tmp_path / 'run'}"
-    network = prepare(configuration.resolve(recipe, [*words, init])).work.network
+    network = prepare(configuration.resolve(recipe, [*words, init])).trainer.network
     found = network.towers[0].encoder.state_dict()
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)

@@ -54,9 +54,9 @@ def a_client(config: Config, size: int = 9, round: int = 0) -> tuple[LocalEngine
 
 def a_step(config: Config, size: int = 9, round: int = 0) -> tuple[Client, Step]:
     engine, client = a_client(config, size, round)
-    loss = engine.work.objective.local(client, engine.work.initial)
+    loss = engine.trainer.objective.local(client, engine.trainer.initial)
     assert isinstance(loss, Step)
-    engine.work.load(engine.work.initial)
+    engine.trainer.load(engine.trainer.initial)
     return client, loss
 
 
@@ -97,14 +97,14 @@ def test_the_bank_holds_every_sample_at_its_place(batch: str) -> None:
     """One by one: without batch norm samples do not see each other; 4 does not divide 9."""
     config = epochs(*WORDS, "encoder.norm=group", f"algorithm.batch={batch}")
     engine, client = a_client(config, round=3)
-    start = engine.work.initial * 1.1
+    start = engine.trainer.initial * 1.1
     bank = fill(client, start)
     assert bank.shape == (2, 9, 16) and not bank.requires_grad
-    epoch, _ = engine.work.plan.indices(3, 0, 1, 9)
-    engine.work.load(start)
+    epoch, _ = engine.trainer.plan.indices(3, 0, 1, 9)
+    engine.trainer.load(start)
     for i in range(9):
         one = torch.tensor([i])
-        seen = engine.work.look(client.members[one], client.random_state(epoch - 1, one))
+        seen = engine.trainer.look(client.members[one], client.random_state(epoch - 1, one))
         for view, encoding in enumerate(seen.encodings):
             expected = F.normalize(encoding[0].detach(), dim=0)
             torch.testing.assert_close(bank[view, i], expected, rtol=1e-9, atol=1e-12)
@@ -114,9 +114,9 @@ def test_the_bank_holds_every_sample_at_its_place(batch: str) -> None:
 def test_to_batch_norm_the_bank_is_made_of_shuffled_batches() -> None:
     engine, client = a_client(epochs(*WORDS))
     seen: list[Tensor] = []
-    real = engine.work.look
-    engine.work.look = lambda m, s, *rest: seen.append(m) or real(m, s, *rest)  # type: ignore
-    fill(client, engine.work.initial)
+    real = engine.trainer.look
+    engine.trainer.look = lambda m, s, *rest: seen.append(m) or real(m, s, *rest)  # type: ignore
+    fill(client, engine.trainer.initial)
     assert sorted(map(len, seen)) == [4, 5]  # none of one sample
     assert sorted(torch.cat(seen).tolist()) == client.members.tolist()
     assert torch.cat(seen).tolist() != client.members.tolist()
@@ -138,7 +138,7 @@ def test_the_loss_written_out_and_the_bank_after_each_step() -> None:
                 assert own.tolist() == scores.argmax(1).tolist()
         encoded = client._encode(number)
         value = loss(encoded)
-        _, chosen = client.work.plan.indices(2, number, 1, 9)
+        _, chosen = client.trainer.plan.indices(2, number, 1, 9)
         assert isinstance(chosen, Tensor) and len(chosen) == 4
         views = [F.normalize(e, dim=1) for e in encoded.encodings]
         places = range(4)
@@ -190,7 +190,7 @@ def test_first_centroids_differ_between_rounds_and_clients(called: Called) -> No
     for round in (0, 1):
         for k in (0, 1):
             client = engine.client(np.array([k]), round, remember=False)
-            loss: Any = engine.work.objective.local(client, engine.work.initial)
+            loss: Any = engine.trainer.objective.local(client, engine.trainer.initial)
             loss.cluster(0, 0)
     assert len(set(drawn(called))) == 4
 
@@ -200,7 +200,7 @@ def test_centroids_are_constants() -> None:
     value = loss(client._encode(0))
     assert value.requires_grad and not any(c.requires_grad for c, _ in loss.sets)
     value.backward()
-    assert client.work.flat.gradient.norm() > 1e-4
+    assert client.trainer.flat.gradient.norm() > 1e-4
 
 
 def test_fewer_samples_than_clusters() -> None:
@@ -217,16 +217,18 @@ def test_the_pass_that_fills_the_bank_leaves_no_trace() -> None:
         *WORDS, "algorithm.local_epochs=1", "algorithm.batch=9", "algorithm.norm_policy=reset"
     )
     engine, server = engine_of(config, made_split(), groups_of(9))
-    work, client = engine.work, engine.client(np.array([0]), 0, remember=False)
+    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
     state = client.random_state(0, slice(None))
-    views = [work.augmentation.views(work.images[0][:9], state, v, work.dtype) for v in (0, 1)]
+    views = [
+        trainer.augmentation.views(trainer.images[0][:9], state, v, trainer.dtype) for v in (0, 1)
+    ]
     conv, norm = (
-        next((n, m) for n, m in work.network.named_modules() if isinstance(m, kind))
+        next((n, m) for n, m in trainer.network.named_modules() if isinstance(m, kind))
         for kind in (nn.Conv2d, BatchNorm)
     )
     expected = conv[1](torch.cat(views)).mean((0, 2, 3)).detach()
     step(engine, server, 0)
-    now = work.flat.named(server.weights)
+    now = trainer.flat.named(server.weights)
     torch.testing.assert_close(now[f"{norm[0]}.running_mean"], expected)
 
 

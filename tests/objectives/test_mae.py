@@ -33,7 +33,7 @@ from fedssl.models.norms import Norm
 from fedssl.models.vit import patches
 from fedssl.objectives import mae
 from fedssl.objectives.mae import MAE, Decoder, shuffled
-from fedssl.training import workspace
+from fedssl.training import trainer as training
 
 EPS = functools.partial(nn.LayerNorm, eps=1e-6)
 MAE_ = ("objective.name=mae", "encoder.name=vit-tiny")
@@ -51,7 +51,7 @@ def objective() -> MAE:
     return MAE(MAE.Params("mae"))
 
 
-def tower_of(channels: int = 3, patch: int = 2, size: int = 8) -> tuple[workspace.Network, Tower]:
+def tower_of(channels: int = 3, patch: int = 2, size: int = 8) -> tuple[training.Network, Tower]:
     """A network in float64 whose norms and mask token are not those of the start."""
     settings = Encoder("vit-tiny", patch=patch)
 
@@ -210,9 +210,9 @@ def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     config, results = epochs(*MAE_, "client.lr=0.005"), []
     for fast in (False, True):
         engine, server = engine_of(config, made_split(), groups_of(9, 12, 10), device)
-        engine.work.compiles = fast
+        engine.trainer.compiles = fast
         results.append(train(engine, server, 2))
-        assert len(engine.work._replays) == fast
+        assert len(engine.trainer._replays) == fast
     assert relative(results[1], results[0]) < 1e-12
 
 

@@ -8,7 +8,7 @@ from fedssl.config import build
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.supervised import Supervised
-from fedssl.training.workspace import Encoded
+from fedssl.training.trainer import Encoded
 from fedssl.util.errors import UserError
 
 

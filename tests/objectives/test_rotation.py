@@ -49,11 +49,11 @@ def test_the_loss_written_out(norm: str) -> None:
     """Network, rotations and cross-entropy again; to batch norm the four are one batch."""
     config = settings(ROTATION, "algorithm.name=fedavg", f"encoder.norm={norm}")
     engine, _ = engine_of(config, made_split(), groups_of(6, 5))
-    work, client = engine.work, engine.client(np.array([1]), 2, remember=False)
-    network, members = copy.deepcopy(work.network), client.members
+    trainer, client = engine.trainer, engine.client(np.array([1]), 2, remember=False)
+    network, members = copy.deepcopy(trainer.network), client.members
     encoded = client._encode(0)
-    view = work.augmentation.views(
-        work.images[0][members], client.random_state(2, slice(None)), 0, work.dtype
+    view = trainer.augmentation.views(
+        trainer.images[0][members], client.random_state(2, slice(None)), 0, trainer.dtype
     )
     turned = np.concatenate([np.rot90(view.numpy(), r, axes=(2, 3)) for r in range(4)])
     with torch.no_grad():

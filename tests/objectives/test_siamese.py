@@ -128,16 +128,19 @@ def test_the_target_is_the_weighted_sum_of_all_online_networks(
     """Σ (1 − m) m^(n−i) θ_i + mⁿ θ_0, over several rounds; and lightly's own way to it."""
     config = siamese(objective, f"objective.momentum={momentum}")
     engine, server = engine_of(config, made_split(), groups_of(9))
-    work, path = engine.work, []
-    real = type(work).descend
+    trainer, path = engine.trainer, []
+    real = type(trainer).descend
 
     def descend(self: Any, *rest: Any, **named: Any) -> Any:
         result = real(self, *rest, **named)
         path.append(self.flat.params.clone())
         return result
 
-    monkeypatch.setattr(type(work), "descend", descend)
-    start, network = work.initial[: work.flat.parameters], copy.deepcopy(work.network.towers)
+    monkeypatch.setattr(type(trainer), "descend", descend)
+    start, network = (
+        trainer.initial[: trainer.flat.parameters],
+        copy.deepcopy(trainer.network.towers),
+    )
     slow = copy.deepcopy(network)
     for round in range(3):
         step(engine, server, round)

@@ -136,9 +136,9 @@ def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
     config = epochs(*WORDS, "objective.queue=5", "objective.prototypes=6,3")
     engine, server = engine_of(config, made_split(), groups_of(9))
     step(engine, server, 0)
-    work = engine.work
-    work.load(server.weights)
-    (weight,) = work.network.predictors.parameters()
+    trainer = engine.trainer
+    trainer.load(server.weights)
+    (weight,) = trainer.network.predictors.parameters()
     assert weight.shape == (9, 16)
     client = engine.client(np.array([0]), 1, remember=False)
     first, second, queue1, queue2, z1, z2 = client._encode(0).encodings
@@ -200,16 +200,18 @@ def test_statistics_of_a_round_are_those_of_both_views_as_one_batch() -> None:
         *WORDS, "algorithm.local_epochs=1", "algorithm.batch=9", "algorithm.norm_policy=reset"
     )
     engine, server = engine_of(config, made_split(), groups_of(9))
-    work, client = engine.work, engine.client(np.array([0]), 0, remember=False)
+    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
     state = client.random_state(0, slice(None))
-    views = [work.augmentation.views(work.images[0][:9], state, v, work.dtype) for v in (0, 1)]
+    views = [
+        trainer.augmentation.views(trainer.images[0][:9], state, v, trainer.dtype) for v in (0, 1)
+    ]
     conv, norm = (
-        next((n, m) for n, m in work.network.named_modules() if isinstance(m, kind))
+        next((n, m) for n, m in trainer.network.named_modules() if isinstance(m, kind))
         for kind in (nn.Conv2d, BatchNorm)
     )
     expected = conv[1](torch.cat(views)).detach()
     step(engine, server, 0)
-    now = work.flat.named(server.weights)
+    now = trainer.flat.named(server.weights)
     torch.testing.assert_close(now[f"{norm[0]}.running_mean"], expected.mean((0, 2, 3)))
     torch.testing.assert_close(now[f"{norm[0]}.running_var"], expected.var((0, 2, 3)))
 

@@ -14,7 +14,7 @@ UNEVEN = (1, 5, 2, 7, 1, 4)
 
 def change_after_one_round(*words: str, sizes: tuple[int, ...] = UNEVEN) -> torch.Tensor:
     engine, server = engine_of(settings(*words), made_split(), groups_of(*sizes))
-    return train(engine, server, rounds=1) - engine.work.initial
+    return train(engine, server, rounds=1) - engine.trainer.initial
 
 
 @pytest.mark.parametrize("objective", ["cco", "vicreg"])
@@ -28,7 +28,7 @@ def test_appendix_a_a_round_is_a_centralized_step_on_the_union(objective: str, m
     union = engine.client(np.arange(len(UNEVEN)), 0, remember=False)
     union.sizes = np.array([union.samples])
     server.apply(engine.algorithm.train(union, server.weights))
-    centralized = server.weights - engine.work.initial
+    centralized = server.weights - engine.trainer.initial
     assert centralized.norm() > 0.1
     assert relative(federated, centralized) < 1e-9
 
@@ -59,7 +59,7 @@ def test_every_declaration_of_exact_on_union(algorithm: str, objective: str) -> 
     for merge in ("engine.merge=auto", "engine.merge=off", "engine.chunk=6"):
         config = settings(*words, merge)
         engine, server = engine_of(config, made_split(), groups_of(3, 5, 2, 7, 2))
-        results.append(train(engine, server, rounds=3) - engine.work.initial)
+        results.append(train(engine, server, rounds=3) - engine.trainer.initial)
         assert engine.merges == (merge != "engine.merge=off")
     assert relative(results[0], results[1]) < 1e-9
     assert relative(results[2], results[1]) < 1e-9
@@ -86,7 +86,7 @@ def test_batch_norm_would_indeed_break_the_union() -> None:
         config = settings("encoder.norm=batch")
         engine, server = engine_of(config, made_split(), groups_of(4, 4, 4))
         engine.merges = forced
-        changes.append(train(engine, server, rounds=1) - engine.work.initial)
+        changes.append(train(engine, server, rounds=1) - engine.trainer.initial)
     assert relative(*changes) > 1e-3
 
 
@@ -106,28 +106,28 @@ def test_several_local_steps_use_combined_statistics_at_every_step() -> None:
     """By hand: two SGD steps on ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k), the aggregate staying as it was sent."""
     config = settings("algorithm.local_steps=2")
     engine, server = engine_of(config, made_split(), groups_of(4, 6))
-    objective, work = engine.work.objective, engine.work
+    objective, trainer = engine.trainer.objective, engine.trainer
     clients = [engine.client(np.array([k]), 0, remember=False) for k in range(2)]
     centre = server.state["centre"] = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
 
     def moments_of(client, step):
         return objective.moments(client._encode(step).encodings, centre)
 
-    work.load(server.weights)
+    trainer.load(server.weights)
     with torch.no_grad():
         sent = [moments_of(client, 0) for client in clients]
     total = {k: (4 * sent[0][k] + 6 * sent[1][k]) / 10 for k in sent[0]}
     expected = torch.zeros_like(server.weights)
     for client, weight in zip(clients, (0.4, 0.6), strict=True):
-        work.load(server.weights)
+        trainer.load(server.weights)
         for step in range(2):
-            work.flat.gradient.zero_()
+            trainer.flat.gradient.zero_()
             own = moments_of(client, step)
             objective.loss_of(
                 {k: own[k] + (total[k] - own[k]).detach() for k in own}, centre
             ).backward()
-            work.flat.params.add_(work.flat.gradient, alpha=-config.client.lr)
-        expected += weight * (work.flat.vector - server.weights)
+            trainer.flat.params.add_(trainer.flat.gradient, alpha=-config.client.lr)
+        expected += weight * (trainer.flat.vector - server.weights)
     start = server.weights
     assert relative(train(engine, server, rounds=1) - start, expected) < 1e-9
 
@@ -138,7 +138,7 @@ def test_dcco_learns_where_the_centre_matters() -> None:
     for bias in (0.0, 1000.0):
         config = settings("precision=fp32")
         engine, server = engine_of(config, made_split(), groups_of(*UNEVEN))
-        named = engine.work.flat.named(server.weights)
+        named = engine.trainer.flat.named(server.weights)
         named["towers.0.head.6.bias"].fill_(bias)
         train(engine, server, rounds=1)
         losses.append(float(server.log["loss"]))
@@ -175,9 +175,9 @@ def test_all_three_forms_of_figure_1(towers: int) -> None:
         for merge in ("auto", "off"):
             config = settings(f"encoder.towers={towers}", f"engine.merge={merge}")
             engine, server = engine_of(config, split, groups_of(*UNEVEN))
-            changes.append(train(engine, server, rounds=1) - engine.work.initial)
+            changes.append(train(engine, server, rounds=1) - engine.trainer.initial)
         assert relative(*changes) < 1e-9
-    assert len(engine.work.network.towers) == towers
+    assert len(engine.trainer.network.towers) == towers
 
 
 @pytest.mark.parametrize("steps", [2, 3])

@@ -32,13 +32,13 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def assert_same(
     engine: LocalEngine, server: Server, loops: list[Plain], expected: dict[str, torch.Tensor]
 ) -> None:
-    ours = engine.work.flat.named(server.weights)
+    ours = engine.trainer.flat.named(server.weights)
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         assert_close(ours[name], tensor, name)
     for k, loop in enumerate(loops):
         state: Any = engine.states[k]
-        assert ("target" in state) == (engine.work.target is not None)
+        assert ("target" in state) == (engine.trainer.target is not None)
         if "target" in state:
             assert_close(state["target"], flat_params(loop.target), "target")
         if "memory" in state:
@@ -62,7 +62,7 @@ def test_one_client_with_everything_is_centralized_training(case: str, size: int
         loss = loop.round(round)
         assert float(server.log["loss"]) == pytest.approx(loss, rel=1e-9)
         assert_same(engine, server, [loop], loop.network.state_dict())
-    assert engine.work.plan.images(size) == (16 if size == 11 else 6)
+    assert engine.trainer.plan.images(size) == (16 if size == 11 else 6)
 
 
 def test_the_algorithm_centralized_is_that_client() -> None:

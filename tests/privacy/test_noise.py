@@ -257,7 +257,7 @@ def test_without_noise_and_clipping_it_is_the_uniform_mean(algorithm: str) -> No
     for average in (quiet, Uniform(), Average()):
         engine, server = engine_of(settings(*words), made_split(), groups)
         engine.average = average
-        ends.append(train(engine, server, 3) - engine.work.initial)
+        ends.append(train(engine, server, 3) - engine.trainer.initial)
     assert relative(ends[0], ends[1]) < 1e-6
     assert relative(ends[2], ends[1]) > 1e-2  # by samples is something else
 
@@ -504,13 +504,13 @@ def test_a_round_of_dcco_is_still_a_centralized_step_on_the_union(
         engine, server = engine_of(
             settings(*name, f"engine.merge={merge}"), made_split(), groups_of(*sizes)
         )
-        federated = train(engine, server, 1) - engine.work.initial
+        federated = train(engine, server, 1) - engine.trainer.initial
         config = settings(*name, "algorithm.name=fedavg")
         engine, server = engine_of(config, made_split(), groups_of(*sizes))
         union = engine.client(np.arange(len(sizes)), 0, remember=False)
         union.sizes = np.array([union.samples])
         server.apply(engine.algorithm.train(union, server.weights))  # type: ignore[attr-defined]
-        changes[bound] = centralized = server.weights - engine.work.initial
+        changes[bound] = centralized = server.weights - engine.trainer.initial
         assert relative(federated, centralized) < 1e-9
     assert relative(changes[0.8], changes[None]) > 1e-3
 

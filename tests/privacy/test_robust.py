@@ -221,4 +221,4 @@ def moved(average: Average, factor: float) -> float:
         return reply | {"change": reply["change"] * (factor if client.id == 3 else 1)}
 
     engine.algorithm.train = attacked  # type: ignore[attr-defined]
-    return float((train(engine, server, 1) - engine.work.initial).norm())
+    return float((train(engine, server, 1) - engine.trainer.initial).norm())

@@ -105,9 +105,9 @@ def test_changes_of_weights_are_known_as_such(name: str) -> None:
     objective = {"dcco": "cco", "ccl": "moco", "fedca": "simclr"}.get(name, "byol")
     config = settings(f"algorithm.name={name}", f"objective.name={objective}", *HEAD)
     algorithm = build_algorithm(config)
-    work = engine_of(config, made_split(), groups_of(4, 4))[0].work
+    trainer = engine_of(config, made_split(), groups_of(4, 4))[0].trainer
     asked = (*algorithm.means, *algorithm.gathers)
-    changes = {task for task in asked if "change" in algorithm.reply_like(task, work)}
+    changes = {task for task in asked if "change" in algorithm.reply_like(task, trainer)}
     known = {t for own in privacy.kinds(config, algorithm) if own.changes for t in own.tasks}
     assert known == (set() if algorithm.pools_data else changes)
     assert bool(known) == (name not in ("standalone", "centralized"))
@@ -220,7 +220,7 @@ def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, image
     """Than the encodings of two views: of products of a view with itself half are the same."""
     config = settings(*words.split())
     engine, _ = engine_of(config, made_split(), groups_of(4))
-    reply = flatten(engine.algorithm.reply_like("encode", engine.work))
+    reply = flatten(engine.algorithm.reply_like("encode", engine.trainer))
     width = reply["f"].numel()
     twice = sum(reply[name].numel() - width for name in ("ff", "gg") if name in reply) // 2
     numbers = sum(leaf.numel() for leaf in reply.values()) - twice
@@ -239,7 +239,7 @@ def bounded(engine: LocalEngine, encodings: Tensor) -> Tensor:
 
 
 def last_layer(engine: LocalEngine) -> nn.Linear:
-    tower = engine.work.network.towers[0]
+    tower = engine.trainer.network.towers[0]
     return [module for module in tower.modules() if isinstance(module, nn.Linear)][-1]
 
 
@@ -260,7 +260,7 @@ def uploaded(words: str) -> dict[int, tuple[list[Tensor], Tensor, Tensor]]:
     config = settings("engine.merge=off", *words.split())
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
     layer = last_layer(engine)
-    weight, bias = (span for span in engine.work.flat.learned if span.owner is layer)
+    weight, bias = (span for span in engine.trainer.flat.learned if span.owner is layer)
     got: list[Tensor] = []
     layer.register_forward_pre_hook(lambda _, given: got.append(given[0].detach()))
     real, sent = Client.reply, {}

@@ -23,7 +23,7 @@ from fedssl.objectives.base import Memory, Objective
 from fedssl.objectives.moco import MoCo
 from fedssl.privacy.noise import from_the_system
 from fedssl.training.plan import on_device
-from fedssl.training.workspace import Encoded, Steps, Workspace
+from fedssl.training.trainer import Encoded, Steps, Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, count_bytes
 
@@ -200,19 +200,19 @@ class CCL(Algorithm):
         for bytes_of in (traffic.up, traffic.down):
             bytes_of.pop("census", None)  # only a simulation asks for it
 
-    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """Two models' changes and the loss; or at most K features."""
         if task == "share":
-            return {"features": work.initial.new_empty(self.features, self.width)}
-        reply = super().reply_like(task, work)
-        return {**reply, "momentum": work.initial[momentum_places(work)]}
+            return {"features": trainer.initial.new_empty(self.features, self.width)}
+        reply = super().reply_like(task, trainer)
+        return {**reply, "momentum": trainer.initial[momentum_places(trainer)]}
 
     def train(
         self, client: Client, received: Tensor, momentum: Tensor, remote: Tensor
     ) -> dict[str, Tree]:
         """The changes that local training makes to the main and to the momentum model."""
-        places = momentum_places(client.work)
-        own = client.state.get("target", client.open(received)[: client.work.flat.parameters])
+        places = momentum_places(client.trainer)
+        own = client.state.get("target", client.open(received)[: client.trainer.flat.parameters])
         client.state["target"] = cast(Tensor, own).index_copy(0, places, momentum)
         step = Step(self, client, remote)
         reply = client.descend(received, step)
@@ -250,14 +250,14 @@ class CCL(Algorithm):
         """
         if self.params.remote == "off":
             raise UserError("algorithm.remote=off: no feature leaves this client")
-        work, seed = client.work, client.work.config.seed
-        assert work.target is not None
-        work.target.params.copy_(cast(Tensor, client.state["target"]))
+        trainer, seed = client.trainer, client.trainer.config.seed
+        assert trainer.target is not None
+        trainer.target.params.copy_(cast(Tensor, client.state["target"]))
         chosen = choose(key(seed, "share", client.round, client.id), client.samples, self.features)
         # Batch norm looks at them together. With no backward pass there is room for more at once.
-        batches = np.array_split(chosen, max(1, work.plan.batches(len(chosen)) // 4))
-        images, secret = work.images[0][client.members], self.secret(client)
-        return {"features": torch.cat([self.look(work, images, b, secret) for b in batches])}
+        batches = np.array_split(chosen, max(1, trainer.plan.batches(len(chosen)) // 4))
+        images, secret = trainer.images[0][client.members], self.secret(client)
+        return {"features": torch.cat([self.look(trainer, images, b, secret) for b in batches])}
 
     def secret(self, client: Client) -> np.random.Generator:
         """Where InstaHide's keys come from, new in every round: never ``config.seed``."""
@@ -265,18 +265,18 @@ class CCL(Algorithm):
 
     @torch.no_grad()
     def look(
-        self, work: Workspace, images: Tensor, own: NDArray[np.int64], secret: np.random.Generator
+        self, trainer: Trainer, images: Tensor, own: NDArray[np.int64], secret: np.random.Generator
     ) -> Tensor:
         """Features of some images; what the network sees is between 0 and 1 in any case."""
-        assert work.target is not None
+        assert trainer.target is not None
         if self.params.mix == 1:
-            inputs = images[on_device(own, work.device)].to(work.dtype) / 255
+            inputs = images[on_device(own, trainer.device)].to(trainer.dtype) / 255
         else:
             drawn = Key.draw(own, len(images), self.params.mix, images.shape[1:], secret)
-            inputs = (encrypt(images, drawn, work.dtype) + 1) / 2
-        with work.autocast():
-            (features,) = work.target.module((inputs,))
-        return F.normalize(features.to(work.dtype), dim=1)
+            inputs = (encrypt(images, drawn, trainer.dtype) + 1) / 2
+        with trainer.autocast():
+            (features,) = trainer.target.module((inputs,))
+        return F.normalize(features.to(trainer.dtype), dim=1)
 
 
 class Step(Steps):
@@ -290,19 +290,19 @@ class Step(Steps):
         memory: Any = client.state.get("memory", {"seen": 0})
         self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
         # Which images the queue's keys are of.
-        none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.work.device)
+        none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.trainer.device)
         self.origins = cast(Tensor, client.state.get("origins", none)).clone()
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
         client, there = self.client, len(self.remote) + min(self.seen, len(self.origins))
-        drawn = key(client.work.config.seed, "neighbours", client.round, client.id, self.number)
+        drawn = key(client.trainer.config.seed, "neighbours", client.round, client.id, self.number)
         most = self.ccl.features if self.ccl.params.lambda_ else 0
         return self.remote, on_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
         """The keys of both views are in the queue."""
-        if self.client.work.census is not None:
+        if self.client.trainer.census is not None:
             self.follow()
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
@@ -310,7 +310,9 @@ class Step(Steps):
     def follow(self) -> None:
         """Which images' keys enter the queue: both views', as MoCo's ``remember`` has it."""
         client, size = self.client, len(self.origins)
-        _, chosen = client.work.plan.indices(client.round, self.number, client.id, client.samples)
+        _, chosen = client.trainer.plan.indices(
+            client.round, self.number, client.id, client.samples
+        )
         entering = client.members[chosen].repeat(2)
         skipped = max(0, len(entering) - size)
         arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
@@ -318,7 +320,7 @@ class Step(Steps):
 
     def counted(self) -> dict[str, Tree]:
         """How many of the queue's keys a sample of the client is alike on average, and of all."""
-        census, client = self.client.work.census, self.client
+        census, client = self.client.trainer.census, self.client
         if census is None:
             return {}
         held = min(self.seen, len(self.origins))
@@ -347,11 +349,11 @@ def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: fl
     return (-log_p.exp() * log_p + log_not.exp() * (among_rest - log_not)).mean()
 
 
-def momentum_places(work: Workspace) -> Tensor:
+def momentum_places(trainer: Trainer) -> Tensor:
     """Where in the momentum model the numbers are that travel: not those of kept layers (FedBN)."""
-    every = torch.arange(len(work.initial), device=work.device)
-    sent = every if work.shared is None else work.shared
-    return sent[sent < work.flat.parameters]
+    every = torch.arange(len(trainer.initial), device=trainer.device)
+    sent = every if trainer.shared is None else trainer.shared
+    return sent[sent < trainer.flat.parameters]
 
 
 def finite(

@@ -10,7 +10,7 @@ from fedssl.config import AlgorithmParams
 from fedssl.federation.algorithm import Algorithm, Cohort, Server, one_plain_step
 from fedssl.federation.client import Client
 from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
-from fedssl.training.workspace import Encoded, Workspace
+from fedssl.training.trainer import Encoded, Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -100,11 +100,11 @@ class DCCO(Algorithm):
 
         return client.descend(weights, loss)
 
-    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """Moments have the width of the projector."""
         if task == "descend":
-            return super().reply_like(task, work)
-        encodings = (work.initial.new_zeros(2, self.objective.params.projector[-1]),) * 2
+            return super().reply_like(task, trainer)
+        encodings = (trainer.initial.new_zeros(2, self.objective.params.projector[-1]),) * 2
         centre = self.objective.centre(encodings)
         both = centre if task == "locate" else self.objective.moments(encodings, centre)
         return dict(both)
@@ -113,6 +113,6 @@ class DCCO(Algorithm):
         """Moments of bounded encodings are bounded."""
         return self.objective.moments_bound if task == "encode" else None
 
-    def exact_on_union(self, work: Workspace) -> bool:
+    def exact_on_union(self, trainer: Trainer) -> bool:
         """Appendix A."""
-        return one_plain_step(work)
+        return one_plain_step(trainer)

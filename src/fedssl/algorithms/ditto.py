@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.federation.client import Client
-from fedssl.training.workspace import Pull, Workspace
+from fedssl.training.trainer import Pull, Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -47,11 +47,11 @@ class Ditto(FedAvg):
     def personalize(self, client: Client, anchor: Tensor) -> None:
         """v ← v − η ∇h(v; w) for the round's local steps."""
         keep: dict[str, Any] = dict(cast("dict[str, Tree]", client.state.get("personal", {})))
-        start = keep.get("weights", client.work.initial)
+        start = keep.get("weights", client.trainer.initial)
         pull = Pull(self.params.lambda_, anchor) if self.params.lambda_ else None
         keep["weights"] = client.train(start, keep, pull=pull).weights
         client.state["personal"] = keep
 
-    def exact_on_union(self, work: Workspace) -> bool:
+    def exact_on_union(self, trainer: Trainer) -> bool:
         """Every client has a model of its own."""
         return False

@@ -46,7 +46,7 @@ class DivergenceAware(Algorithm):
         client.state["network"] = trained.weights
         client.state["trained"] = torch.tensor(client.round)
         if self.params.divergence == "drift":
-            client.state["drift"] = drift(client.work.flat, trained)
+            client.state["drift"] = drift(client.trainer.flat, trained)
         return client.reply(trained, received)
 
     @abstractmethod
@@ -63,7 +63,7 @@ class DivergenceAware(Algorithm):
             return None
         if self.params.divergence == "drift":
             return cast(Tensor, client.state["drift"]).cpu()
-        n = towers(client.work.flat)
+        n = towers(client.trainer.flat)
         return torch.linalg.vector_norm(network[:n] - own(client)[:n]).cpu()
 
 

@@ -22,7 +22,7 @@ from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
 from fedssl.training import optim
-from fedssl.training.workspace import Encoded, Steps, Workspace
+from fedssl.training.trainer import Encoded, Steps, Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -170,9 +170,9 @@ class FeatARC(Algorithm):
             server.warnings.append(f"{_moves(moved, names)}; clusters: {everyone}")
         known |= {str(k): torch.tensor(c) for k, c in now.items()}
 
-    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """A slot for each cluster, whose it is, and the loss."""
-        plain, count = super().reply_like(task, work), self.params.clusters
+        plain, count = super().reply_like(task, trainer), self.params.clusters
         change = cast(Tensor, plain["change"])
         return {**plain, "change": change.expand(count, -1), "members": change.new_zeros(count)}
 
@@ -233,14 +233,16 @@ class Aligned(Steps):
     def __init__(self, featarc: FeatARC, client: Client, start: Tensor, frozen: Tensor) -> None:
         self.client, self.frozen, self.number = client, frozen, 0
         self.function = featarc.loss
-        beyond = client.work.objective.local(client, start)
+        beyond = client.trainer.objective.local(client, start)
         if beyond is not None:  # a loss that looks beyond the batch is not compiled
             self.function = lambda e, frozen: beyond(e) + featarc.misaligned(e, frozen)
 
     def inputs(self) -> tuple[Tensor, ...]:
         """The frozen features of the next step's images."""
         client = self.client
-        _, chosen = client.work.plan.indices(client.round, self.number, client.id, client.samples)
+        _, chosen = client.trainer.plan.indices(
+            client.round, self.number, client.id, client.samples
+        )
         return (self.frozen[chosen],)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
@@ -259,8 +261,8 @@ def features(client: Client, weights: Tensor) -> Tensor:
     So batch norm goes by its running statistics, where it has any: with those of the client's
     images, models that learned from unlike data look alike.
     """
-    network = client.work.network
-    network.train(client.work.config.algorithm.norm_policy == "reset")
+    network = client.trainer.network
+    network.train(client.trainer.config.algorithm.norm_policy == "reset")
     found = _pass(client, weights, False)[0]
     network.train()
     return found
@@ -281,18 +283,18 @@ def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor
 
     Running statistics that this changes are not kept: training loads its start anew.
     """
-    work = client.work
-    work.load(weights)
-    network, tower = work.network, cast(Tower, work.network.towers[0])
-    images, found = work.images[0][client.members], []
-    parts = in_batches(work, images)
+    trainer = client.trainer
+    trainer.load(weights)
+    network, tower = trainer.network, cast(Tower, trainer.network.towers[0])
+    images, found = trainer.images[0][client.members], []
+    parts = in_batches(trainer, images)
     if not network.training:  # each image by itself: few large passes keep a GPU busy
         parts = in_passes(images)
-    with work.autocast():
+    with trainer.autocast():
         for part in parts:
-            one = tower.encoder(plain(work, part))
+            one = tower.encoder(plain(trainer, part))
             found.append((one, network.predict((tower.head(one),))[0] if encode else one))
-    first, second = (torch.cat(parts).to(work.dtype) for parts in zip(*found, strict=True))
+    first, second = (torch.cat(parts).to(trainer.dtype) for parts in zip(*found, strict=True))
     return first, second
 
 

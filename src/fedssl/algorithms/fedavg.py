@@ -11,7 +11,7 @@ from fedssl.config import AlgorithmParams
 from fedssl.federation.algorithm import Algorithm, Cohort, Server, one_plain_step
 from fedssl.federation.client import Client
 from fedssl.objectives.base import Objective
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -62,6 +62,6 @@ class FedAvg(Algorithm):
             client.state.pop("target", None)
         return client.descend(received)
 
-    def exact_on_union(self, work: Workspace) -> bool:
+    def exact_on_union(self, trainer: Trainer) -> bool:
         """The passes are shared; the loss is taken client by client (``Encoded.within``)."""
-        return self.weight == "samples" and one_plain_step(work)
+        return self.weight == "samples" and one_plain_step(trainer)

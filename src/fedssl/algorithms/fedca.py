@@ -23,7 +23,7 @@ from fedssl.models.network import Tower
 from fedssl.objectives.base import Objective
 from fedssl.objectives.simclr import SimCLR
 from fedssl.training.plan import on_device
-from fedssl.training.workspace import Encoded, Workspace
+from fedssl.training.trainer import Encoded, Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, count_bytes
 
@@ -116,28 +116,28 @@ class FedCA(Algorithm):
         if not self.params.align:
             return
         assert public is not None and public.samples == self.params.public  # as was checked
-        work, plan = public.work, public.work.plan
-        images = work.images[0][public.members]
-        work.plan = dataclasses.replace(plan, steps=None, epochs=self.params.base_epochs)
+        trainer, plan = public.trainer, public.trainer.plan
+        images = trainer.images[0][public.members]
+        trainer.plan = dataclasses.replace(plan, steps=None, epochs=self.params.base_epochs)
         try:
-            public.train(work.initial, {})
+            public.train(trainer.initial, {})
         finally:
-            work.plan = plan
+            trainer.plan = plan
         with torch.no_grad():
-            base = [features(work, part) for part in in_batches(work, images)]
+            base = [features(trainer, part) for part in in_batches(trainer, images)]
         server.state |= {"public": images, "base": torch.cat(base)}
 
-    def prepared_like(self, work: Workspace) -> dict[str, Tree]:
+    def prepared_like(self, trainer: Trainer) -> dict[str, Tree]:
         """The public images, and the base model's features of them."""
         if not self.params.align:
             return {}
-        count, image = self.params.public, work.images[0]
+        count, image = self.params.public, trainer.images[0]
         assert count is not None
-        width = cast(Tower, work.network.towers[0]).encoder.features
+        width = cast(Tower, trainer.network.towers[0]).encoder.features
         assert isinstance(width, int)
         return {
             "public": image.new_zeros(()).expand(count, *image.shape[1:]),
-            "base": work.initial.new_zeros(()).expand(count, width),
+            "base": trainer.initial.new_zeros(()).expand(count, width),
         }
 
     def round(self, server: Server, cohort: Cohort) -> None:
@@ -164,11 +164,11 @@ class FedCA(Algorithm):
         ordered = (banks[k] for k in sorted(banks, key=int))
         return torch.cat([like.new_empty(0, self.width), *ordered])
 
-    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """The model's change and the loss; or at most so many projections."""
         if task == "share":
-            return {"features": work.initial.new_empty(self.params.dictionary, self.width)}
-        return super().reply_like(task, work)
+            return {"features": trainer.initial.new_empty(self.params.dictionary, self.width)}
+        return super().reply_like(task, trainer)
 
     def train(
         self,
@@ -187,11 +187,11 @@ class FedCA(Algorithm):
     @torch.no_grad()
     def project(self, client: Client) -> Tensor:
         """Projections of some of the client's images, of length 1, by what the network holds."""
-        work = client.work
-        state = key(work.config.seed, "share", client.round, client.id)
-        chosen = on_device(choose(state, client.samples, self.params.dictionary), work.device)
-        images = work.images[0][client.members[chosen]]
-        parts = (work.encode((plain(work, part),))[0] for part in in_batches(work, images))
+        trainer = client.trainer
+        state = key(trainer.config.seed, "share", client.round, client.id)
+        chosen = on_device(choose(state, client.samples, self.params.dictionary), trainer.device)
+        images = trainer.images[0][client.members[chosen]]
+        parts = (trainer.encode((plain(trainer, part),))[0] for part in in_batches(trainer, images))
         return F.normalize(torch.cat(list(parts)), dim=1)
 
     def share(self, client: Client) -> dict[str, Tree]:
@@ -226,30 +226,30 @@ class Step:
 
     def alignment(self, batch: int) -> Tensor:
         """The mean squared distance to the base model's features, of as many images as a batch."""
-        client, work = self.client, self.client.work
+        client, trainer = self.client, self.client.trainer
         assert self.public is not None and self.base is not None
-        state = key(work.config.seed, "public", client.round, client.id, self.number)
-        chosen = on_device(choose(state, len(self.public), batch), work.device)
-        own = features(work, self.public[chosen])
+        state = key(trainer.config.seed, "public", client.round, client.id, self.number)
+        chosen = on_device(choose(state, len(self.public), batch), trainer.device)
+        own = features(trainer, self.public[chosen])
         return (own - self.base[chosen]).square().sum(1).mean()
 
 
-def features(work: Workspace, images: Tensor) -> Tensor:
+def features(trainer: Trainer, images: Tensor) -> Tensor:
     """The first encoder's features of plain images, of length 1."""
-    encoder, half = cast(Tower, work.network.towers[0]).encoder, work.precision == "bf16"
-    with torch.autocast(work.device.type, torch.bfloat16, enabled=half), unseen(encoder):
-        found = encoder(plain(work, images))
-    return F.normalize(found.to(work.dtype), dim=1)
+    encoder, half = cast(Tower, trainer.network.towers[0]).encoder, trainer.precision == "bf16"
+    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half), unseen(encoder):
+        found = encoder(plain(trainer, images))
+    return F.normalize(found.to(trainer.dtype), dim=1)
 
 
-def plain(work: Workspace, images: Tensor) -> Tensor:
+def plain(trainer: Trainer, images: Tensor) -> Tensor:
     """What the network sees of images without augmentation."""
-    return images.to(work.dtype) / 255
+    return images.to(trainer.dtype) / 255
 
 
-def in_batches(work: Workspace, images: Tensor) -> tuple[Tensor, ...]:
+def in_batches(trainer: Trainer, images: Tensor) -> tuple[Tensor, ...]:
     """As in training, since batch norm looks at them."""
-    return images.tensor_split(work.plan.batches(len(images)))
+    return images.tensor_split(trainer.plan.batches(len(images)))
 
 
 @contextlib.contextmanager

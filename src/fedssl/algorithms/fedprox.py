@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.federation.client import Client
-from fedssl.training.workspace import Pull
+from fedssl.training.trainer import Pull
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedssl.federation.algorithm import Algorithm, Cohort, Server, apply, learning_rates
 from fedssl.federation.client import Client
 from fedssl.training import optim
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
 
 
@@ -27,16 +27,16 @@ class Standalone(Algorithm):
         """No model is exchanged."""
         server.log["loss"] = cohort.mean("train")["loss"]
 
-    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """Nothing but the loss."""
-        return {"loss": work.initial.new_zeros(())}
+        return {"loss": trainer.initial.new_zeros(())}
 
     def train(self, client: Client) -> dict[str, Tree]:
         """The loss of one round of its own training; the model stays with it."""
-        work, rule = client.work, client.work.config.server
+        trainer, rule = client.trainer, client.trainer.config.server
         if "weights" not in client.state:
-            start = optim.start(rule, work.flat.params)
-            client.state |= {"weights": work.initial, "rule": cast("dict[str, Tree]", start)}
+            start = optim.start(rule, trainer.flat.params)
+            client.state |= {"weights": trainer.initial, "rule": cast("dict[str, Tree]", start)}
         weights = cast(Tensor, client.state["weights"])
         trained = client.train(weights, client.state)
         client.state["weights"] = apply(
@@ -44,7 +44,7 @@ class Standalone(Algorithm):
             cast(optim.State, client.state.get("rule", {})),  # files keep no empty trees
             weights,
             trained.moved,
-            learning_rates(work.config, client.round)[0],
-            work.flat,
+            learning_rates(trainer.config, client.round)[0],
+            trainer.flat,
         )
         return {"loss": trained.loss}

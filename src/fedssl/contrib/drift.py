@@ -30,7 +30,7 @@ def measure(session: Session) -> dict[str, Any]:
     Weights: the sum over convolutions and linear layers of the L2 norm of their difference.
     Features: the mean L2 distance over images, and 1 where CKA sees the same geometry.
     """
-    seen, flat = session.work.watched, session.work.flat
+    seen, flat = session.trainer.watched, session.trainer.flat
     if not seen:
         return {}
     central, its = centres(session), {str(k): centre_of(session, k) for k in seen}
@@ -56,7 +56,7 @@ def centre_of(session: Session, client: int) -> str:
 
 def centres(session: Session) -> dict[str, Tensor]:
     """The global models of the clients that are watched."""
-    numbers = {centre_of(session, k): session.number_of(k) for k in session.work.watched or ()}
+    numbers = {centre_of(session, k): session.number_of(k) for k in session.trainer.watched or ()}
     return {name: session.global_weights(number) for name, number in sorted(numbers.items())}
 
 
@@ -75,11 +75,11 @@ def looks(session: Session) -> dict[str, Tensor]:
     images = session.dataset.train.images[session.modality]
     chosen = choose(key(session.config.seed, "drift"), len(images), IMAGES)
     part = images[torch.as_tensor(chosen)]
-    assert session.work.watched is not None
+    assert session.trainer.watched is not None
     models = centres(session)
-    models |= {str(client): weights for client, weights in session.work.watched.items()}
+    models |= {str(client): weights for client, weights in session.trainer.watched.items()}
     return {
-        name: extract(session.body(weights).encoder, part, device=session.work.device)
+        name: extract(session.body(weights).encoder, part, device=session.trainer.device)
         for name, weights in models.items()
     }
 

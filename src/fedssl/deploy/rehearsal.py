@@ -45,7 +45,7 @@ def _rehearse(session: Session) -> Moved:
     """Everyone's first round, and one site's second: by then the server has what it passes on."""
     engine, server, algorithm = session.engine, session.server, session.algorithm
     assert isinstance(engine, RemoteEngine)
-    server.state |= algorithm.prepared_like(engine.work)
+    server.state |= algorithm.prepared_like(engine.trainer)
     sites = np.arange(len(engine.groups))
     first, second = Rehearsed(engine, sites, 0), Rehearsed(engine, sites[:1], 1)
     for number, cohort in enumerate((first, second)):
@@ -70,11 +70,11 @@ class Rehearsed(RemoteCohort):
         self, task: str, payload: tuple[Any, ...], weight: Weight | None
     ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """The shapes that real replies have."""
-        algorithm, work = self.engine.algorithm, self.engine.work
+        algorithm, trainer = self.engine.algorithm, self.engine.trainer
         if task in algorithm.logs:
             reply: Tree = {name: torch.zeros(()) for name in algorithm.logs[task]}
         else:
-            reply = _zeros(algorithm.reply_like(task, work))
+            reply = _zeros(algorithm.reply_like(task, trainer))
         if weight is not None:
             reply = self.engine.average.contribute(task, 1, reply, weight)[1]
         for client in self.ids:
@@ -86,7 +86,7 @@ class Rehearsed(RemoteCohort):
 
     def _count_up(self, task: str, reply: Tree, clients: int) -> None:
         """In a secure sum the masked vector, without keys."""
-        if not self.engine.work.config.privacy.secure:
+        if not self.engine.trainer.config.privacy.secure:
             super()._count_up(task, reply, clients)
             return
         from fedssl.privacy import secure

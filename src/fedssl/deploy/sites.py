@@ -109,7 +109,7 @@ def _in_its_words(error: UserError) -> UserError:
 def introduce(session: Session, data: str) -> Introduction:
     """What a site tells of itself."""
     images = session.dataset.train.images
-    labelled = session.work.objective.needs_labels
+    labelled = session.trainer.objective.needs_labels
     height, width = images[0].shape[2:]
     return Introduction(
         identity(state_folder(data)),

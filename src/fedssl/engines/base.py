@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedssl.data.dataset import Groups
 from fedssl.federation.algorithm import Algorithm, Average, Cohort
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 from fedssl.util.errors import CONTINUE, UserError
 from fedssl.util.trees import misfits
 
@@ -47,12 +47,12 @@ class Engine(ABC):
 
     def __init__(
         self,
-        work: Workspace,
+        trainer: Trainer,
         algorithm: Algorithm,
         groups: Groups,
         average: Average | None = None,
     ) -> None:
-        self.work = work
+        self.trainer = trainer
         self.algorithm = algorithm
         self.groups = groups
         self.average = average or Average()

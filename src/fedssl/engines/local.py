@@ -22,7 +22,7 @@ from fedssl.federation.algorithm import (
 )
 from fedssl.federation.client import Client
 from fedssl.training.lanes import Lanes
-from fedssl.training.workspace import State, Workspace
+from fedssl.training.trainer import State, Trainer
 from fedssl.util.errors import UserError
 
 Answer = tuple[NDArray[np.int64], Client, Any]  # who, as a client that has answered, and the reply
@@ -37,29 +37,29 @@ class LocalEngine(Engine):
 
     def __init__(
         self,
-        work: Workspace,
+        trainer: Trainer,
         algorithm: Algorithm,
         groups: Groups,
         average: Average | None = None,
     ) -> None:
-        super().__init__(work, algorithm, groups, average)
-        self.states: States = States(work.device)
-        self.lanes = Lanes(work) if work.device.type == "cuda" else None
-        asked = work.config.engine.merge == "auto"
-        self.merges = asked and self.average.exact and algorithm.exact_on_union(work)
+        super().__init__(trainer, algorithm, groups, average)
+        self.states: States = States(trainer.device)
+        self.lanes = Lanes(trainer) if trainer.device.type == "cuda" else None
+        asked = trainer.config.engine.merge == "auto"
+        self.merges = asked and self.average.exact and algorithm.exact_on_union(trainer)
         self._expected: set[str] = set()  # tasks whose reply was as the algorithm says
 
     def rest(self) -> None:
         """Other networks and compiled steps."""
         self.lanes = None
-        self.work.forget_steps()
+        self.trainer.forget_steps()
 
     def check_reply(self, task: str, reply: Any) -> None:
         """The first reply to a task is what other engines would take: here one is told earlier."""
         if task in self._expected:
             return
         algorithm = self.algorithm
-        like = algorithm.reply_like(task, self.work)
+        like = algorithm.reply_like(task, self.trainer)
         try:
             expect(described(reply), like, varying=task in algorithm.varying)
         except Malformed as error:
@@ -77,22 +77,22 @@ class LocalEngine(Engine):
         round: int,
         remember: bool,
         numbers: bool = False,
-        work: Workspace | None = None,
+        trainer: Trainer | None = None,
     ) -> Client:
         """One client, or several merged into one (which has no state of its own)."""
         members, sizes = self.groups.select(ids)
         state: State = {}
         if len(ids) == 1:
             state = self.states.numbers(int(ids[0])) if numbers else self.states[int(ids[0])]
-        _, lr = learning_rates(self.work.config, round)
-        return Client(work or self.work, members, ids, sizes, round, lr, state, remember)
+        _, lr = learning_rates(self.trainer.config, round)
+        return Client(trainer or self.trainer, members, ids, sizes, round, lr, state, remember)
 
 
 class LocalCohort(Cohort):
     """A cohort whose clients all live in this process."""
 
     def __init__(self, engine: LocalEngine, ids: NDArray[np.int64], round: int) -> None:
-        config = engine.work.config
+        config = engine.trainer.config
         counts = not engine.algorithm.pools_data
         super().__init__(ids, engine.algorithm, config.cohort.minimum, counts, engine.average)
         self.engine = engine
@@ -121,16 +121,16 @@ class LocalCohort(Cohort):
             yield ids, share, reply
 
     def _one_by_one(self, task: str, payload: tuple[Any, ...], merge: bool) -> Iterator[Answer]:
-        fits = self.engine.work.plan.batch or 0
+        fits = self.engine.trainer.plan.batch or 0
         for ids, client in self._clients(merge):
             yield ids, client, self._answer(task, payload, client)
             if self.engine.lanes is not None and client.samples >= fits:
                 self.engine.lanes.learned(task)
 
     def _side_by_side(self, lanes: Lanes, task: str, payload: tuple[Any, ...]) -> Iterator[Answer]:
-        def job(ids: NDArray[np.int64]) -> Callable[[Workspace], Answer]:
-            def do(work: Workspace) -> Answer:
-                client = self.engine.client(ids, self.round, remember=False, work=work)
+        def job(ids: NDArray[np.int64]) -> Callable[[Trainer], Answer]:
+            def do(trainer: Trainer) -> Answer:
+                client = self.engine.client(ids, self.round, remember=False, trainer=trainer)
                 return ids, client, self._answer(task, payload, client)
 
             return do
@@ -169,7 +169,7 @@ class LocalCohort(Cohort):
 
     def _chunks(self) -> list[NDArray[np.int64]]:
         """Consecutive clients with at most ``engine.chunk`` images; a client is never cut."""
-        sizes, limit = self.engine.groups.sizes[self.ids], self.engine.work.config.engine.chunk
+        sizes, limit = self.engine.groups.sizes[self.ids], self.engine.trainer.config.engine.chunk
         if sizes.sum() <= limit:
             return [self.ids]
         cuts, images = [], 0

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedssl.engines.remote.codec import Malformed
-from fedssl.training.workspace import State
+from fedssl.training.trainer import State
 from fedssl.util.files import save
 from fedssl.util.trees import flatten, leaves, unflatten
 

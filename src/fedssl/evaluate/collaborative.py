@@ -177,8 +177,8 @@ def accuracy(session: Session, encoder: nn.Module) -> float:
 def train(session: Session, encoder: nn.Module) -> Tensor:
     """The weights after all rounds from this encoder."""
     network = classifier(encoder, len(session.dataset.classes))
-    session.work.load(Flat(network).vector)
-    server = Server(session.work)
+    session.trainer.load(Flat(network).vector)
+    server = Server(session.trainer)
     while server.round < session.config.rounds:
         ids = session.cohort_ids(server.round)
         session.algorithm.round(server, session.engine.cohort(ids, server.round))

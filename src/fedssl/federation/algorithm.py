@@ -21,7 +21,7 @@ from fedssl.federation.client import Client
 from fedssl.models.flat import Flat
 from fedssl.objectives.base import Objective
 from fedssl.training import optim
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 from fedssl.util import plugins
 from fedssl.util.errors import UserError
 from fedssl.util.trees import NothingToAverage, Tree, add_up, count_bytes, leaves, scaled
@@ -75,11 +75,11 @@ def apply(
 class Server:
     """The global model and the rule that turns a mean update into the next one."""
 
-    def __init__(self, work: Workspace) -> None:
-        self.config = work.config
-        self.flat = work.flat
-        self.shared = work.shared
-        self.weights = work.flat.vector.clone()
+    def __init__(self, trainer: Trainer) -> None:
+        self.config = trainer.config
+        self.flat = trainer.flat
+        self.shared = trainer.shared
+        self.weights = trainer.flat.vector.clone()
         self.state: dict[str, Tree] = {}
         self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameters])
         self.round = 0
@@ -351,7 +351,7 @@ class Algorithm(ABC):
         """Before the first round, with the images that the server itself has, as a client's."""
         return
 
-    def prepared_like(self, work: Workspace) -> dict[str, Tree]:
+    def prepared_like(self, trainer: Trainer) -> dict[str, Tree]:
         """What ``prepare`` leaves in the server's state: names, shapes and types, no values."""
         return {}
 
@@ -359,10 +359,10 @@ class Algorithm(ABC):
     def round(self, server: Server, cohort: Cohort) -> None:
         """One round, as the paper has it."""
 
-    def reply_like(self, task: str, work: Workspace) -> dict[str, Tree]:
+    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """Names, shapes and types of a reply (values mean nothing): any other is refused."""
-        sent = work.initial if work.shared is None else work.initial[work.shared]
-        return {"change": sent, "loss": work.initial.new_zeros(())}
+        sent = trainer.initial if trainer.shared is None else trainer.initial[trainer.shared]
+        return {"change": sent, "loss": trainer.initial.new_zeros(())}
 
     def check_asked(
         self,
@@ -417,17 +417,17 @@ class Algorithm(ABC):
                 "objective.name=cco, or a partition with larger clients"
             )
 
-    def exact_on_union(self, work: Workspace) -> bool:
+    def exact_on_union(self, trainer: Trainer) -> bool:
         """Whether a merged cohort gives exactly the clients' mean; a test proves each claim."""
         return False
 
 
-def one_plain_step(work: Workspace) -> bool:
+def one_plain_step(trainer: Trainer) -> bool:
     """One full-batch SGD step in a network where samples do not see each other, no state kept.
 
     The change is then minus the learning rate times a gradient, and gradients of the union's
     passes are sums over its samples (DCCO paper, appendix A).
     """
-    if work.stateful or work.network.has_batch_norm or not work.objective.of_batches:
+    if trainer.stateful or trainer.network.has_batch_norm or not trainer.objective.of_batches:
         return False
-    return work.plan.one_full_step and work.config.client.optimizer == "sgd"
+    return trainer.plan.one_full_step and trainer.config.client.optimizer == "sgd"

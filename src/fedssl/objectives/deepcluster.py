@@ -17,7 +17,7 @@ from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
     from fedssl.federation.client import Client
-    from fedssl.training.workspace import Encoded
+    from fedssl.training.trainer import Encoded
 
 ITERATIONS = 10  # of k-means
 
@@ -84,7 +84,7 @@ class Step:
 
     def __call__(self, encoded: Encoded) -> Tensor:
         """The mean over sets and views of the cross-entropy with the samples' clusters."""
-        client, plan = self.client, self.client.work.plan
+        client, plan = self.client, self.client.trainer.plan
         epoch, place = divmod(self.number, plan.batches(client.samples))
         if place == 0:
             self.sets = [self.cluster(epoch, j) for j in range(len(self.params.clusters))]
@@ -102,7 +102,7 @@ class Step:
     def cluster(self, epoch: int, j: int) -> tuple[Tensor, Tensor]:
         """Set j's clusters for an epoch of the round, from samples drawn as first centroids."""
         client, rows = self.client, self.bank[j % len(self.bank)]
-        drawn = key(client.work.config.seed, "clusters", client.round, client.id, epoch, j)
+        drawn = key(client.trainer.config.seed, "clusters", client.round, client.id, epoch, j)
         first = choose(drawn, client.samples, self.params.clusters[j])
         return kmeans(rows, rows[on_device(first, rows.device)])
 
@@ -113,16 +113,16 @@ def fill(client: Client, start: Tensor) -> Tensor:
 
     In shuffled batches as in training, since batch norm looks at them; none is left out.
     """
-    work, samples = client.work, client.samples
-    work.load(start)
-    epoch, _ = work.plan.indices(client.round, 0, client.id, samples)
-    order = permutation(key(work.config.seed, "bank", client.round, client.id), samples)
+    trainer, samples = client.trainer, client.samples
+    trainer.load(start)
+    epoch, _ = trainer.plan.indices(client.round, 0, client.id, samples)
+    order = permutation(key(trainer.config.seed, "bank", client.round, client.id), samples)
     parts = []
-    for batch in np.array_split(order, work.plan.batches(samples)):
-        chosen = on_device(batch, work.device)
-        seen = work.look(client.members[chosen], client.random_state(epoch - 1, chosen))
+    for batch in np.array_split(order, trainer.plan.batches(samples)):
+        chosen = on_device(batch, trainer.device)
+        seen = trainer.look(client.members[chosen], client.random_state(epoch - 1, chosen))
         parts.append(F.normalize(torch.stack(seen.encodings), dim=2))
-    return torch.cat(parts, dim=1)[:, on_device(np.argsort(order), work.device)]
+    return torch.cat(parts, dim=1)[:, on_device(np.argsort(order), trainer.device)]
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ def read(out: Path, session: Session) -> bool:
     if not path.exists():
         return False
     tensors, metadata = _load(path)
-    device, server = session.work.device, session.server
+    device, server = session.trainer.device, session.server
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
     weights = cast(Tensor, tree["weights"])
     if weights.shape != server.weights.shape:

@@ -23,7 +23,7 @@ from fedssl.runs import metrics, run, sweep
 from fedssl.runs.record import read_json
 from fedssl.runs.run import Interrupted as Interrupted
 from fedssl.runs.session import pick_device
-from fedssl.training.workspace import precision_on
+from fedssl.training.trainer import precision_on
 from fedssl.util import tables
 from fedssl.util.errors import TrainingError, UserError, going_on
 from fedssl.util.files import write_text, writing

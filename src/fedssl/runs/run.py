@@ -333,7 +333,7 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
     with contextlib.closing(shown) as progress, _without_hints():
         for note in session.notes():
             progress.say(note)
-        compiles = session.work.compiles or session.work.compiles_passes
+        compiles = session.trainer.compiles or session.trainer.compiles_passes
         if compiles and server.round < settings.rounds:
             progress.say("compiling the training step, once: a minute or two")
             torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
@@ -385,13 +385,13 @@ def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]
     server.log.clear()
     server.clients.clear()
     server.warnings.clear()
-    if session.work.watched is not None:
-        session.work.watched.clear()
+    if session.trainer.watched is not None:
+        session.trainer.watched.clear()
     cohort = session.engine.cohort(draw(session, server.round), server.round)
     asked = len(cohort.ids)
     skipped = False
     try:
-        with session.work.tuned():
+        with session.trainer.tuned():
             session.algorithm.round(server, cohort)
     except TooFewReplies as reason:
         skipped = True
@@ -437,7 +437,7 @@ def _no_memory(session: Session, out: Path) -> UserError:
     fix = f"lower algorithm.batch (now {now}) and start a new run in another folder"
     if session.engine.merges:
         fix = f"lower engine.chunk (now {chunk}), then {CONTINUE}. {checkpoint.kept(out)}"
-    return UserError(f"device={session.work.device}: out of memory; {fix}")
+    return UserError(f"device={session.trainer.device}: out of memory; {fix}")
 
 
 def draw(session: Session, round: int) -> NDArray[np.int64]:
@@ -473,7 +473,7 @@ def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
 
 def _images(session: Session, cohort: Cohort) -> int:
     sizes = session.engine.groups.sizes[cohort.ids]
-    plan, passes = session.work.plan, session.algorithm.passes
+    plan, passes = session.trainer.plan, session.algorithm.passes
     if plan.batch is None:
         return int(sizes.sum()) * plan.count(1) * passes
     return sum(plan.images(int(size)) for size in sizes) * passes
@@ -486,10 +486,10 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         if session.judged:
             rows["untrained"] = session.judge_untrained()
         if session.judged and session.config.encoder.init is not None:
-            rows["initial"] = session.judge(session.work.initial)
+            rows["initial"] = session.judge(session.trainer.initial)
         result = session.judge_result() if session.judged else {}
     export(session, out)
-    if session.work.watched:
+    if session.trainer.watched:
         drift.picture(drift.looks(session), session.names, out / "local-features.png")
     totals = Metrics.totals(out, session.take_overhead())
     settings = session.config.evaluate
@@ -509,21 +509,21 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         "norm_layers": norm_layers(session),
         "merged": session.engine.merges,
         "seed": session.config.seed,
-        "parameters": session.work.flat.parameters,
-        "device": _device_name(session.work.device),
-        "precision": session.work.precision,
+        "parameters": session.trainer.flat.parameters,
+        "device": _device_name(session.trainer.device),
+        "precision": session.trainer.precision,
         "torch": torch.__version__,
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
-    if session.algorithm.personal is None and session.work.kept is None:
+    if session.algorithm.personal is None and session.trainer.kept is None:
         checkpoint.forget_clients(out, session)
     return summary
 
 
 def norm_layers(session: Session) -> str:
     """Whose normalization layers the judged models have."""
-    if session.work.kept is None:
+    if session.trainer.kept is None:
         return "the model's own"
     own, mean = "each client's own", "the mean of the clients'"
     if session.judges == "global":
@@ -533,7 +533,7 @@ def norm_layers(session: Session) -> str:
 
 def shared_norms(session: Session) -> bool:
     """Whether the global model's normalization layers are a mean that training never made."""
-    return session.work.kept is not None and session.algorithm.has_global
+    return session.trainer.kept is not None and session.algorithm.has_global
 
 
 def export(session: Session, out: Path) -> None:
@@ -571,7 +571,7 @@ def export(session: Session, out: Path) -> None:
 def _save_towers(
     session: Session, weights: torch.Tensor, out: Path, name: str, towers: int
 ) -> None:
-    session.work.load(weights)
+    session.trainer.load(weights)
     for tower, suffix in enumerate(SUFFIXES[:towers]):
         state = session.encoder(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}

@@ -45,7 +45,7 @@ from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 from fedssl.util import plugins
 from fedssl.util.errors import UserError
 from fedssl.util.process import keep_memory
@@ -100,9 +100,9 @@ class Session:
         return self.algorithm.judges if self.site_names is None else "global"
 
     @property
-    def work(self) -> Workspace:
+    def trainer(self) -> Trainer:
         """The network and its data."""
-        return self.engine.work
+        return self.engine.trainer
 
     @property
     def algorithm(self) -> Algorithm:
@@ -134,7 +134,7 @@ class Session:
             return None
         ids, sizes = np.array([len(self.engine.groups)]), np.array([len(members)])
         lr = self.config.client.lr
-        return Client(self.work, members, ids, sizes, 0, lr, {})
+        return Client(self.trainer, members, ids, sizes, 0, lr, {})
 
     @cached_property
     def names(self) -> list[str]:
@@ -203,7 +203,7 @@ class Session:
 
     def encoder(self, tower: int = 0) -> Tower:
         """One tower of the network that clients train (whatever weights it holds now)."""
-        return cast(Tower, self.work.network.towers[tower])
+        return cast(Tower, self.trainer.network.towers[tower])
 
     def judge(
         self,
@@ -218,7 +218,7 @@ class Session:
         own = [s for s in specs if "head" in self.protocols and parse(s)[0] == "heldout"]
         rest = tuple(spec for spec in specs if spec not in own)
         settings = replace(self.config.evaluate, protocols=rest)
-        body, modality, device = self.body(weights), self.modality, self.work.device
+        body, modality, device = self.body(weights), self.modality, self.trainer.device
         results = judge(
             body.encoder,
             train,
@@ -247,7 +247,7 @@ class Session:
         """Top-1 of the network's own classifier."""
         assert split.labels is not None
         # The head is linear, so a case's mean logits are those of its mean encoding.
-        logits = extract(body, split.images[self.modality], device=self.work.device)
+        logits = extract(body, split.images[self.modality], device=self.trainer.device)
         scores, labels = pool_cases(logits, split.labels, split.cases)
         return top1(scores.argmax(1), labels)
 
@@ -272,7 +272,7 @@ class Session:
 
     def body(self, weights: Tensor) -> Tower:
         """The judged tower with these weights: a copy, so that judging changes no client's work."""
-        self.work.load(weights)
+        self.trainer.load(weights)
         tower = int(self.config.evaluate.tower == "second")
         return copy.deepcopy(self.encoder(tower)).float().eval()
 
@@ -285,13 +285,13 @@ class Session:
     def untrained(self) -> Tensor:
         """Weights at random, whatever weights the run itself started from."""
         if self.config.encoder.init is None:
-            return self.work.initial
+            return self.trainer.initial
         fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
         images = self.dataset.train.images
         channels = tuple(i.shape[1] for i in images)
         size, classes = min(images[0].shape[2:]), self.classes or len(self.dataset.classes)
-        network = build_network(fresh, self.work.objective, channels, size, classes)
-        return Flat(network).vector.to(self.work.initial)
+        network = build_network(fresh, self.trainer.objective, channels, size, classes)
+        return Flat(network).vector.to(self.trainer.initial)
 
     def judge_untrained(self) -> dict[str, float]:
         """The numbers of weights at random, which are everybody's: so ``per-client_top1``, too."""
@@ -310,9 +310,9 @@ class Session:
 
     def global_weights(self, number: int = 0) -> Tensor:
         """A global model; layers that never leave a client are the mean of its clients' own."""
-        work, states = self.work, self.engine.states
+        trainer, states = self.trainer, self.engine.states
         weights = self.algorithm.numbered(self.server, number)
-        if work.kept is None:
+        if trainer.kept is None:
             return weights
         members = [k for k in sorted(states) if self.number_of(k) == number]
         leaves = ([states.get_leaf(k, (n,)) for n in ("samples", "norm")] for k in members)
@@ -324,7 +324,7 @@ class Session:
         ]
         weights = weights.clone()
         if known:
-            weights[work.kept] = cast(Tensor, mean(known)[0]).to(weights)
+            weights[trainer.kept] = cast(Tensor, mean(known)[0]).to(weights)
         return weights
 
     def judge_result(self, named: tuple[str, ...] | None = None) -> dict[str, float]:
@@ -377,7 +377,7 @@ class Session:
     ) -> NDArray[np.float64]:
         train, test = self.judged_splits
         assert train.labels is not None and test is not None and test.labels is not None
-        encoder, device = self.body(weights).encoder, self.work.device
+        encoder, device = self.body(weights).encoder, self.trainer.device
         judged = extract(encoder, self.client_test_images, device=device)
         tests = (judged, test.labels.to(device), self.client_tests)
         if probe is not None:
@@ -426,21 +426,21 @@ class Session:
         weights = self.server.weights
         if own is not None:  # the number of one of the server's models
             weights = self.algorithm.numbered(self.server, int(own))
-        if self.work.kept is None:
+        if self.trainer.kept is None:
             return None if own is None else weights
         norm = states.get_leaf(client, ("norm",))
-        return None if norm is None else weights.index_copy(0, self.work.kept, norm.to(weights))
+        return None if norm is None else weights.index_copy(0, self.trainer.kept, norm.to(weights))
 
     def personal(self, most: int) -> dict[int, Tensor]:
         """The models of up to ``most`` clients that have one."""
         ids = sorted(self.engine.states)
-        if self.algorithm.personal is None and self.work.kept is None:
+        if self.algorithm.personal is None and self.trainer.kept is None:
             return {}
         found = self._own_models(ids, most)
         if len(found) < min(most, len(ids)):  # somebody's own algorithm has them for some alone
             with_one = [k for k in ids if self.personal_weights(k) is not None]
             found = self._own_models(with_one, most)
-        return found or ({0: self.work.initial} if self.judges == "personal" else {})
+        return found or ({0: self.trainer.initial} if self.judges == "personal" else {})
 
     def _own_models(self, ids: Sequence[int], most: int) -> dict[int, Tensor]:
         """The models of up to ``most`` of these clients, but of those that have none."""
@@ -452,7 +452,7 @@ class Session:
     def protocols(self) -> tuple[str, ...]:
         """What is measured; a network trained with labels is also judged by its own head."""
         named = protocols(self.config.evaluate, self.dataset.train, self.dataset.test)
-        extra = self.work.objective.needs_labels and "head" not in named
+        extra = self.trainer.objective.needs_labels and "head" not in named
         return (*named, "head") if extra and self.config.evaluate.protocols is None else named
 
     @cached_property
@@ -468,7 +468,7 @@ class Session:
     def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:
         state = mix(key(self.config.seed, "views"), indices)
         height, width = images.shape[2:]
-        augmentation = replace(self.work.augmentation, size=(height, width))
+        augmentation = replace(self.trainer.augmentation, size=(height, width))
         return augmentation.views(images, state, view)
 
 
@@ -498,8 +498,8 @@ def prepare(
     session = assemble(config, dataset, groups, trains=trains, classes=classes)
     labels, groups = dataset.train.labels, session.engine.groups
     if labels is not None and bool((labels[groups.members] >= 0).all()):
-        census = Census(labels.to(session.work.device), groups, len(dataset.classes))
-        session.work.census = session.server.census = census
+        census = Census(labels.to(session.trainer.device), groups, len(dataset.classes))
+        session.trainer.census = session.server.census = census
     _ = session.judged_splits  # a file that cannot be read at that size is found now
     return session
 
@@ -559,26 +559,26 @@ def assemble(
             network = build_network(config, objective, channels, small, known)
     check_norms(config, network)
     place = device if weights else torch.device("meta")
-    work = Workspace(config, network, objective, augmentation, train, place)
+    trainer = Trainer(config, network, objective, augmentation, train, place)
     if len(train) and federation is None:  # a site judges nothing
         check_evaluation(config, dataset, objective, held)
-    work.compiles = compiles(config, algorithm, work, groups, size)
+    trainer.compiles = compiles(config, algorithm, trainer, groups, size)
     average = privacy.average(config, algorithm, clients, size)
-    engine = make_engine(work, algorithm, groups, average)
+    engine = make_engine(trainer, algorithm, groups, average)
     if config.evaluate.drift:
         watch(engine)
     if compiles_passes(config, engine):
-        work.compile_passes()
-    check_compiled(config, work)
+        trainer.compile_passes()
+    check_compiled(config, trainer)
     return Session(
-        config, dataset, engine, Server(work), size, site_names=site_names, classes=classes
+        config, dataset, engine, Server(trainer), size, site_names=site_names, classes=classes
     )
 
 
-def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
+def make_engine(trainer: Trainer, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
     """Where client work happens (``engine.name``)."""
-    if work.config.engine.name == "local":
-        return LocalEngine(work, algorithm, groups, average)
+    if trainer.config.engine.name == "local":
+        return LocalEngine(trainer, algorithm, groups, average)
     from fedssl.engines.remote.engine import RemoteEngine
 
     if algorithm.pools_data:
@@ -586,7 +586,7 @@ def make_engine(work: Workspace, algorithm: Algorithm, groups: Groups, average: 
             f"engine.name=flower with algorithm.name={algorithm.params.name}: it has all data in "
             "one place, so there is nothing to send; use engine.name=local"
         )
-    return RemoteEngine(work, algorithm, groups, average)
+    return RemoteEngine(trainer, algorithm, groups, average)
 
 
 def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
@@ -646,21 +646,21 @@ def divided(config: Config, split: Split, classes: int) -> Groups:
 
 
 def compiles(
-    config: Config, algorithm: Algorithm, work: Workspace, groups: Groups, cohort: int
+    config: Config, algorithm: Algorithm, trainer: Trainer, groups: Groups, cohort: int
 ) -> bool:
     """Whether local training goes through a compiled step (``engine.compile``)."""
     mode = config.engine.compile
-    own = algorithm.compiles != "off" and work.objective.of_batches
-    possible = work.plan.batch is not None and own
+    own = algorithm.compiles != "off" and trainer.objective.of_batches
+    possible = trainer.plan.batch is not None and own
     if mode != "auto" or not possible or algorithm.compiles == "on":
         return mode == "on" and possible
-    steps = config.rounds * cohort * work.plan.count(int(np.median(groups.sizes)))
-    return work.device.type == "cuda" and steps >= WORTH_COMPILING
+    steps = config.rounds * cohort * trainer.plan.count(int(np.median(groups.sizes)))
+    return trainer.device.type == "cuda" and steps >= WORTH_COMPILING
 
 
-def check_compiled(config: Config, work: Workspace) -> None:
+def check_compiled(config: Config, trainer: Trainer) -> None:
     """What was asked for is done, or refused."""
-    if config.engine.compile == "on" and not work.compiles and not work.compiles_passes:
+    if config.engine.compile == "on" and not trainer.compiles and not trainer.compiles_passes:
         raise UserError(
             f"engine.compile=on with algorithm.name={config.algorithm.name} and "
             f"objective.name={config.objective.name}: what is compiled is local training in "
@@ -679,19 +679,21 @@ def compiles_passes(config: Config, engine: Engine) -> bool:
     same = bool((sizes == sizes[0]).all())
     if not engine.merges or not same or mode == "off":
         return False
-    return mode == "on" or (engine.work.device.type == "cuda" and config.rounds >= WORTH_COMPILING)
+    return mode == "on" or (
+        engine.trainer.device.type == "cuda" and config.rounds >= WORTH_COMPILING
+    )
 
 
 def watch(engine: Engine) -> None:
     """Keep a round's local models, for ``evaluate.drift``."""
     where = "evaluate.drift=true: compares clients' models after local training"
-    if engine.work.config.engine.name != "local":
+    if engine.trainer.config.engine.name != "local":
         raise UserError(f"{where}, and these never come here whole; use engine.name=local")
     if engine.algorithm.pools_data:
         raise UserError(f"{where}; algorithm.name={engine.algorithm.params.name} has no clients")
     if engine.merges:
         raise UserError(f"{where}, and a merged cohort has none; set engine.merge=off")
-    engine.work.watched = {}
+    engine.trainer.watched = {}
 
 
 def build_network(

@@ -476,7 +476,7 @@ def simulate(engine: RemoteEngine, work: Callable[[], None]) -> None:
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
-    settings, folder = engine.work.config, engine.states.folder
+    settings, folder = engine.trainer.config, engine.states.folder
     assert folder is not None
     app = client_app(configuration.dump(settings), folder.absolute())
     server, failed = ServerApp(), []
@@ -503,7 +503,7 @@ def _start_ray(engine: RemoteEngine) -> None:
     """Ray, before Flower needs it: without it Flower would wait for replies for ever."""
     import ray
 
-    workers = engine.work.config.engine.workers
+    workers = engine.trainer.config.engine.workers
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     # RAY_ADDRESS: a cluster that is there already, with processors of its own.
     own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}
@@ -526,8 +526,8 @@ def _backend(engine: RemoteEngine) -> Any:
     """One processor for each worker, and its part of the GPUs where clients train on them."""
     import torch
 
-    gpus = torch.cuda.device_count() if engine.work.device.type == "cuda" else 0
-    share = gpus / engine.work.config.engine.workers
+    gpus = torch.cuda.device_count() if engine.trainer.device.type == "cuda" else 0
+    share = gpus / engine.trainer.config.engine.workers
     return {"client_resources": {"num_cpus": 1, "num_gpus": share}}
 
 

@@ -29,7 +29,7 @@ from fedssl.federation.algorithm import (
     Weight,
 )
 from fedssl.privacy import survivors_needed
-from fedssl.training.workspace import Workspace
+from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ class RemoteEngine(Engine):
 
     def __init__(
         self,
-        work: Workspace,
+        trainer: Trainer,
         algorithm: Algorithm,
         groups: Groups,
         average: Average | None = None,
     ) -> None:
-        super().__init__(work, algorithm, groups, average)
+        super().__init__(trainer, algorithm, groups, average)
         self.transport: Transport | None = None
         self.attempt = secrets.token_hex(4)
         self.history = History((self.attempt,), (0,), 0)
@@ -114,12 +114,12 @@ class RemoteCohort(Cohort):
     """A cohort of clients elsewhere."""
 
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
-        minimum = engine.work.config.cohort.minimum
+        minimum = engine.trainer.config.cohort.minimum
         super().__init__(ids, engine.algorithm, minimum, True, engine.average)
         self.engine = engine
         self.round = round
         self.exchange = 0
-        self.half = (CHANGE,) if engine.work.config.engine.updates == "fp16" else ()
+        self.half = (CHANGE,) if engine.trainer.config.engine.updates == "fp16" else ()
         self._where: list[tuple[Tensor, tuple[int, str]]] = []  # tensors that clients have
         self._heard: list[int] = []  # who answered the last exchange, if only to refuse
 
@@ -139,7 +139,7 @@ class RemoteCohort(Cohort):
 
     def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
         """Under secure sums, without seeing any client's reply."""
-        if not self.engine.work.config.privacy.secure:
+        if not self.engine.trainer.config.privacy.secure:
             return super().mean(task, *payload, weight=weight)
         self.algorithm.check_asked(task, "means", payload)
         from fedssl.privacy.secure import SumLost
@@ -168,7 +168,7 @@ class RemoteCohort(Cohort):
         like = self._like(task, weight)
         assert like is not None
         context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{task}"
-        least = survivors_needed(self.engine.work.config.privacy.threshold, len(self.ids))
+        least = survivors_needed(self.engine.trainer.config.privacy.threshold, len(self.ids))
         sums = secure.Unmasker(map(int, self.ids), context, least, secure.size(like))
         for step in secure.STEPS:
             asked = SecureStep(step, context, least, sums.ask())
@@ -235,7 +235,7 @@ class RemoteCohort(Cohort):
         assert transport is not None
         places = transport.place(clients)
         requests = self._requests(task, payload, weight, places, secure)
-        got = transport.send(requests, self.engine.work.config.engine.timeout)
+        got = transport.send(requests, self.engine.trainer.config.engine.timeout)
         answers: dict[int, Reply] = {}
         heard = {node for node, said in got.items() if not isinstance(said, str)}
         self._heard = [k for k in clients if places.get(k) in heard]
@@ -308,7 +308,7 @@ class RemoteCohort(Cohort):
         algorithm = self.engine.algorithm
         if task in algorithm.logs:
             return None
-        like: Tree = algorithm.reply_like(task, self.engine.work)
+        like: Tree = algorithm.reply_like(task, self.engine.trainer)
         return like if weight is None else self.average.contribute(task, 1, like, weight)[1]
 
     def _checked(
@@ -323,7 +323,7 @@ class RemoteCohort(Cohort):
             self._check_share(client, reply.share, like, task, weight)
         varying = task in self.engine.algorithm.varying
         tree = unpack_like(reply.tensors, like, self.half, varying)
-        limit, change = self.engine.work.config.engine.max_norm, tree.get(CHANGE)
+        limit, change = self.engine.trainer.config.engine.max_norm, tree.get(CHANGE)
         if limit is not None and isinstance(change, Tensor):
             norm = float(torch.linalg.vector_norm(change))
             if norm > limit:
@@ -339,7 +339,7 @@ class RemoteCohort(Cohort):
     ) -> None:
         """A client counts for as much as the data that it is known to have."""
         size = int(self.engine.groups.sizes[client])
-        samples = self.engine.work.plan.contributing(size)
+        samples = self.engine.trainer.plan.contributing(size)
         due = self.average.contribute(task, samples, like, weight)[0]
         if share != due:
             raise Malformed(f"a weight of {share:g} where there should be {due:g}")

@@ -106,7 +106,7 @@ class Site:
                 + ("in secure sums" if privacy.secure else "in the open")
             )
         logs = tuple(algorithm.logs) if self.session.engine.average.logs else ()
-        if self.session.work.census is None:  # a real site
+        if self.session.trainer.census is None:  # a real site
             logs = tuple(task for task in logs if task not in algorithm.simulated)
         means = algorithm.asked(privacy.secure)
         allowed = means if request.weight is not None else (*algorithm.gathers, *logs)
@@ -180,9 +180,9 @@ class Site:
         groups = session.engine.groups
         members, sizes = groups.select(ids * 0 if self.alone else ids)
         state = self.store.load(client, request.round, request.history)
-        state = cast("dict[str, Tree]", _to(state, session.work.device))
+        state = cast("dict[str, Tree]", _to(state, session.trainer.device))
         _, lr = learning_rates(session.config, request.round)
-        one = Client(session.work, members, ids, sizes, request.round, lr, state)
+        one = Client(session.trainer, members, ids, sizes, request.round, lr, state)
         reply = getattr(session.algorithm, request.task)(one, *_arguments(request, payload, client))
         if request.task not in session.algorithm.logs:
             session.engine.check_state("client", one.state)
@@ -207,7 +207,7 @@ class Site:
             for name, (number, there) in request.known.items():
                 if number == exchange:
                     here[name] = before[there]
-        device = self.session.work.device
+        device = self.session.trainer.device
         return {name: tensor.to(device) for name, tensor in here.items()}
 
 

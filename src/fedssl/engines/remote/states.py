@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedssl.training.workspace import State
+from fedssl.training.trainer import State
 from fedssl.util.trees import flatten, unflatten
 
 

@@ -109,7 +109,7 @@ def precision_on(device: torch.device, asked: str) -> str:
     return automatic if asked == "auto" else asked
 
 
-class Workspace:
+class Trainer:
     """The one network of this process, which every client's work goes through.
 
     All that training changes lives in tensors that stay in place: the flat vectors of the network
@@ -169,7 +169,7 @@ class Workspace:
         self._replays: dict[tuple[Any, ...], Replay] = {}
         self._met: Counter[tuple[Any, ...]] = Counter()
 
-    def twin(self) -> Workspace:
+    def twin(self) -> Trainer:
         """A second network, for another client at the same time; all else is shared."""
         other = copy.copy(self)
         other._compiled = None  # the first network's
@@ -313,7 +313,7 @@ class Workspace:
         """Whether there are compiled steps, of all shapes that were met and will come again."""
         return bool(self._replays) and (+self._met).keys() <= self._replays.keys()
 
-    def adopt_steps(self, other: Workspace) -> None:
+    def adopt_steps(self, other: Trainer) -> None:
         """Have the compiled steps that a twin has; other shapes take the plain way."""
         for shapes, replay in other._replays.items():
             if shapes not in self._replays:
@@ -371,27 +371,27 @@ class Captured:
     images, gradients until the next backward one.
     """
 
-    def __init__(self, work: Workspace) -> None:
-        self.work = work
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         self._by_size: dict[int, nn.Module] = {}
 
     def __call__(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
-        """As :meth:`Workspace.passes`."""
+        """As :meth:`Trainer.passes`."""
         if len(members) not in self._by_size:
             sample = (members.clone(), state.clone())
             with torch.enable_grad():  # a first pass may be for moments alone, the next is not
-                module = torch.cuda.make_graphed_callables(_Passes(self.work), sample)
+                module = torch.cuda.make_graphed_callables(_Passes(self.trainer), sample)
             self._by_size[len(members)] = cast(nn.Module, module)
         return cast("tuple[Tensor, ...]", self._by_size[len(members)](members, state))
 
 
 class _Passes(nn.Module):
-    """A workspace's passes as a module, whose parameters their graphs are differentiated by."""
+    """A trainer's passes as a module, whose parameters their graphs are differentiated by."""
 
-    def __init__(self, work: Workspace) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__()
-        self.network = work.network
-        self.passes = compiled(work.passes)
+        self.network = trainer.network
+        self.passes = compiled(trainer.passes)
 
     def forward(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
         return self.passes(members, state)
@@ -406,33 +406,33 @@ class Replay:
 
     def __init__(
         self,
-        work: Workspace,
+        trainer: Trainer,
         batch: int,
         pull: float | None,
         function: Callable[..., Tensor] | None,
         inputs: tuple[Tensor, ...],
     ) -> None:
-        self.work = work
+        self.trainer = trainer
         self.function = function
         self.inputs = tuple(i.clone() for i in inputs)
         self.encodings: tuple[Tensor, ...] = ()  # of the last step
-        self.members = torch.zeros(batch, dtype=torch.int64, device=work.device)
+        self.members = torch.zeros(batch, dtype=torch.int64, device=trainer.device)
         self.state = torch.zeros_like(self.members)
-        self.lr = torch.zeros((), dtype=work.dtype, device=work.device)
+        self.lr = torch.zeros((), dtype=trainer.dtype, device=trainer.device)
         self.total = torch.zeros_like(self.lr)
-        self.anchor = torch.zeros_like(work.initial) if pull is not None else None
+        self.anchor = torch.zeros_like(trainer.initial) if pull is not None else None
         self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
-        work.augmentation.table(self.state.device)
-        networks = [work.flat] if work.target is None else [work.flat, work.target]
-        rounded = (Rounded(flat) for flat in networks if work.precision == "bf16")
+        trainer.augmentation.table(self.state.device)
+        networks = [trainer.flat] if trainer.target is None else [trainer.flat, trainer.target]
+        rounded = (Rounded(flat) for flat in networks if trainer.precision == "bf16")
         self.rounded = [each for each in rounded if each.pairs[0]]
-        self.gradients = [[s.of(flat.gradient) for s in flat.learned] for flat in work.learning]
+        self.gradients = [[s.of(flat.gradient) for s in flat.learned] for flat in trainer.learning]
         self._forward = compiled(self._loss)
         self._copy = compiled(copy_all, copies=True)
         self._advance = compiled(self._update)
         self._graph: torch.cuda.CUDAGraph | None = None
-        if work.device.type == "cuda":
-            with work.untouched():
+        if trainer.device.type == "cuda":
+            with trainer.untouched():
                 self._graph = self._captured()
 
     def begin(self, lr: float, pull: Pull | None) -> None:
@@ -456,30 +456,30 @@ class Replay:
     def _loss(
         self, members: Tensor, state: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        work, encodings = self.work, self.work.passes(members, state)
-        labels = None if work.labels is None else work.labels[members]
+        trainer, encodings = self.trainer, self.trainer.passes(members, state)
+        labels = None if trainer.labels is None else trainer.labels[members]
         if self.function is None:
-            return work.objective.loss(encodings, labels, work.memory), encodings
+            return trainer.objective.loss(encodings, labels, trainer.memory), encodings
         one = np.array([len(members)])
-        return self.function(Encoded(encodings, labels, one, work.memory), *inputs), encodings
+        return self.function(Encoded(encodings, labels, one, trainer.memory), *inputs), encodings
 
     def _update(self) -> None:
-        self.work.advance(self.lr, self.pull)
+        self.trainer.advance(self.lr, self.pull)
 
     def _step(self) -> None:
-        """As ``Workspace.descend``."""
+        """As ``Trainer.descend``."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.work.stacked())
+            stack.enter_context(self.trainer.stacked())
             for rounded in self.rounded:
                 self._copy(*rounded.pairs)
                 stack.enter_context(rounded.used())
             loss, encodings = self._forward(self.members, self.state, *self.inputs)
-            found = differentiate(loss, *self.work.learning)
+            found = differentiate(loss, *self.trainer.learning)
         for places, gradients in zip(self.gradients, found, strict=True):
             self._copy(places, list(gradients))
         self._advance()
         self.encodings = tuple(e.detach() for e in encodings)
-        self.work.objective.remember(self.work.memory, self.encodings)
+        self.trainer.objective.remember(self.trainer.memory, self.encodings)
         self.total += loss.detach()
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -487,7 +487,7 @@ class Replay:
 
         cuDNN tries which of its convolutions are fastest, and the graph keeps these.
         """
-        here, aside = torch.cuda.current_stream(self.work.device), torch.cuda.Stream()
+        here, aside = torch.cuda.current_stream(self.trainer.device), torch.cuda.Stream()
         # On a stream of its own: graphs of one stream share room for matrix products, and those of
         # several networks run at the same time.
         graph, cudnn = torch.cuda.CUDAGraph(), torch.backends.cudnn
