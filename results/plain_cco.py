@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from fedssl.config import Augment, Data, Encoder
 from fedssl.data.augment import Augmentation
-from fedssl.data.datasets import load
+from fedssl.data.load import load_dataset
 from fedssl.models.network import Tower, build, mlp
 
 SAMPLES, CLIENTS, JUDGED = 16, 8, 1500  # a client's, a round's, images kept for kNN
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--encoder", choices=("fedssl", "timm"), default="fedssl")
     parser.add_argument("--scale", type=float, default=1.0)
     o = parser.parse_args()
-    split = load(Data(name="folder", root=str(o.images), size=o.size)).train
+    split = load_dataset(Data(name="folder", root=str(o.images), size=o.size)).train
     assert split.labels is not None
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
     images, labels = split.images[0][order], split.labels[order]

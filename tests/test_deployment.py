@@ -28,7 +28,7 @@ from fedssl import __version__, report
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
-from fedssl.data import images
+from fedssl.data import image_files
 from fedssl.deploy import app as deploy
 from fedssl.deploy import sites as site_module
 from fedssl.engines.flower import engine as flower
@@ -362,7 +362,7 @@ def test_a_part_of_a_sites_folder_is_not_left_out_silently(
     (folder / ".trash").mkdir()
     shutil.copy(folder / "train" / "0.png", folder / ".trash")  # as everywhere
     (folder / "lost+found").mkdir()
-    monkeypatch.setattr(images, "_scan", without(images._scan, "lost+found"))
+    monkeypatch.setattr(image_files, "_scan", without(image_files._scan, "lost+found"))
     flower._session.cache_clear()
     hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
     assert json.loads(hello["facts"])["samples"] == 1

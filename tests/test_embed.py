@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from fedssl import load_encoder
 from fedssl.cli import main
 from fedssl.config import Data, Encoder, to_tree
-from fedssl.data import datasets, images
+from fedssl.data import decode
+from fedssl.data.load import load_dataset
 from fedssl.encoder import embed
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
@@ -290,13 +291,13 @@ def test_odd_images_are_read_as_in_training_and_as_people_see_them(
     assert embed.embed(run, str(root), tmp_path / "out.npz", 256, "cpu") == len(ODD)
     paths, rows = read(tmp_path / "out.npz")
     data = Data("folder", str(root), SIZE, cache=str(tmp_path / "cache"))
-    trained = datasets.load(data).train.images[0]
+    trained = load_dataset(data).train.images[0]
     whole = load_encoder(run)
     assert np.array_equal(rows, whole.embed(trained).numpy())
     for path, pixels in zip(paths, trained, strict=True):
         seen = ODD[Path(path).name][2]
         if seen is not None:
-            difference = pixels.int() - torch.from_numpy(images.pixels(seen, SIZE).copy()).int()
+            difference = pixels.int() - torch.from_numpy(decode.to_pixels(seen, SIZE).copy()).int()
             assert difference.abs().max() <= 4, path
 
 
@@ -329,17 +330,17 @@ def test_a_huge_jpeg_is_read_at_a_fraction_of_its_size(
     image.save(tmp_path / "a.jpg")
     image.save(tmp_path / "b.jpg", progressive=True)
     image.save(tmp_path / "c.png")
-    expected = images.decode(tmp_path / "a.jpg", SIZE)
+    expected = decode.decode_file(tmp_path / "a.jpg", SIZE)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
     sizes: list[tuple[int, int]] = []
-    real = images.pixels
+    real = decode.to_pixels
 
-    def watched(image: Image.Image, *rest: int) -> images.Pixels:
+    def watched(image: Image.Image, *rest: int) -> decode.Pixels:
         sizes.append(image.size)
         return real(image, *rest)
 
-    monkeypatch.setattr(images, "pixels", watched)
-    found = list(images.read(sorted(tmp_path.iterdir()), SIZE, 3))
+    monkeypatch.setattr(decode, "to_pixels", watched)
+    found = list(decode.decode_files(sorted(tmp_path.iterdir()), SIZE, 3))
     assert np.array_equal(found[0], expected) and sizes == [(80, 80)]
     assert all("more than 200,000 pixels" in str(reason) for reason in found[1:])
 

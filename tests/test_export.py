@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Data, Encoder
-from fedssl.data import datasets
+from fedssl.data.load import load_dataset
 from fedssl.encoder import embed, export
 from fedssl.encoder.load import ImageEncoder
 from fedssl.evaluate.features import extract
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def images() -> torch.Tensor:
-    test = datasets.load(Data(size=8)).test
+    test = load_dataset(Data(size=8)).test
     assert test is not None
     return test.images[0]
 
@@ -145,7 +145,7 @@ def test_files_are_read_as_training_reads_a_folder(tmp_path: Path, halves: bool)
         pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(root / f"{i}.{'jpg' if i == 0 else 'png'}")
     data = Data("folder", str(root), 16, halves=halves, cache=str(tmp_path / "cache"))
-    trained = datasets.load(data).train.images
+    trained = load_dataset(data).train.images
     for tower, expected in enumerate(trained):
         encoder = made("tiny", "group", 3, 16)
         encoder.tower, encoder.width = tower, expected.shape[3]
@@ -565,7 +565,7 @@ def test_checking_an_export_downloads_nothing(
     tree = yaml.safe_load((moved / "config.yaml").read_text())
     tree["data"] |= {"name": "cifar10", "cache": str(tmp_path / "cache")}
     (moved / "config.yaml").write_text(yaml.safe_dump(tree))
-    monkeypatch.setattr("fedssl.data.datasets._network_patience", lambda: pytest.fail("network"))
+    monkeypatch.setattr("fedssl.data.standard._network_patience", lambda: pytest.fail("network"))
     assert "made images" in export.looks(moved, load_encoder(moved))[1]
 
 

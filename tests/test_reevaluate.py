@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Data
-from fedssl.data import datasets
+from fedssl.data.load import load_dataset
 from fedssl.evaluate.unlabeled import effective_rank
 from fedssl.runs import checkpoint, run
 from fedssl.runs.record import Run
@@ -366,8 +366,10 @@ def test_images_are_loaded_once(
 ) -> None:
     """Others, and the run's own in another place."""
     photos = shutil.copytree(simple.parent / "photos", tmp_path / "moved")
-    real, loads = datasets.load, list[str]()
-    monkeypatch.setattr(datasets, "load", lambda *given: (loads.append("."), real(*given))[1])
+    real, loads = load_dataset, list[str]()
+    monkeypatch.setattr(
+        "fedssl.runs.reevaluate.load_dataset", lambda *given: (loads.append("."), real(*given))[1]
+    )
     for expected in ("moved", "other"):
         assert evaluate(simple, [f"data.root={photos}"])
         assert len(loads) == 1, expected
@@ -399,7 +401,7 @@ def test_a_classifiers_encoder_is_judged_on_other_classes(classifier: Path) -> N
     assert "head_top1" in evaluate(root / "run", [])["result"]
     rows = evaluate(root / "run", [*words, "evaluate.protocols=unlabeled"])
     data = Data("folder", str(root / "others"), 8, cache=str(root / "cache"))
-    features = load_encoder(root / "run").embed(datasets.load(data).train.images[0])
+    features = load_encoder(root / "run").embed(load_dataset(data).train.images[0])
     assert rows["result"]["effective_rank"] == effective_rank(features)
     # And where nobody knows classes.
     flat = [f"data.root={root / 'photos/train/0'}", "evaluate.protocols=unlabeled"]

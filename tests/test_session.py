@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedssl import config
 from fedssl.data.dataset import Split
-from fedssl.data.datasets import held_out
+from fedssl.data.labels import draw_share
 from fedssl.runs import run
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.session import prepare
@@ -208,7 +208,7 @@ def test_held_out_images_are_nobodys(partition: str) -> None:
     session = prepare(config.resolve(config.read_recipe(None), [*words, "cohort.size=null"]))
     train = session.dataset.train
     assert train.labels is not None
-    out = held_out(train.labels, 0.1, 10, 0).numpy()
+    out = draw_share(train.labels, 0.1, 10, 0).numpy()
     members = session.engine.groups.members
     assert len(np.unique(members)) == len(members)
     assert not np.intersect1d(members, out).size

@@ -20,12 +20,12 @@ import numpy as np
 from PIL import Image
 
 from fedssl.config import Data
-from fedssl.data import datasets
+from fedssl.data.load import load_dataset
 
 
 def make(out: Path, sites: int, most: int | None = None, size: int = 16) -> list[Path]:
     """Write the folders; the digits 0 to 9 are dealt to the sites in runs, ``most`` images each."""
-    digits = datasets.load(Data("digits", size=size))
+    digits = load_dataset(Data("digits", size=size))
     train, test = digits.train, digits.test
     assert train.labels is not None and test is not None and test.labels is not None
     pixels, labels = train.images[0][:, 0].numpy(), train.labels.numpy()

@@ -16,9 +16,12 @@ import torch
 from PIL import Image
 
 from fedssl.config import Data
-from fedssl.data import datasets, images
+from fedssl.data import decode, folders, places
+from fedssl.data import load as loading
 from fedssl.data.dataset import Dataset, Split
-from fedssl.data.datasets import draw_labels, load
+from fedssl.data.labels import draw_labels
+from fedssl.data.load import convert_channels
+from fedssl.data.load import load_dataset as load
 from fedssl.util.errors import UserError
 
 
@@ -116,7 +119,7 @@ def test_fashion_from_a_root(root: Path, inside: str, ending: str) -> None:
 def test_fashion_from_debian_and_then_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    monkeypatch.setattr(datasets, "DEBIAN_FASHION", tmp_path / "debian")
+    monkeypatch.setattr(places, "DEBIAN_FASHION", tmp_path / "debian")
     write_fashion(cache / "downloads/fashion-mnist/FashionMNIST/raw")
     assert len(load(Data(name="fashion-mnist")).train) == 20
     write_fashion(tmp_path / "debian", ".gz")
@@ -124,7 +127,7 @@ def test_fashion_from_debian_and_then_the_download(
     assert reds(load(Data(name="fashion-mnist")).train) == [7] * 20
 
 
-@pytest.mark.skipif(not datasets.DEBIAN_FASHION.is_dir(), reason="dataset-fashion-mnist")
+@pytest.mark.skipif(not places.DEBIAN_FASHION.is_dir(), reason="dataset-fashion-mnist")
 def test_fashion_of_debian_is_the_real_one() -> None:
     dataset = load(Data(name="fashion-mnist"))
     assert dataset.test is not None
@@ -193,7 +196,7 @@ def test_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cifar_is_parsed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(root, monkeypatch)
     load(Data(name="cifar10", root=str(root)))
-    monkeypatch.setattr(datasets, "_read_cifar", lambda *a: pytest.fail("parsed again"))
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda *a, **k: pytest.fail("parsed again"))
     assert reds(load(Data(name="cifar10", root=str(root))).train) == list(range(20))
 
 
@@ -266,7 +269,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float | Non
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(urllib.request, "urlopen", unreachable)
-    monkeypatch.setattr(datasets, "DEBIAN_FASHION", tmp_path / "debian")
+    monkeypatch.setattr(places, "DEBIAN_FASHION", tmp_path / "debian")
     return limits
 
 
@@ -457,7 +460,7 @@ def test_other_errors_are_not_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) 
     def broken(data: Data) -> Dataset:
         raise RuntimeError("a bug")
 
-    monkeypatch.setitem(datasets.LOADERS, "digits", broken)
+    monkeypatch.setitem(loading.LOADERS, "digits", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         load(Data())
 
@@ -526,7 +529,7 @@ def test_folder_with_unreadable_files(root: Path, capsys: pytest.CaptureFixture[
         assert line.endswith(" and 1 more; data.corrupt=skip leaves such files out")
     capsys.readouterr()
     for _ in range(2):
-        datasets._warn.cache_clear()  # as of a new process
+        folders._warn_once.cache_clear()  # as of a new process
         dataset = folder(root, corrupt="skip")
         assert reds(dataset.train) == [0, 4, 6, 3, 7]
         assert labels(dataset.train) == [0, 0, 0, 1, 1]
@@ -609,7 +612,7 @@ def test_images_are_known_by_the_files_that_are_used(root: Path) -> None:
 def test_folder_second_load_decodes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(root, "train/cat/0.png", "train/dog/0.png")
     first = folder(root)
-    monkeypatch.setattr(images, "decode", None)
+    monkeypatch.setattr(decode, "decode_file", None)
     second = folder(root)
     assert torch.equal(first.train.images[0], second.train.images[0])
     assert labels(second.train) == [0, 1]
@@ -738,25 +741,25 @@ def test_halves(size: int) -> None:
 
 
 def test_other_channels_are_those_of_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "BLOCK", 2)
+    monkeypatch.setattr(loading, "BLOCK", 2)
     generator = np.random.default_rng(0)
     for name in ("train/a", "train/b", "train/c", "test/a"):
         (root / name).parent.mkdir(exist_ok=True)
         noise = generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)
         Image.fromarray(noise).save(root / f"{name}.png")
     colour = folder(root)
-    grey = datasets.in_channels(colour, [1])
-    again = datasets.in_channels(grey, [3])
+    grey = convert_channels(colour, [1])
+    again = convert_channels(grey, [3])
     for split in ("train", "test"):
-        read = [images.decode(path, 32, 1) for path in sorted((root / split).iterdir())]
+        read = [decode.decode_file(path, 32, 1) for path in sorted((root / split).iterdir())]
         (found,), (back,) = getattr(grey, split).images, getattr(again, split).images
         assert np.array_equal(found, read) and found.dtype == back.dtype == torch.uint8
         assert torch.equal(back, found.repeat(1, 3, 1, 1)) and back.is_contiguous()
-    assert datasets.in_channels(colour, [3]) == colour
+    assert convert_channels(colour, [3]) == colour
     with pytest.raises(UserError, match="images of 3 channels cannot become images of 4"):
-        datasets.in_channels(colour, [4])
+        convert_channels(colour, [4])
     towers = dataclasses.replace(colour, train=Split(colour.train.images * 2), test=None)
-    assert [x.shape[1] for x in datasets.in_channels(towers, [3, 1]).train.images] == [3, 1]
+    assert [x.shape[1] for x in convert_channels(towers, [3, 1]).train.images] == [3, 1]
 
 
 def test_halves_of_nothing() -> None:

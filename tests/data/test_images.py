@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.data import images
+from fedssl.data import cache as caches
+from fedssl.data import decode, image_files
 from fedssl.util.errors import UserError
 
 
@@ -30,12 +31,12 @@ def save(path: Path, image: Image.Image | None = None, **options: object) -> Pat
     return path
 
 
-def rows(root: Path, below: str = "") -> list[images.Row]:
-    return [(file,) for file in images.find(root, below)[0]]
+def rows(root: Path, below: str = "") -> list[image_files.Row]:
+    return [(file,) for file in image_files.find_images(root, below)[0]]
 
 
-def load(root: Path, cache: Path, size: int | None = 8) -> images.Decoded:
-    return images.load(root, {"train": rows(root)}, size, cache, "test", {})
+def load(root: Path, cache: Path, size: int | None = 8) -> decode.Decoded:
+    return decode.decode_splits(root, {"train": rows(root)}, size, cache, "test", {})
 
 
 # Finding
@@ -50,10 +51,12 @@ def test_find_takes_images_of_any_format_at_any_depth(tmp_path: Path) -> None:
     (tmp_path / "folder.jpg").mkdir()
     save(tmp_path / ".hidden/x.png")
     save(tmp_path / "a/.y.png")
-    files, folders = images.find(tmp_path)
+    files, folders = image_files.find_images(tmp_path)
     assert [file.path for file in files] == ["a/w.tiff", "a/y.jpg", "b/deep/er/x.PNG", "z.webp"]
     assert folders == ["a", "b", "b/deep", "b/deep/er", "folder.jpg"]
-    assert [file.path for file in images.find(tmp_path, "b/deep")[0]] == ["b/deep/er/x.PNG"]
+    assert [file.path for file in image_files.find_images(tmp_path, "b/deep")[0]] == [
+        "b/deep/er/x.PNG"
+    ]
 
 
 def test_find_follows_links_but_not_in_circles(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_find_follows_links_but_not_in_circles(tmp_path: Path) -> None:
     (tmp_path / "root/real/loop").symlink_to(tmp_path / "root")
     (tmp_path / "root/lost.png").symlink_to(tmp_path / "nothing.png")
     os.mkfifo(tmp_path / "root/pipe.png")
-    found = [file.path for file in images.find(tmp_path / "root")[0]]
+    found = [file.path for file in image_files.find_images(tmp_path / "root")[0]]
     assert found == ["linked/x.png", "lost.png", "one.png"]
 
 
@@ -73,7 +76,7 @@ def test_find_follows_links_but_not_in_circles(tmp_path: Path) -> None:
 
 def test_decode_keeps_pixels_of_the_right_size(tmp_path: Path) -> None:
     image = gradient(8, 8)
-    pixels = images.decode(save(tmp_path / "x.png", image), 8)
+    pixels = decode.decode_file(save(tmp_path / "x.png", image), 8)
     assert np.array_equal(pixels, np.asarray(image).transpose(2, 0, 1))
 
 
@@ -86,25 +89,25 @@ def test_decode_resizes_the_shorter_side_and_crops_the_centre(
     long = image.resize((round(width * scale), round(height * scale)), Image.Resampling.BILINEAR)
     left, top = (long.width - 10) // 2, (long.height - 10) // 2
     wanted = long.crop((left, top, left + 10, top + 10))
-    pixels = images.decode(save(tmp_path / "x.png", image), 10)
+    pixels = decode.decode_file(save(tmp_path / "x.png", image), 10)
     difference = pixels.transpose(1, 2, 0).astype(int) - np.asarray(wanted)
     # Half a pixel of rounding; a crop from the wrong place would be off by dozens.
     assert np.abs(difference).max() <= 0.5 * 256 / 10
 
 
 def test_decode_survives_extreme_shapes(tmp_path: Path) -> None:
-    assert images.decode(save(tmp_path / "x.png", gradient(4000, 1)), 32).shape == (3, 32, 32)
+    assert decode.decode_file(save(tmp_path / "x.png", gradient(4000, 1)), 32).shape == (3, 32, 32)
 
 
 def test_decode_reduces_large_jpegs_without_losing_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tmp_path / "x.jpg", gradient(640, 480), quality=95)
-    drafted = images.decode(path, 32).astype(int)
+    drafted = decode.decode_file(path, 32).astype(int)
     seen: list[tuple[int, int]] = []
-    square = images._to_square
-    monkeypatch.setattr(images, "_to_square", lambda i, s: seen.append(i.size) or square(i, s))
-    images.decode(path, 32)
+    square = decode._to_square
+    monkeypatch.setattr(decode, "_to_square", lambda i, s: seen.append(i.size) or square(i, s))
+    decode.decode_file(path, 32)
     assert seen == [(160, 120)]  # a quarter; an eighth would be below twice the target
     monkeypatch.setattr(Image.Image, "draft", lambda *a: None)
     with Image.open(path) as image:
@@ -115,7 +118,7 @@ def test_decode_reduces_large_jpegs_without_losing_much(
 @pytest.mark.parametrize("ending", ["png", "tif", "pgm"])
 def test_decode_scales_16_bits_to_8(tmp_path: Path, ending: str) -> None:
     values = np.array([[0, 257], [32896, 65535]], np.uint16)
-    pixels = images.decode(save(tmp_path / f"x.{ending}", Image.fromarray(values)), 2)
+    pixels = decode.decode_file(save(tmp_path / f"x.{ending}", Image.fromarray(values)), 2)
     assert np.array_equal(pixels, np.array([[[0, 1], [128, 255]]] * 3))
 
 
@@ -123,7 +126,7 @@ def test_decode_scales_16_bits_to_8(tmp_path: Path, ending: str) -> None:
 def test_decode_converts_any_mode_to_rgb(tmp_path: Path, mode: str) -> None:
     image = Image.new("RGB", (8, 8), "white").convert(mode)
     ending = "jpg" if mode in ("CMYK", "YCbCr") else "png"
-    pixels = images.decode(save(tmp_path / f"x.{ending}", image), 8)
+    pixels = decode.decode_file(save(tmp_path / f"x.{ending}", image), 8)
     assert pixels.shape == (3, 8, 8)
     assert pixels.min() >= 250
 
@@ -131,20 +134,20 @@ def test_decode_converts_any_mode_to_rgb(tmp_path: Path, mode: str) -> None:
 def test_decode_takes_the_first_frame(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     path = save(tmp_path / "x.gif", frames[0], save_all=True, append_images=frames[1:])
-    assert images.decode(path, 8)[:, 0, 0].tolist() == [255, 0, 0]
+    assert decode.decode_file(path, 8)[:, 0, 0].tolist() == [255, 0, 0]
 
 
 def test_decode_turns_images_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera lay on its side: turn by 90° clockwise
     path = save(tmp_path / "x.png", gradient(8, 8), exif=exif)
-    plain = images.decode(save(tmp_path / "y.png", gradient(8, 8)), 8)
-    assert np.array_equal(images.decode(path, 8), np.rot90(plain, -1, (1, 2)))
+    plain = decode.decode_file(save(tmp_path / "y.png", gradient(8, 8)), 8)
+    assert np.array_equal(decode.decode_file(path, 8), np.rot90(plain, -1, (1, 2)))
 
 
 def test_decode_ignores_broken_exif(tmp_path: Path) -> None:
     path = save(tmp_path / "x.png", gradient(8, 8), exif=b"Exif\0\0nonsense")
-    assert images.decode(path, 8).shape == (3, 8, 8)
+    assert decode.decode_file(path, 8).shape == (3, 8, 8)
 
 
 # Unreadable files
@@ -217,10 +220,10 @@ def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(tmp_path
     parts = {split: rows(root, split) for split in ("train", "test")}
     said = r"no image for test can be read: test/x\.png \([^,]*\); mend or replace some, or remove"
     with pytest.raises(UserError, match=said):
-        images.load(root, parts, 8, tmp_path / "cache", "test", {})
+        decode.decode_splits(root, parts, 8, tmp_path / "cache", "test", {})
     save(root / "test/y.png")
     parts["test"] = rows(root, "test")
-    found = images.load(root, parts, 8, tmp_path / "cache", "test", {})
+    found = decode.decode_splits(root, parts, 8, tmp_path / "cache", "test", {})
     assert list(found.unreadable) == ["train/b.png", "test/x.png"]
 
 
@@ -267,13 +270,13 @@ def folder(tmp_path: Path) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are decoded from here on."""
     names: list[str] = []
-    decode = images.decode
+    real = decode.decode_file
 
-    def watch(path: Path, size: int) -> images.Pixels:
+    def watch(path: Path, size: int) -> decode.Pixels:
         names.append(path.name)
-        return decode(path, size)
+        return real(path, size)
 
-    monkeypatch.setattr(images, "decode", watch)
+    monkeypatch.setattr(decode, "decode_file", watch)
     return names
 
 
@@ -287,16 +290,16 @@ def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
         image = Image.fromarray(pixels)
     for i in range(4):
         save(tmp_path / f"root/{i}.png", image)
-    monkeypatch.setattr(images, "CHUNK", 1)
-    monkeypatch.setattr(images.os, "cpu_count", lambda: 4)
-    together, decode, met = threading.Barrier(threads), images.decode, []
+    monkeypatch.setattr(decode, "CHUNK", 1)
+    monkeypatch.setattr(decode.os, "cpu_count", lambda: 4)
+    together, real, met = threading.Barrier(threads), decode.decode_file, []
 
-    def watch(path: Path, size: int) -> images.Pixels:
+    def watch(path: Path, size: int) -> decode.Pixels:
         together.wait(timeout=30)  # breaks where fewer threads are at work
         met.append(threading.get_ident())
-        return decode(path, size)
+        return real(path, size)
 
-    monkeypatch.setattr(images, "decode", watch)
+    monkeypatch.setattr(decode, "decode_file", watch)
     assert not load(tmp_path / "root", tmp_path / "cache").unreadable
     assert len(set(met)) == threads
 
@@ -397,14 +400,14 @@ def test_two_processes_at_once_both_end_well(folder: Path) -> None:
 
 def test_another_process_may_finish_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = folder.parent / "cache"
-    build = images._build
+    build = decode._decode_into
 
-    def slow(*arguments: object) -> images.Meta:
-        monkeypatch.setattr(images, "_build", build)
+    def slow(*arguments: object) -> caches.Meta:
+        monkeypatch.setattr(decode, "_decode_into", build)
         load(folder, cache)  # the other one, while this one still works
         return build(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(images, "_build", slow)
+    monkeypatch.setattr(decode, "_decode_into", slow)
     assert len(load(folder, cache).images["train"][0]) == 5
     assert len(list(cache.iterdir())) == 1
 
@@ -413,7 +416,7 @@ def test_another_process_may_finish_first(folder: Path, monkeypatch: pytest.Monk
 def test_a_full_disk_names_the_cache(tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match=rf"data\.cache={tmp_path}: the disk is full.*data\.cache"),
-        images.ArrayFile(Path("/dev/full"), tmp_path) as file,
+        caches.ArrayFile(Path("/dev/full"), tmp_path) as file,
     ):
         file.append(np.zeros((4, 3, 64, 64), np.uint8))
 
@@ -457,7 +460,7 @@ def test_progress_is_a_bar_on_a_terminal(
 
 def test_array_file_grows_and_reads_back(tmp_path: Path) -> None:
     blocks = [np.arange(n * 6, dtype=np.uint8).reshape(n, 2, 3) for n in (1, 11, 0, 200)]
-    with images.ArrayFile(tmp_path / "x.npy", tmp_path) as file:
+    with caches.ArrayFile(tmp_path / "x.npy", tmp_path) as file:
         for block in blocks:
             file.append(block[:, :, ::-1])  # not contiguous
     assert np.array_equal(np.load(tmp_path / "x.npy"), np.concatenate(blocks)[:, :, ::-1])

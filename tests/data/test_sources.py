@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
-from fedssl.data import datasets, picture, sources
+from fedssl.data import picture, sources
 from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.load import load_dataset
 from fedssl.data.partition import counts
 from fedssl.data.random import key
 from fedssl.data.sources import STYLES, altered, assign, clusters
@@ -155,7 +156,7 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
     config = resolved(
         *words, "partition.clients=4", "cohort.size=null", "data.name=digits", "rounds=1"
     )
-    plain = datasets.load(config.data, config.seed)
+    plain = load_dataset(config.data, config.seed)
     before = plain.train.images[0].clone()
     session = prepare(config)
     own, test = session.trainer.images[0].cpu(), session.dataset.test
@@ -170,7 +171,7 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
             wanted = list(STYLES.values())[k](before[part].float())
             wanted = wanted.round().clamp(0, 255).to(torch.uint8)
         assert torch.equal(own[part], wanted)
-    assert torch.equal(datasets.load(config.data, config.seed).train.images[0], before)
+    assert torch.equal(load_dataset(config.data, config.seed).train.images[0], before)
     assert torch.equal(plain.train.images[0], before)
 
 
@@ -179,7 +180,7 @@ def test_each_client_is_judged_on_test_images_like_its_own(size: int) -> None:
     words = ("partition.clients=4", "cohort.size=null", "data.size=8", "evaluate.client_test=iid")
     config = resolved(*ROTATION, *words, f"evaluate.size={size}", "evaluate.protocols=per-client")
     session = prepare(config)
-    plain = datasets.load(config.data, config.seed, size).test
+    plain = load_dataset(config.data, config.seed, size).test
     assert plain is not None and plain.labels is not None
     for k in range(4):
         mine = torch.from_numpy(session.client_tests[k])
@@ -208,7 +209,7 @@ def test_test_images_have_a_clients_sources_in_their_shares() -> None:
 def test_other_sizes_to_judge_at_are_altered_alike() -> None:
     config = resolved(*ROTATION, "partition.clients=4", "cohort.size=null", "evaluate.size=12")
     train, _ = prepare(config).judged_splits
-    plain = datasets.load(config.data, config.seed, 12).train.images[0]
+    plain = load_dataset(config.data, config.seed, 12).train.images[0]
     of = assign(config, load_data(config)).of
     assert of is not None and train.images[0].shape[-1] == 12
     for i in range(40):

@@ -11,8 +11,8 @@ from torch import nn
 
 from fedssl import config, evaluate
 from fedssl.config import Evaluate
-from fedssl.data import datasets
 from fedssl.data.dataset import Split
+from fedssl.data.labels import draw_share
 from fedssl.evaluate import heldout, linear
 from fedssl.runs.session import client_data, held_out, load_data, prepare
 from fedssl.util.errors import UserError
@@ -55,7 +55,7 @@ def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyP
     weights = session.trainer.initial
     train = session.dataset.train
     assert train.labels is not None
-    kept = datasets.held_out(train.labels, 0.2, 10, 5)
+    kept = draw_share(train.labels, 0.2, 10, 5)
     logits = evaluate.extract(session.body(weights), train.images[0][kept], device="cpu")
     right = (logits.argmax(1) == train.labels[kept]).double()
     judged = session.judge(weights)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
-from fedssl.data.datasets import draw_labels, held_out
+from fedssl.data.labels import draw_labels, draw_share
 from fedssl.evaluate import check, finetune, judge, linear, semi
 from fedssl.evaluate.features import Labelled, extract, units
 from fedssl.util.errors import UserError
@@ -171,52 +171,53 @@ def numbers():
 
 def test_held_out_is_even_sorted_nested_and_seeded():
     labels = numbers()  # 857 have a label
-    drawn = {share: held_out(labels, share, 10, seed=3) for share in (0.02, 0.1, 0.5)}
+    drawn = {share: draw_share(labels, share, 10, seed=3) for share in (0.02, 0.1, 0.5)}
     for share, each in ((0.02, 1), (0.1, 8), (0.5, 42)):
         index = drawn[share]
         assert torch.bincount(labels[index], minlength=10).tolist() == [each] * 10
         assert index.tolist() == sorted(set(index.tolist()))
     assert set(drawn[0.02].tolist()) < set(drawn[0.1].tolist()) < set(drawn[0.5].tolist())
-    assert torch.equal(drawn[0.1], held_out(labels, 0.1, 10, seed=3))
-    assert not torch.equal(drawn[0.1], held_out(labels, 0.1, 10, seed=4))
+    assert torch.equal(drawn[0.1], draw_share(labels, 0.1, 10, seed=3))
+    assert not torch.equal(drawn[0.1], draw_share(labels, 0.1, 10, seed=4))
     assert torch.equal(drawn[0.1], draw_labels(labels, 80, 10, seed=3))
-    assert len(held_out(labels, 0.0, 10, 0)) == 0
-    assert len(held_out(torch.full((5,), -1), 0.0, 0, 0)) == 0
+    assert len(draw_share(labels, 0.0, 10, 0)) == 0
+    assert len(draw_share(torch.full((5,), -1), 0.0, 0, 0)) == 0
 
 
 def test_a_share_that_no_float_holds_is_not_rounded_down():
-    assert len(held_out(torch.zeros(100, dtype=torch.int64), 0.29, 1, 0)) == 29
+    assert len(draw_share(torch.zeros(100, dtype=torch.int64), 0.29, 1, 0)) == 29
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, 1.5, float("nan")])
-def test_held_out_refuses_other_shares(share):
-    with pytest.raises(UserError, match=rf"^data\.holdout={share}: .* at least 0 and below 1$"):
-        held_out(numbers(), share, 10, 0)
-
-
-def test_held_out_refuses_what_cannot_be_drawn():
-    with pytest.raises(UserError, match=r"^data\.holdout=0\.1: .* has a label; leave it out$"):
-        held_out(torch.full((50,), -1), 0.1, 10, 0)
-    with pytest.raises(UserError, match=r"the 10 classes, as any share would be; leave it out$"):
-        held_out(torch.arange(10), 0.99, 10, 0)
-    labels = torch.arange(360) % 10
-    with pytest.raises(UserError, match=r"=0\.01: less than one of the 360 .* at least 0\.0278$"):
-        held_out(labels, 0.01, 10, 0)
-    assert len(held_out(labels, 0.0278, 10, 0)) == 10
-    with pytest.raises(UserError, match=r"^semi: less than one of the 360 .* at least 2\.78 %$"):
-        held_out(labels, 0.01, 10, 0, "semi")
+@pytest.mark.parametrize(
+    ("labels", "share", "value", "fix"),
+    [
+        *((numbers(), share, None, "below 1.") for share in (-0.1, 1.0, 1.5, float("nan"))),
+        (torch.full((50,), -1), 0.1, None, "Leave it out."),
+        (torch.arange(10), 0.99, None, "Leave it out."),
+        (torch.arange(360) % 10, 0.01, None, "Use at least 0.0278."),
+        (torch.arange(360) % 10, 0.01, "semi@1%", "Use at least 2.78%."),
+    ],
+)
+def test_shares_that_cannot_be_drawn(labels, share, value, fix):
+    with pytest.raises(UserError) as caught:
+        draw_share(labels, share, 10, 0, value=value)
+    error = caught.value
+    assert (error.key, str(error.value)) == ("data.holdout", str(value or share))
+    assert error.fix.endswith(fix)
 
 
 @pytest.mark.parametrize(
     ("common", "rare", "classes", "most"),
     [(95, 5, 2, 0.1), (6, 1, 2, 0.2858), (10**5, 10**4 + 1, 2, 0.18184)],
 )
-def test_the_share_that_held_out_names_takes_all_of_the_rarest_class(common, rare, classes, most):
+def test_the_share_that_an_error_names_takes_all_of_the_rarest_class(common, rare, classes, most):
     labels = (torch.arange(common + rare) < rare).long()
-    for where, told in ((None, f"{most}"), ("semi", f"{100 * most:g} %")):
-        with pytest.raises(UserError, match=rf"class number 1 has {rare}; take at most {told}$"):
-            held_out(labels, 0.7, classes, 0, where)
-    assert len(held_out(labels, most, classes, 0)) == rare * classes
+    assert len(draw_share(torch.arange(360) % 10, 0.0278, 10, 0)) == 10
+    for value, named in ((None, f"{most}"), ("semi", f"{100 * most:g}%")):
+        with pytest.raises(UserError) as caught:
+            draw_share(labels, 0.7, classes, 0, value=value)
+        assert caught.value.fix == f"Use at most {named}."
+    assert len(draw_share(labels, most, classes, 0)) == rare * classes
 
 
 def sides(n=300, unlabelled=0):
@@ -233,7 +234,7 @@ def run(specs, train, test, holdout=0.0, **settings):
 
 def test_the_labels_are_part_of_what_no_client_was_given(monkeypatch):
     train, test = sides(unlabelled=30)
-    kept = set(held_out(train.labels, 0.1, 3, seed=5).tolist())
+    kept = set(draw_share(train.labels, 0.1, 3, seed=5).tolist())
     seen = []
 
     def spy(encoder, part, *rest):

@@ -6,11 +6,11 @@ import pytest
 from helpers import step
 
 from fedssl import config
-from fedssl.data import datasets
+from fedssl.data.places import DEBIAN_FASHION
 from fedssl.runs.session import prepare
 
 
-@pytest.mark.skipif(not datasets.DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")
+@pytest.mark.skipif(not DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")
 def test_label_skew_costs_self_supervision_less_than_supervision() -> None:
     """Ten local epochs, two classes a client or all; each beside its own result with all."""
 

@@ -18,7 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fedssl import config, report
-from fedssl.data import datasets
+from fedssl.data import standard
+from fedssl.data.places import use_local_copy
 from fedssl.evaluate.features import extract
 from fedssl.report import looks
 from fedssl.runs.record import Run
@@ -182,7 +183,7 @@ def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("a download")
 
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "_network_patience", asked)
+    monkeypatch.setattr(standard, "_network_patience", asked)
     path = made(tmp_path / "a", ("data.name=cifar10", "evaluate.size=64"))
     (path / "encoder.safetensors").touch()
     text = report.write([path], None).read_text()
@@ -194,9 +195,9 @@ def test_data_on_this_machine_is_found(tmp_path: Path) -> None:
     data = config.resolve(config.read_recipe(None), ("data.name=stl10",)).data
     held = tmp_path / "downloads" / "stl10"
     held.mkdir(parents=True)
-    assert datasets.here(replace(data, cache=str(tmp_path))).root == str(held)
+    assert use_local_copy(replace(data, cache=str(tmp_path))).root == str(held)
     own = replace(data, root="elsewhere")
-    assert datasets.here(own) == own
+    assert use_local_copy(own) == own
 
 
 def test_batch_norm_has_a_map_too(tmp_path: Path) -> None:

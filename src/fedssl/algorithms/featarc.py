@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedssl.algorithms.fedca import in_batches, plain
 from fedssl.config import AlgorithmParams, Config
-from fedssl.data.dataset import in_passes
+from fedssl.data.dataset import split_for_encoding
 from fedssl.data.partition import called
 from fedssl.data.random import key
 from fedssl.federation.algorithm import Algorithm, Cohort, Server
@@ -289,7 +289,7 @@ def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor
     images, found = trainer.images[0][client.members], []
     parts = in_batches(trainer, images)
     if not network.training:  # each image by itself: few large passes keep a GPU busy
-        parts = in_passes(images)
+        parts = split_for_encoding(images)
     with trainer.autocast():
         for part in parts:
             one = tower.encoder(plain(trainer, part))

@@ -52,11 +52,12 @@ def _partition(options: argparse.Namespace) -> int:
     _, settings = resolve_words(options.words)
     check_png(options.out)
 
-    from fedssl.data import datasets, picture, sources
+    from fedssl.data import picture, sources
+    from fedssl.data.load import load_dataset
     from fedssl.data.partition import client_names, table, uneven
     from fedssl.runs.session import client_data, pick_device
 
-    dataset = datasets.load(settings.data, settings.seed)
+    dataset = load_dataset(settings.data, settings.seed)
     found = sources.assign(settings, dataset, pick_device(settings.device))
     groups = client_data(settings, dataset, found)
     labels = None if found.of is None else found.of.numpy()

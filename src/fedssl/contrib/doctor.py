@@ -119,16 +119,14 @@ def _packages() -> Iterator[list[str]]:
 def _data() -> Iterator[list[str]]:
     """Where each data set is looked for; nothing is opened or fetched."""
     from fedssl import config
-    from fedssl.data import datasets
+    from fedssl.data.places import list_folders
+    from fedssl.data.standard import ARRAYS
 
     data = config.Data()
     yield ["digits", "found" if _version("scikit-learn") else "missing", "come with scikit-learn"]
-    for name in datasets.LOADERS:
-        if name in ("digits", "folder", "paired"):
-            continue
-        place = datasets._cache(data) / "downloads" / name
-        if name == "fashion-mnist" and datasets.DEBIAN_FASHION.is_dir():
-            place = datasets.DEBIAN_FASHION
+    for name in (*ARRAYS, "tiny-imagenet"):
+        folders = list_folders(data, name)
+        place = next((folder for folder in folders if folder.is_dir()), folders[-1])
         # A download is there whole or not at all.
         if place.is_dir():
             yield [name, "found", str(place)]
@@ -138,9 +136,9 @@ def _data() -> Iterator[list[str]]:
 
 def _disk() -> Iterator[list[str]]:
     from fedssl import config
-    from fedssl.data import datasets
+    from fedssl.data.places import cache_folder
 
-    cache = datasets._cache(config.Data())
+    cache = cache_folder(config.Data())
     for what, path in (("this folder", Path.cwd()), ("FEDSSL_CACHE", cache)):
         there = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(there).free

@@ -1,4 +1,4 @@
-"""What a data set is once it is loaded: uint8 tensors, labels, and groups of samples."""
+"""Records of a loaded data set: images as uint8 tensors, labels, and groups of samples."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-PIXELS = 512 * 64 * 64  # to be encoded in one pass: 512 images of 64 pixels a side, or 10 of 448
+Ints = NDArray[np.int64]
+
+PIXELS_PER_PASS = 512 * 64 * 64  # 512 images of 64 pixels a side, or 10 of 448
 
 
-def in_passes(images: Tensor) -> tuple[Tensor, ...]:
-    """Images in parts that are encoded at once: 512 of them, or fewer large ones."""
-    return images.split(max(1, min(512, PIXELS // (images.shape[2] * images.shape[3]))))
+def split_for_encoding(images: Tensor) -> tuple[Tensor, ...]:
+    """Split images into parts that are encoded in one pass: 512 images, or fewer large ones."""
+    most = PIXELS_PER_PASS // (images.shape[2] * images.shape[3])
+    return images.split(max(1, min(512, most)))
 
 
 @dataclass(frozen=True)
 class Groups:
     """Members of each group, stored flat: group k has ``members[offsets[k]:offsets[k + 1]]``.
 
-    A partition is one (the samples of each client), and so are cases (the images of each patient).
+    A partition (the samples of each client) and cases (the images of each patient) are groups.
     50,000 groups cost two arrays.
     """
 
-    members: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    members: Ints
+    offsets: Ints
 
     @classmethod
-    def from_labels(cls, group_of: NDArray[np.int64], count: int) -> Groups:
-        """Groups from the group number of each member; members keep their order."""
+    def from_labels(cls, group_of: Ints, count: int) -> Groups:
+        """Build groups from the group number of each member; members keep their order."""
         sizes = np.bincount(group_of, minlength=count)
         return cls(np.argsort(group_of, kind="stable"), np.concatenate(([0], np.cumsum(sizes))))
 
     @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """The number of members of each group."""
+    def sizes(self) -> Ints:
+        """Number of members of each group."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, group: int) -> NDArray[np.int64]:
+    def __getitem__(self, group: int) -> Ints:
         return self.members[self.offsets[group] : self.offsets[group + 1]]
 
-    def select(self, groups: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The members of several groups, one group after another, and the size of each group."""
+    def select(self, groups: Ints) -> tuple[Ints, Ints]:
+        """Return the members of several groups, group after group, and the size of each."""
         sizes = self.offsets[groups + 1] - self.offsets[groups]
         starts = np.repeat(self.offsets[groups] - np.cumsum(sizes) + sizes, sizes)
         return self.members[starts + np.arange(len(starts))], sizes
@@ -60,23 +63,38 @@ class Split:
 
     images: tuple[Tensor, ...]
     labels: Tensor | None = None  # int64, -1 where a sample has none
-    clients: NDArray[np.int64] | None = None  # number of the client folder of each sample
-    cases: NDArray[np.int64] | None = None  # number of the case of each sample
+    clients: Ints | None = None  # number of the client folder of each sample
+    cases: Ints | None = None  # number of the case of each sample
 
     def __len__(self) -> int:
         return len(self.images[0])
 
+    @property
+    def full_labels(self) -> Tensor:
+        """Label of every sample, -1 where it has none."""
+        return torch.full((len(self),), -1) if self.labels is None else self.labels
+
+    def select(self, index: Tensor) -> Split:
+        """Return the samples with these indices."""
+        rows = index.cpu().numpy()
+        return Split(
+            tuple(images[index] for images in self.images),
+            None if self.labels is None else self.labels[index],
+            None if self.clients is None else self.clients[rows],
+            None if self.cases is None else self.cases[rows],
+        )
+
 
 @dataclass(frozen=True)
 class Census:
-    """Who holds which classes: known where all clients' labels are, in a simulation."""
+    """Classes that each client holds; only a simulation with labels knows them."""
 
     labels: Tensor  # of every training image
     groups: Groups
     classes: int
 
-    def count(self, members: NDArray[np.int64] | Tensor) -> Tensor:
-        """How many of some images each class has."""
+    def count(self, members: Ints | Tensor) -> Tensor:
+        """Count the images of each class among ``members``."""
         index = torch.as_tensor(members, device=self.labels.device)
         return torch.bincount(self.labels[index], minlength=self.classes).double()
 
@@ -90,6 +108,6 @@ class Dataset:
     test: Split | None
     classes: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()  # names of the client folders
-    # A digest of each split's files, wherever they are: of their names and lengths or, where they
-    # hold arrays, of these (Fashion-MNIST's files have the names and lengths of MNIST's).
+    # A digest of each split, wherever its files lie: of their names and lengths or, for files that
+    # hold arrays, of the arrays (Fashion-MNIST's files have the names and lengths of MNIST's).
     files: Mapping[str, str] = field(default_factory=dict)

@@ -13,8 +13,8 @@ import numpy as np
 from fedssl import __version__, privacy
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.data import datasets
 from fedssl.data.dataset import Dataset, Groups
+from fedssl.data.load import load_dataset
 from fedssl.deploy import rehearsal
 from fedssl.deploy.instructions import extras, fill, server, sites
 from fedssl.deploy.own_files import bring_back as bring_back
@@ -171,7 +171,7 @@ def _rehearse(config: Config, count: int) -> rehearsal.Moved | None:
     """Build what the server will, as far as it is known here what images there will be."""
     data, encoder, many = config.data, config.encoder, MANY
     if data.root is not None and Path(data.root).exists():
-        dataset = datasets.load(data, config.seed)
+        dataset = load_dataset(data, config.seed)
         check_public(config, dataset)
     else:
         if data.root is not None:  # this machine may not be the server

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from fedssl.config import Config, Evaluate
-from fedssl.data import datasets
 from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.folders import check_all_used
+from fedssl.data.load import load_dataset
 from fedssl.runs.deployed import SITES
 from fedssl.runs.session import Session, assemble
 from fedssl.util.errors import UserError
@@ -82,8 +83,8 @@ def site_session(config: Config, data: str) -> Session:
         evaluate=Evaluate(),
     )
     try:
-        dataset = datasets.load(config.data, config.seed)
-        datasets.check_whole(config.data)
+        dataset = load_dataset(config.data, config.seed)
+        check_all_used(config.data)
     except UserError as error:
         raise _in_its_words(error) from None
     dataset = replace(dataset, test=None, clients=())
@@ -185,7 +186,7 @@ def nothing(site: Introduction) -> Dataset:
 
 def _own(config: Config, site: Introduction) -> Dataset:
     """The server's labelled images, which are judged on; only public ones are trained on."""
-    dataset = datasets.load(config.data, config.seed)
+    dataset = load_dataset(config.data, config.seed)
     shape = [tuple(i.shape[1:]) for i in dataset.train.images]
     wanted = [(c, site.height, site.width) for c in site.channels]
     if shape != wanted:

@@ -24,7 +24,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from fedssl.data import images as files
+from fedssl.data.decode import decode_file, decode_files, list_failures, show_progress
+from fedssl.data.image_files import find_images, image_extensions
 from fedssl.encoder.load import ImageEncoder, load_encoder
 from fedssl.runs.session import pick_device
 from fedssl.util.errors import UserError
@@ -160,12 +161,12 @@ def found(images: str) -> list[Path]:
         raise UserError("IMAGES is empty; give a folder, a file, or a pattern in quotes")
     place = Path(images).expanduser()
     if place.is_dir():
-        paths = [place / file.path for file in files.find(place, key=images)[0]]
+        paths = [place / file.path for file in find_images(place, key=images)[0]]
     elif place.exists():
         return [place]
     else:
         names = map(Path, sorted(glob.glob(str(place), recursive=True)))  # noqa: PTH207
-        paths = [p for p in names if p.suffix.lower() in files.extensions() and p.is_file()]
+        paths = [p for p in names if p.suffix.lower() in image_extensions() and p.is_file()]
     if not paths:
         raise UserError(
             f"{images}: no images there; give a folder, a file, or a pattern in quotes such as "
@@ -181,12 +182,12 @@ def _embedded(
 
     While a batch is in the network, threads decode the next files.
     """
-    reading = files.read(paths, encoder.height, encoder.channels)
+    reading = decode_files(paths, encoder.height, encoder.channels)
     what = f"embedding {len(paths)} image{'s' * (len(paths) != 1)}"
     with (
         warnings.catch_warnings(),
         contextlib.closing(reading) as read,
-        files.progress(len(paths), what) as update,
+        show_progress(len(paths), what) as update,
     ):
         warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
         pairs = zip(paths, read, strict=True)
@@ -204,7 +205,7 @@ def _embedded(
 
 def _check_any(images: str, done: int, skipped: dict[str, str]) -> None:
     if not done:
-        raise UserError(f"{images}: no image can be read: {files.listed(skipped)}")
+        raise UserError(f"{images}: no image can be read: {list_failures(skipped)}")
     if skipped:
         print(f"fedssl: {len(skipped)} of {done + len(skipped)} files skipped", file=sys.stderr)
 
@@ -299,7 +300,7 @@ def _sheet(query: Path, near: Sequence[tuple[Path, float]], images: str) -> str:
 def _figure(path: Path, before: str, kind: str = "near") -> str:
     """The square that the encoder sees, at a size for people."""
     name = markup.escape(text(path))
-    pixels = files.decode(path, THUMBNAIL)
+    pixels = decode_file(path, THUMBNAIL)
     file = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=85)
     source = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

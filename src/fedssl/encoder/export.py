@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedssl import __version__
-from fedssl.data import datasets
-from fedssl.data import images as files
+from fedssl.data.decode import DRAFT
+from fedssl.data.load import load_dataset
+from fedssl.data.places import use_local_copy
 from fedssl.encoder.load import HEADER, ImageEncoder, described, home, load_encoder, read_note
 from fedssl.models.norms import StandardizedConv2d, standardize
 from fedssl.models.weights import NOTE, SUFFIXES, place
@@ -123,7 +124,7 @@ def preprocess(encoder: ImageEncoder) -> dict[str, Any]:
     """How a file becomes the encoder's input; whoever follows the steps gets its numbers."""
     side, width, channels = encoder.height, encoder.width, encoder.channels
     half = f"its {('left', 'right')[encoder.tower]} {width} columns"
-    least = files.DRAFT * side
+    least = DRAFT * side
     steps = [
         f"decoded (a JPEG file at the smallest of 1, 1/2, 1/4 and 1/8 of its size with both sides "
         f"at least {least}: Pillow's draft(None, ({least}, {least})))",
@@ -170,7 +171,7 @@ def looks(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
     """Images to check with: the run's own where they are here, else made ones; and which."""
     with contextlib.suppress(UserError):
         settings = Run(run if run.is_dir() else home(run)).settings
-        data = datasets.load(datasets.here(settings.data), settings.seed)
+        data = load_dataset(use_local_copy(settings.data), settings.seed)
         split = data.train if data.test is None else data.test
         images = split.images[encoder.tower % len(split.images)]
         if len(images):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fedssl import config
 from fedssl.config import Encoder
-from fedssl.data import images as files
-from fedssl.data.dataset import PIXELS
+from fedssl.data.dataset import PIXELS_PER_PASS
+from fedssl.data.decode import decode_file, describe_failure, to_pixels
 from fedssl.evaluate.features import encode, pixels, precision
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
@@ -83,7 +83,7 @@ class ImageEncoder(nn.Module):
         """The embeddings of uint8 images ``[N, channels, height, width]``, on the CPU."""
         where, dtype = next(self.parameters()).device, precision(self.body)
         # The order in memory decides how torch computes, and so the last bits.
-        parts = images.contiguous().split(max(1, PIXELS // (self.height * self.width)))
+        parts = images.contiguous().split(max(1, PIXELS_PER_PASS // (self.height * self.width)))
         return encode(self.body, (pixels(part, where, dtype) for part in parts)).cpu()
 
     def crop(self, square: Tensor) -> Tensor:
@@ -116,11 +116,11 @@ class ImageEncoder(nn.Module):
             )
         try:
             if isinstance(image, Image.Image):
-                found = files.pixels(image, self.height, self.channels)
+                found = to_pixels(image, self.height, self.channels)
             else:
-                found = files.decode(Path(image), self.height, self.channels)
+                found = decode_file(Path(image), self.height, self.channels)
         except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-            raise UserError(f"{image}: {files.reason(error)}") from None
+            raise UserError(f"{image}: {describe_failure(error)}") from None
         return self.crop(torch.from_numpy(np.array(found, order="C"))).contiguous()
 
 

@@ -330,20 +330,18 @@ def _draw(
     names: Sequence[str] = (),
 ) -> NDArray[np.int64]:
     """Which cases have a label: all, or as many as the protocol says, the same for each of them."""
-    from fedssl.data.datasets import draw_labels, held_out
+    from fedssl.data.labels import draw_labels, draw_share
 
     _, amount = parse(spec, key)
     groups, labels = _units(train)
-    where = f"{key}={spec}"
     if amount is None:
         return np.arange(len(labels))
     if isinstance(amount, int):
-        return draw_labels(labels, amount, classes, seed, f"{where}: labels", names).numpy()
-    if train.cases is not None:
-        return held_out(labels, amount, classes, seed, where, names).numpy()
+        return draw_labels(labels, amount, classes, seed, key=key, value=spec, names=names).numpy()
     # By the images' own numbers, as data.holdout draws: so they are among those that it keeps.
-    images = held_out(_labels(train), amount, classes, seed, where, names).numpy()
-    return np.searchsorted(groups.members, images)
+    drawn = train.full_labels if train.cases is None else labels
+    chosen = draw_share(drawn, amount, classes, seed, key=key, value=spec, names=names).numpy()
+    return chosen if train.cases is not None else np.searchsorted(groups.members, chosen)
 
 
 def _labels(split: Split) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.data.dataset import Groups, in_passes
+from fedssl.data.dataset import Groups, split_for_encoding
 from fedssl.util.errors import TrainingError, UserError
 
 
@@ -22,7 +22,7 @@ def extract(
 ) -> Tensor:
     """The features ``[N, d]`` of uint8 images, in float32 on ``device``."""
     dtype = precision(encoder)
-    parts = in_passes(images) if batch is None else images.split(batch)
+    parts = split_for_encoding(images) if batch is None else images.split(batch)
     return encode(encoder, (pixels(part, device, dtype) for part in parts))
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import nn
 
-from fedssl.data.images import few
 from fedssl.util.errors import UserError
+from fedssl.util.text import shorten_list
 
 NOTE = "encoder.json"
 SUFFIXES = ("", "-second")  # of a tower's file
@@ -27,7 +27,7 @@ def place(path: Path, key: str = "") -> Path:
     seconds = [tower_file(file, 1) for file in found]
     models = [file for file in found if file not in seconds]
     if len(models) > 1:
-        names = few([model.name for model in models], 5)
+        names = shorten_list([model.name for model in models], 5)
         raise UserError(f"{key}{path}: holds {len(models)} models; name the file of one: {names}")
     return place(models[0], key) if models else path
 

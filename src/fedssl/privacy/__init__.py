@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from fedssl.algorithms.dcco import DCCO
 from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
-from fedssl.data.images import few
 from fedssl.federation.algorithm import Algorithm, Average
 from fedssl.federation.sampling import cohort_size
 from fedssl.objectives.base import MomentObjective, Objective
 from fedssl.training.plan import Plan
 from fedssl.util.errors import UserError
+from fedssl.util.text import shorten_list
 
 FEW = 2  # images whose means and products tell each one, of whatever they are
 NAMED = 5  # clients that are named
@@ -211,7 +211,7 @@ def _who(single: Collection[int], clients: int, names: Sequence[str]) -> str:
     who = f"{len(single):,} of {clients:,} clients"
     who = f"all {clients:,} clients" if len(single) == clients else who
     own = [names[k] for k in single if k < len(names) and names[k] != str(k)]
-    return f"{who}: {few(own, NAMED)}" if own else who
+    return f"{who}: {shorten_list(own, NAMED)}" if own else who
 
 
 def remedy(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> str:

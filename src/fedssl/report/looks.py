@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.data import datasets, sources
+from fedssl.data import sources
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.partition import counts, distance
+from fedssl.data.places import use_local_copy
 from fedssl.data.random import choose, key
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower
@@ -116,7 +117,7 @@ class Data:
 
     def sized(self, config: Config, size: int | None = None) -> Dataset:
         """The data set at another size; a page downloads nothing."""
-        return load_data(replace(config, data=datasets.here(config.data)), size)
+        return load_data(replace(config, data=use_local_copy(config.data)), size)
 
 
 def tried(what: Callable[[], T]) -> T | str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedssl import config
-from fedssl.data import datasets
-from fedssl.data import images as files
 from fedssl.data.dataset import Dataset
+from fedssl.data.load import convert_channels, load_dataset
+from fedssl.data.places import name_images
 from fedssl.evaluate import parse, protocols
 from fedssl.runs import checkpoint
 from fedssl.runs.record import Run, section
@@ -21,6 +21,7 @@ from fedssl.runs.run import check_clients
 from fedssl.runs.session import deployed, prepare
 from fedssl.util.errors import UserError
 from fedssl.util.tables import models
+from fedssl.util.text import shorten_list
 
 FILE = "evaluations.jsonl"
 # Keys about rounds, which are over, and about other runs.
@@ -107,7 +108,7 @@ def _append(run: Path, found: dict[str, Any]) -> None:
 
 def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
     """Other images as the run's encoder takes them, grey or in colour; enough to say anything."""
-    where, train = datasets.where(data), dataset.train
+    where, train = "=".join(name_images(data)), dataset.train
     if len(train) < 2:
         raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
     # None: the run has not ended, and its checkpoint will say that something differs.
@@ -117,12 +118,12 @@ def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
         print(
             f"fedssl: evaluate: {where}: images are made {kind}, as the run's are", file=sys.stderr
         )
-    return datasets.in_channels(dataset, wanted) if wanted else dataset
+    return convert_channels(dataset, wanted) if wanted else dataset
 
 
 def _load(data: config.Data, seed: int, given: Set[str]) -> Dataset:
     try:
-        return datasets.load(data, seed)
+        return load_dataset(data, seed)
     except UserError as error:
         if "data.levels" in given or not str(error).startswith("data.levels="):
             raise
@@ -141,15 +142,16 @@ def _say_levels(
     """What folders were taken for whose meaning nobody said; sites are not taken for classes."""
     if data.levels == own or not classes:
         return
-    text = f"{datasets.where(data)}: data.levels={','.join(own or ())}, the run's, names no class"
+    where = "=".join(name_images(data))
+    text = f"{where}: data.levels={','.join(own or ())}, the run's, names no class"
     names = {row["name"] for row in Run(run).clients if row["name"] != str(row["client"])}
     sites = sorted(set(classes) & names)
     if sites:
         raise UserError(
             f"{text}, and the folders in train/ are called as the run's clients "
-            f"({files.few(sites, 3)}); say what they are, as in data.levels=client,class"
+            f"({shorten_list(sites, 3)}); say what they are, as in data.levels=client,class"
         )
-    taken = f"the folders in train/ are taken for classes ({files.few(classes, 3)})"
+    taken = f"the folders in train/ are taken for classes ({shorten_list(classes, 3)})"
     print(f"fedssl: evaluate: {text}; {taken}, as with data.levels=class", file=sys.stderr)
 
 
@@ -165,10 +167,10 @@ def _of_other_classes(
         return settings, None
     named = protocols(settings.evaluate, dataset.train, dataset.test)
     if "head" in named and dataset.classes:  # without any, no protocol with labels will do
-        known, given = (files.few(names, 5) for names in (before, dataset.classes))
+        known, given = (shorten_list(names, 5) for names in (before, dataset.classes))
         raise UserError(
             f"evaluate.protocols=head: the run's classifier knows the classes {known}, and those "
-            f"of {datasets.where(settings.data)} are {given}; name other protocols, such as "
+            f"of {'='.join(name_images(settings.data))} are {given}; name other protocols, such as "
             "evaluate.protocols=[knn,linear]"
         )
     judged = replace(settings.evaluate, protocols=named)

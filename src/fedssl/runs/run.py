@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from fedssl import __version__, config
 from fedssl.config import Config
 from fedssl.contrib import drift
-from fedssl.data import datasets
 from fedssl.data.dataset import Dataset
 from fedssl.data.partition import called
+from fedssl.data.places import name_images
 from fedssl.federation.algorithm import Cohort, TooFewReplies
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, loggers
@@ -125,7 +125,7 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         session = prepare(settings)
     session.overhead["prepare"] = time.perf_counter() - started
     if resume:
-        what = datasets.where(settings.data)
+        what = "=".join(name_images(settings.data))
         check_clients(session, out, what, "start a new run in another folder")
         if checkpoint.of_other_images(out, session.dataset, "test"):
             raise UserError(

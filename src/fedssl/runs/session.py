@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from fedssl import config as configuration
 from fedssl import privacy
 from fedssl.config import Config, SourceParams
-from fedssl.data import datasets, sources
+from fedssl.data import sources
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups, Split
+from fedssl.data.folders import describe_unused
+from fedssl.data.labels import draw_share
+from fedssl.data.load import convert_channels, load_dataset
 from fedssl.data.partition import Folder, called, client_names, partition, uneven
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.base import Engine
@@ -165,7 +168,7 @@ class Session:
             return
         if self.config.data.name == "folder":
             yield self._found()
-            yield from datasets.unused(self.config.data)
+            yield from describe_unused(self.config.data)
         named, given = self.config.partition.name, self.dataset.clients
         if given and named != "folder" and not self.algorithm.pools_data:
             yield (
@@ -255,7 +258,7 @@ class Session:
         """Training images that are held out: as many of them as ``heldout`` is asked for."""
         assert train.labels is not None
         classes, seed = len(self.dataset.classes), self.config.seed
-        index = datasets.held_out(train.labels, share, classes, seed)
+        index = draw_share(train.labels, share, classes, seed)
         return Split(tuple(images[index] for images in train.images), train.labels[index])
 
     def _fine_tune(self, encoder: nn.Module, spec: str, share: float) -> float:
@@ -462,7 +465,7 @@ class Session:
         if settings.size is None or settings.size == self.config.data.size:
             return self.dataset.train, self.dataset.test
         channels = [images.shape[1] for images in self.dataset.train.images]
-        other = datasets.in_channels(load_data(self.config, settings.size), channels)
+        other = convert_channels(load_data(self.config, settings.size), channels)
         return other.train, other.test
 
     def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:
@@ -478,7 +481,7 @@ def _shown(names: Sequence[str]) -> str:
 
 def load_data(config: Config, size: int | None = None) -> Dataset:
     """The data set; training images are turned or stylized where clients differ in that."""
-    return sources.altered(config, datasets.load(config.data, config.seed, size))
+    return sources.altered(config, load_dataset(config.data, config.seed, size))
 
 
 def prepare(
@@ -606,7 +609,7 @@ def held_out(config: Config, dataset: Dataset) -> NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
     names = dataset.classes
-    return datasets.held_out(labels, share, len(names), config.seed, names=names).numpy()
+    return draw_share(labels, share, len(names), config.seed, names=names).numpy()
 
 
 def client_data(config: Config, dataset: Dataset, found: sources.Sources | None = None) -> Groups:

@@ -14,8 +14,10 @@ import yaml
 
 from fedssl import config
 from fedssl.config import Config
-from fedssl.data import datasets, sources
+from fedssl.data import sources
 from fedssl.data.dataset import Dataset
+from fedssl.data.load import load_dataset
+from fedssl.data.places import name_images
 from fedssl.runs import checkpoint, loggers, run
 from fedssl.runs.record import Run
 from fedssl.runs.session import assemble, client_data
@@ -209,13 +211,16 @@ def check_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) 
     known = {data: dataset for (data, _), dataset in loaded.items()}
     for folder, own in begun.items():
         if own.data not in known and run.moved(own, folder):
-            known[own.data] = datasets.load(own.data, own.seed)
+            known[own.data] = load_dataset(own.data, own.seed)
         if own.data not in known:
             continue
         if checkpoint.of_other_images(folder, known[own.data]):
+            key, value = name_images(own.data)
             raise UserError(
-                f"{datasets.where(own.data)}: the training images are not those of {folder}; put "
-                "them back as they were, or start anew in another folder"
+                f"the training images are not those of {folder}",
+                key=key,
+                value=value,
+                fix="Put them back as they were, or start anew in another folder.",
             )
         run.check_moved(own, folder, known[own.data])
 
@@ -238,7 +243,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
                 flower.require()
             with plugins.blamed():
                 if place not in loaded:
-                    loaded[place] = datasets.load(*place)
+                    loaded[place] = load_dataset(*place)
                 data = sources.altered(own, loaded[place])
                 groups = client_data(own, data)
                 for settings in (own, *(config.with_algorithm(own, name) for name in names)):

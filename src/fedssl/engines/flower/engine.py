@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fedssl import __version__
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.data import datasets
+from fedssl.data.load import load_dataset
 from fedssl.deploy import app as deploy
 from fedssl.deploy.sites import (
     SENT,
@@ -712,7 +712,7 @@ def _serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, A
     deploy.check_init(settings)
     loggers.require(settings)
     data = settings.data
-    deploy.check_public(settings, None if data.root is None else datasets.load(data, settings.seed))
+    deploy.check_public(settings, None if data.root is None else load_dataset(data, settings.seed))
     mail, wait = SiteMail(grid), settings.engine.timeout
     if resume:
         mail.sites = read_sites(out)

@@ -1,0 +1,330 @@
+"""Decode image files into uint8 arrays: upright, cropped to a square, resized, in threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import statistics
+import sys
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
+from tqdm import tqdm
+
+from fedssl.data.cache import ArrayFile, Meta, load_or_build
+from fedssl.data.image_files import File, Row, digest_files
+from fedssl.data.places import root_error
+from fedssl.util.errors import UserError
+from fedssl.util.text import shorten_list
+
+CHUNK = 32  # images that a thread decodes in one go
+MOST_NAMED = 3  # files named in a message; the rest is a count
+DRAFT = 2  # a JPEG file is decoded at no less than this many times the target size
+BYTES_PER_THREAD = 3500  # of an image: with fewer, threads mostly wait for Python's lock
+
+Array = NDArray[Any]
+Pixels = NDArray[np.uint8]
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def decode_file(path: Path, size: int, channels: int = 3) -> Pixels:
+    """Decode an image file to ``[channels, size, size]``: see ``to_pixels``."""
+    with _open_image(path) as image:
+        # JPEG decodes at a fraction of its size for less work. Pixels differ a little from those of
+        # the whole image, so an export's steps say it.
+        image.draft(None, (DRAFT * size, DRAFT * size))
+        return to_pixels(image, size, channels)
+
+
+def to_pixels(image: Image.Image, size: int, channels: int = 3) -> Pixels:
+    """Turn an image upright, crop its middle square and resize; grey if there is 1 channel."""
+    image.load()
+    square = _to_square(_to_bytes(_turn_upright(image)), size)
+    if channels == 1:
+        return np.asarray(square.convert("L"))[None]
+    return np.asarray(square.convert("RGB")).transpose(2, 0, 1)
+
+
+def decode_files(
+    paths: Iterable[Path], size: int, channels: int
+) -> Generator[Pixels | str, None, None]:
+    """Yield each file's pixels or, if it cannot be read, the reason; threads run a little ahead."""
+
+    def decode(path: Path) -> Pixels | str:
+        try:
+            return decode_file(path, size, channels)
+        except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+            return describe_failure(error)
+
+    with _thread_pool() as pool:
+        yield from _map_in_order(pool, decode, paths)
+
+
+def describe_failure(error: Exception) -> str:
+    """Say in a few words why a file cannot be read."""
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image that Pillow knows"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
+
+
+def list_failures(files: Mapping[str, str]) -> str:
+    """Name the first few files with their reasons, and count the others."""
+    return shorten_list([f"{path} ({reason})" for path, reason in files.items()], MOST_NAMED)
+
+
+@contextlib.contextmanager
+def show_progress(total: int, text: str) -> Iterator[Callable[[int], object]]:
+    """Show a bar on a terminal, one plain line elsewhere; yield the function that advances it."""
+    if sys.stderr.isatty():
+        with tqdm(total=total, desc=text, unit=" images") as bar:
+            yield bar.update
+    else:
+        print(f"{text} ...", file=sys.stderr, flush=True)
+        yield lambda count: None
+
+
+# One image -----------------------------------------------------------------------------------
+
+
+def _open_image(path: Path) -> Image.Image:
+    """Read a file's header; refuse an image that takes gigabytes to decode.
+
+    Pillow goes by the header's number of pixels. A JPEG of any size is read at a fraction of it,
+    but a progressive one is held in memory whole.
+    """
+    try:
+        return Image.open(path)
+    except Image.DecompressionBombError:
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        with contextlib.suppress(SyntaxError):
+            image = JpegImageFile(path)
+            if "progressive" not in image.info:
+                return image
+            image.close()
+        raise ValueError(
+            f"more than {limit:,} pixels, maybe a decompression bomb; make a smaller copy"
+        ) from None
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    try:
+        is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return ImageOps.exif_transpose(image) if is_turned else image  # which would be a copy
+    except Exception:  # a broken EXIF block says nothing about the pixels
+        return image
+
+
+def _to_bytes(image: Image.Image) -> Image.Image:
+    """Convert to RGB or grey with 8 bits, without alpha. Pillow would cut 16-bit values at 255."""
+    if image.mode == "F":
+        raise ValueError("floating-point pixels, whose range is unknown")
+    if image.mode.startswith("I"):
+        image = Image.fromarray(_to_8_bits(np.asarray(image)))
+    return image if image.mode in ("RGB", "L") else image.convert("RGB")
+
+
+def _to_8_bits(values: Array) -> Pixels:
+    """Round 16-bit values to 8-bit ones, a few rows at a time to save memory."""
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError("32-bit pixels, whose range is unknown")
+    rounded = np.empty(values.shape, np.uint8)
+    for row in range(0, len(values), 256):
+        rounded[row : row + 256] = (values[row : row + 256].astype(np.int64) + 128) // 257
+    return rounded
+
+
+def _to_square(image: Image.Image, size: int) -> Image.Image:
+    """Resize the shorter side to ``size`` and crop the middle, in one step."""
+    if image.size == (size, size):
+        return image
+    width, height = image.size
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    box = (left, top, left + side, top + side)
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+
+
+# Threads -------------------------------------------------------------------------------------
+
+
+def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
+
+
+def _map_in_order(
+    pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterable[S]
+) -> Iterator[T]:
+    """Do ``pool.map`` only a little ahead of the reader, so that memory stays small."""
+    ahead = 4 * count_threads()
+    waiting: deque[Future[T]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def count_threads(size: float = math.inf) -> int:
+    """Return how many threads decode files of ``size`` bytes on average."""
+    return int(max(1, min(os.cpu_count() or 1, size // BYTES_PER_THREAD)))
+
+
+@contextlib.contextmanager
+def _thread_pool(size: float = math.inf) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(count_threads(size))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)  # on Ctrl-C: do not decode what is still waiting
+
+
+# Many files ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Arrays ``[N, 3, size, size]`` of each split, and the files that could not be read."""
+
+    images: dict[str, tuple[Pixels, ...]]
+    unreadable: dict[str, str]  # path → reason
+
+
+def decode_splits(
+    root: Path,
+    splits: Mapping[str, Sequence[Row]],
+    size: int | None,
+    cache: Path,
+    name: str,
+    unpaired: Mapping[str, str],
+) -> Decoded:
+    """Return the rows of each split as memory-mapped arrays, decoded unless the cache has them.
+
+    A row with an unreadable file is left out of the arrays, and the file is in ``unreadable``.
+    ``unpaired`` files, which are in no row, are noted in the cache's meta file.
+    """
+    files = [file for rows in splits.values() for row in rows for file in row]
+    modalities = {split: len(rows[0]) for split, rows in splits.items()}
+    cached = load_or_build(
+        cache,
+        f"{name}-{digest_files(root, files, size, modalities, unpaired)}",
+        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size, cache)},
+        lambda meta: _is_mended(root, meta["unreadable"]),
+    )
+    images = {
+        split: tuple(cached.arrays[f"{split}-{i}"] for i in range(count))
+        for split, count in modalities.items()
+    }
+    return Decoded(images, cached.meta["unreadable"])
+
+
+def _is_mended(root: Path, unreadable: Mapping[str, str]) -> bool:
+    """Return whether an unreadable file can be read now; new permissions keep a file's time."""
+    if not unreadable:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = _decode_rows(root, 8, [(File(path, 0, 0),) for path in unreadable])[1]
+    return len(again) < len(unreadable)
+
+
+def _decode_into(
+    folder: Path, root: Path, splits: Mapping[str, Sequence[Row]], size: int | None, cache: Path
+) -> Meta:
+    """Decode all splits into array files in ``folder``."""
+    unreadable: dict[str, str] = {}
+    total = sum(map(len, splits.values()))
+    sizes = [file.size for rows in splits.values() for row in rows for file in row]
+    with (
+        warnings.catch_warnings(),
+        _thread_pool(statistics.fmean(sizes)) as pool,
+        show_progress(total, f"decoding {total} images of {root}") as advance,
+    ):
+        warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
+        size = size or _common_size(
+            pool, root, list(itertools.chain.from_iterable(splits.values()))
+        )
+        decode = functools.partial(_decode_rows, root, size)
+        for split, rows in splits.items():
+            failed: dict[str, str] = {}
+            with contextlib.ExitStack() as stack:
+                paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
+                arrays = [stack.enter_context(ArrayFile(path, cache)) for path in paths]
+                for part, (blocks, bad) in zip(
+                    _chunks(rows), _map_in_order(pool, decode, _chunks(rows)), strict=True
+                ):
+                    failed.update(bad)
+                    for array, block in zip(arrays, blocks, strict=True):
+                        array.append(block)
+                    advance(len(part))
+            if not arrays[0].count:
+                raise root_error(
+                    root,
+                    f"no image for {split} can be read: {list_failures(failed)}",
+                    "Replace the files, or remove them all.",
+                    f"no image for {split} can be read",
+                )
+            unreadable.update(failed)
+    return {"root": str(root.resolve()), "size": size, "unreadable": unreadable}
+
+
+def _decode_rows(
+    root: Path, size: int, rows: Sequence[Row]
+) -> tuple[tuple[Pixels, ...], dict[str, str]]:
+    """Decode a block for each modality, without rows that have a bad file; return these files."""
+    blocks = tuple(np.empty((len(rows), 3, size, size), np.uint8) for _ in rows[0])
+    bad: dict[str, str] = {}
+    count = 0
+    for row in rows:
+        before = len(bad)
+        for block, file in zip(blocks, row, strict=True):
+            try:
+                block[count] = decode_file(root / file.path, size)
+            except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+                bad[file.path] = describe_failure(error)
+        count += len(bad) == before
+    return tuple(block[:count] for block in blocks), bad
+
+
+def _common_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> int:
+    """Return the one square size that all images have, or refuse."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for some in _map_in_order(pool, functools.partial(_read_sizes, root), _chunks(rows)):
+        sizes += some
+    if not sizes:
+        return 1  # no file has a header; decoding reports each file
+    width, height = sizes.most_common(1)[0][0]
+    if len(sizes) == 1 and width == height:
+        return width
+    seen = shorten_list([f"{w} × {h}" for (w, h), _ in sizes.most_common()], MOST_NAMED)
+    raise UserError(
+        f"the images below {root} are not all of one square size ({seen})",
+        "the images are not all of one square size",
+        key="data.size",
+        value=None,
+        fix=f"Set it, for example data.size={min(64, width, height)}.",
+    )
+
+
+def _read_sizes(root: Path, rows: Sequence[Row]) -> Counter[tuple[int, int]]:
+    """Count the widths and heights of images, from their headers."""
+    sizes: Counter[tuple[int, int]] = Counter()
+    for file in itertools.chain.from_iterable(rows):
+        with contextlib.suppress(Exception), Image.open(root / file.path) as image:
+            sizes[image.size] += 1
+    return sizes

@@ -1,0 +1,393 @@
+"""The user's own folders of image files: their classes, clients, cases and pairs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedssl import config
+from fedssl.data.dataset import Dataset, Ints, Split
+from fedssl.data.decode import Pixels, decode_splits, list_failures
+from fedssl.data.image_files import File, Row, digest_names, find_images, image_extensions
+from fedssl.data.places import cache_folder, data_root, root_error
+from fedssl.util.errors import UserError
+from fedssl.util.text import shorten_list
+
+UNUSED = ("val", "valid", "validation")  # folders for neither training nor evaluation
+MOST_EMPTIED = 20  # clients without a readable image that a warning names
+
+Within = list[tuple[str, ...]]  # the folders that each sample lies in, from the top
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """One split: its samples, the folders that each lies in, and every folder with its path."""
+
+    rows: list[Row]
+    within: Within
+    folders: dict[tuple[str, ...], str]
+
+
+def load_folder(data: config.Data) -> Dataset:
+    """Load the images below ``data.root``, or below its ``train`` and ``test``."""
+    root = data_root(data)
+    files = {split: find_split(root, below) for split, below in _find_splits(root).items()}
+    return load_files(data, files, _levels(data, files["train"], (root / "train").is_dir()))
+
+
+def load_paired(data: config.Data) -> Dataset:
+    """Load two folders, one for each modality, whose files correspond by their names."""
+    root = data_root(data)
+    names, layouts = _find_modalities(root)
+    files, unpaired = {}, {}
+    for split in layouts[0] | layouts[1]:
+        sides = [
+            find_split(root, layout[split]) if split in layout else SplitFiles([], [], {})
+            for layout in layouts
+        ]
+        files[split], single = _pair_files(root, names, sides)
+        unpaired.update(single)
+    if unpaired and data.corrupt == "fail":
+        raise UserError(
+            f"{len(unpaired)} files below {root} have no partner: {list_failures(unpaired)}",
+            key="data.corrupt",
+            value="fail",
+            fix="Add the partners, or leave such files out with data.corrupt=skip.",
+        )
+    has_train = any(layout["train"] != name for name, layout in zip(names, layouts, strict=True))
+    return load_files(data, files, _levels(data, files["train"], has_train), unpaired)
+
+
+def _find_splits(root: Path) -> dict[str, str]:
+    """Map each split to its folder below ``root``; without train/ everything is training data."""
+    if (root / "train").is_dir():
+        return {split: split for split in ("train", "test") if (root / split).is_dir()}
+    if (root / "test").is_dir():
+        problem, fix = "there is test/ but no train/", "Add train/, or rename test/."
+        raise root_error(root, problem, fix)
+    if root.name == "train" and (root.parent / "test").is_dir():
+        problem, fix = "there is test/ beside it", f"Use the folder above: data.root={root.parent}."
+        raise root_error(root, problem, fix)
+    return {"train": ""}
+
+
+def find_split(root: Path, below: str) -> SplitFiles:
+    """Find the images in one folder below ``root``."""
+    files, folders = find_images(root, below)
+    depth = len(below.split("/")) if below else 0
+    return SplitFiles(
+        [(file,) for file in files],
+        [tuple(file.path.split("/")[depth:-1]) for file in files],
+        {tuple(folder.split("/")[depth:]): folder for folder in folders},
+    )
+
+
+def _levels(data: config.Data, train: SplitFiles, has_train: bool) -> tuple[str, ...]:
+    """Return what folders mean; by default those in train/ are classes if they hold all images."""
+    if data.levels is not None:
+        return data.levels
+    return ("class",) if has_train and all(train.within) else ()
+
+
+# Images that would be left out -----------------------------------------------------------------
+
+
+def check_all_used(data: config.Data) -> None:
+    """Refuse a site's folder if images beside train/ would be left out; nobody there sees notes."""
+    root = data_root(data)
+    if not (root / "train").is_dir():
+        return
+    used = ("train", "test", *UNUSED)  # or known not to be used, as everywhere
+    others = sorted(each.name for each in root.iterdir() if each.name not in used)
+    lost = [path for name in others for path in _find_below(root, name)]
+    if lost:
+        problem = f"{len(lost)} images are not below train/, and only those in there would be used"
+        raise root_error(
+            data.root,
+            f"{problem} ({shorten_list(lost, 3)})",
+            "Move them there, or rename train.",
+            f"{problem}; move them there, or rename train",
+        )
+
+
+def _find_below(root: Path, name: str) -> list[str]:
+    """Return the images in one place; none where this process may not look (lost+found)."""
+    if name.startswith("."):
+        return []
+    if not (root / name).is_dir():
+        return [name] if Path(name).suffix.lower() in image_extensions() else []
+    try:
+        return [file.path for file in find_images(root, name)[0]]
+    except UserError:
+        return []
+
+
+def describe_unused(data: config.Data) -> Iterator[str]:
+    """Yield a note for each folder beside train/ that is usually a split, and is not used."""
+    root = data_root(data)
+    for name in UNUSED if (root / "train").is_dir() else ():
+        if not (root / name).is_dir():
+            continue
+        if (root / "test").is_dir():
+            yield f"data.root={root}: {name}/ is not used. Evaluation uses test/."
+        else:
+            yield f"data.root={root}: {name}/ is not used. Rename it to test to evaluate with it."
+
+
+# Pairs -----------------------------------------------------------------------------------------
+
+
+def _find_modalities(root: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return two names and, for each, split → folder: train/NAME, NAME/train or NAME."""
+    # A folder called train beside test/ may be trained on alone.
+    above = _find_splits(root) if (root / "train").is_dir() else {"train": ""}
+    names = _two_folders(root, above["train"])
+    if not above["train"]:
+        below = [_find_splits(root / name) for name in names]
+        return names, [
+            {split: f"{name}/{folder}".rstrip("/") for split, folder in layout.items()}
+            for name, layout in zip(names, below, strict=True)
+        ]
+    for split in above:
+        others = _two_folders(root, split)
+        if others != names:
+            raise root_error(
+                root,
+                f"the modalities are called {', '.join(names)} in train/ and "
+                f"{', '.join(others)} in {split}/",
+                "Rename the folders.",
+            )
+    return names, [{split: f"{split}/{name}" for split in above} for name in names]
+
+
+def _two_folders(root: Path, below: str) -> list[str]:
+    folders = (path for path in (root / below).iterdir() if path.is_dir())
+    names = sorted(path.name for path in folders if not path.name.startswith("."))
+    if len(names) == 2:
+        return names
+    place = f"{below}/" if below else "the folder"
+    raise root_error(
+        root,
+        f"{place} holds {len(names)} folders{': ' * bool(names)}{', '.join(names)}",
+        "Use exactly two folders, one for each modality.",
+    )
+
+
+def _pair_files(
+    root: Path, names: Sequence[str], sides: Sequence[SplitFiles]
+) -> tuple[SplitFiles, dict[str, str]]:
+    """Pair files by path without ending; return the pairs, and the files without a partner."""
+    first, second = (_by_stem(root, side) for side in sides)
+    both = [stem for stem in first if stem in second]
+    unpaired = {
+        file.path: f"no partner in {other}"
+        for stems, others, other in ((first, second, names[1]), (second, first, names[0]))
+        for stem, file in stems.items()
+        if stem not in others
+    }
+    rows: list[Row] = [(first[stem], second[stem]) for stem in both]
+    folders = sides[0].folders | sides[1].folders
+    return SplitFiles(rows, [stem[:-1] for stem in both], folders), unpaired
+
+
+def _by_stem(root: Path, side: SplitFiles) -> dict[tuple[str, ...], File]:
+    stems: dict[tuple[str, ...], File] = {}
+    for (file,), within in zip(side.rows, side.within, strict=True):
+        stem = (*within, Path(file.path).stem)
+        if stem in stems:
+            raise root_error(
+                root,
+                f"{stems[stem].path} and {file.path} differ only in their ending, so their "
+                "partner is not clear",
+                "Rename one.",
+            )
+        stems[stem] = file
+    return stems
+
+
+# From files to a data set ----------------------------------------------------------------------
+
+
+def load_files(
+    data: config.Data,
+    files: Mapping[str, SplitFiles],
+    levels: tuple[str, ...],
+    unpaired: Mapping[str, str] | None = None,
+) -> Dataset:
+    """Decode files, and number their classes, clients and cases by their folders."""
+    unpaired = unpaired or {}
+    for split, part in files.items():
+        _check_files(data, split, part, levels)
+    within = {split: part.within for split, part in files.items()}
+    classes = _folder_names("class", levels, [within["train"]])
+    unknown = set(_folder_names("class", levels, within.values())) - set(classes)
+    if unknown:
+        raise root_error(
+            data.root,
+            f"test/ has classes that train/ lacks: {', '.join(sorted(unknown))}",
+            "Add them to train/, or remove them from test/.",
+        )
+    rows = {split: part.rows for split, part in files.items()}
+    decoded = decode_splits(
+        data_root(data), rows, data.size, cache_folder(data), data.name, unpaired
+    )
+    read = {split: _readable(part, decoded.unreadable) for split, part in files.items()}
+    emptied = [path for split, part in files.items() for path in _emptied(part, read[split])]
+    total = sum(len(row) for part in rows.values() for row in part) + len(unpaired)
+    _report_unreadable(data, total, {**unpaired, **decoded.unreadable}, emptied)
+    within = {split: part.within for split, part in read.items()}
+    lost = set(classes) - set(_folder_names("class", levels, [within["train"]]))
+    if lost:
+        raise root_error(
+            data.root,
+            f"no training image of the class {min(lost)} can be read",
+            "Replace one, or remove the class.",
+        )
+    clients = _folder_names("client", levels, within.values())
+    splits = {
+        split: _number_samples(part, levels, classes, clients, decoded.images[split])
+        for split, part in within.items()
+    }
+    digests = {split: digest_names(part.rows) for split, part in read.items()}
+    train, test = splits["train"], splits.get("test")
+    return Dataset(data.name, train, test, classes, clients, digests)
+
+
+def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[str, ...]) -> None:
+    """Check that there are images, that each lies below all levels, and no folder is empty."""
+    if not part.rows:
+        kind = "pairs of images" if data.name == "paired" else "images"
+        raise root_error(
+            data.root,
+            f"no {kind} for {split}, in any format that Pillow reads, at any depth",
+            "Add images, or use another folder.",
+            f"no {kind} for {split}",
+        )
+    for row, within in zip(part.rows, part.within, strict=True):
+        for name in within[: len(levels)]:
+            _check_utf8(data, name)
+        if len(within) < len(levels):
+            level = levels[len(within)]
+            raise UserError(
+                f"{row[0].path} lies in no {level} folder",
+                f"data.levels={','.join(levels)}: an image lies in no {level} folder",
+                key="data.levels",
+                value=levels,
+                fix="Move it into one, or change data.levels.",
+            )
+    for depth, level in enumerate(levels, start=1):
+        used = {within[:depth] for within in part.within}
+        for folder, path in part.folders.items():
+            if len(folder) == depth and folder not in used:
+                raise root_error(
+                    data.root, f"the {level} folder {path} holds no image", "Remove it, or fill it."
+                )
+
+
+def _check_utf8(data: config.Data, name: str) -> None:
+    """Check the name of a client or class, which stands in files and on the screen as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(name).decode(errors="backslashreplace")
+        problem = f"the name of the folder {shown} is not UTF-8"
+        raise root_error(data.root, problem, "Rename it.") from None
+
+
+def _report_unreadable(
+    data: config.Data, total: int, unreadable: Mapping[str, str], emptied: Sequence[str]
+) -> None:
+    """Refuse files that cannot be read or, with ``data.corrupt=skip``, warn about them."""
+    if not unreadable:
+        return
+    count, names = f"{len(unreadable)} of {total} images", list_failures(unreadable)
+    if data.corrupt == "fail":
+        raise UserError(
+            f"{count} below {data.root} cannot be read: {names}",
+            f"data.corrupt=fail: {count} cannot be read; data.corrupt=skip leaves such files out",
+            key="data.corrupt",
+            value="fail",
+            fix="Replace them, or leave such files out with data.corrupt=skip.",
+        )
+    gone = f"; no image is left in {shorten_list(emptied, MOST_EMPTIED)}" if emptied else ""
+    _warn_once(f"left out {count} below {data_root(data).resolve()}: {names}{gone}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Print a warning; a run loads its images again for its baselines and at other sizes."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def _readable(part: SplitFiles, unreadable: Mapping[str, str]) -> SplitFiles:
+    """Return the samples that were decoded."""
+    if not unreadable:
+        return part
+    kept = [
+        i for i, row in enumerate(part.rows) if not any(file.path in unreadable for file in row)
+    ]
+    return SplitFiles([part.rows[i] for i in kept], [part.within[i] for i in kept], part.folders)
+
+
+def _emptied(part: SplitFiles, read: SplitFiles) -> list[str]:
+    """Return the topmost folders that had images of which none can be read."""
+    if read is part:
+        return []
+    before, after = (
+        {within[:depth] for within in each.within for depth in range(len(within) + 1)}
+        for each in (part, read)
+    )
+    lost = before - after
+    return [
+        part.folders.get(folder, "/".join(folder))
+        for folder in sorted(lost)
+        if folder[:-1] not in lost
+    ]
+
+
+def _number_samples(
+    within: Within,
+    levels: tuple[str, ...],
+    classes: Sequence[str],
+    clients: Sequence[str],
+    arrays: tuple[Pixels, ...],
+) -> Split:
+    """Give samples the numbers of their class, client and case folders."""
+
+    def number(level: str, names: Sequence[str]) -> Ints | None:
+        if level not in levels:
+            return None
+        numbers, column = {name: i for i, name in enumerate(names)}, levels.index(level)
+        return np.array([numbers[folders[column]] for folders in within], np.int64)
+
+    labels, cases = number("class", classes), None
+    if "case" in levels:
+        cases = _number_equal([folders[: len(levels)] for folders in within])
+    return Split(
+        tuple(torch.from_numpy(array) for array in arrays),
+        None if labels is None else torch.from_numpy(labels),
+        number("client", clients),
+        cases,
+    )
+
+
+def _folder_names(level: str, levels: tuple[str, ...], parts: Iterable[Within]) -> tuple[str, ...]:
+    """Return the sorted names of the folders at one level."""
+    if level not in levels:
+        return ()
+    column = levels.index(level)
+    return tuple(sorted({folders[column] for part in parts for folders in part}))
+
+
+def _number_equal(items: Sequence[Any]) -> Ints:
+    """Give equal items equal numbers, counted from 0 in order of appearance."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(item, len(numbers)) for item in items], np.int64)

@@ -1,0 +1,113 @@
+"""Image files in a folder: found by extension, and identified without reading them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from fedssl.util.errors import UserError
+
+LAYOUT = 1  # of a cache folder and of how pixels are made; a new number leaves old folders unused
+
+
+class File(NamedTuple):
+    """An image file: its path below the data root, and what shows that it has changed."""
+
+    path: str
+    size: int
+    mtime: int
+
+
+Row = tuple[File, ...]  # one sample: a file for each modality
+
+
+@functools.cache
+def image_extensions() -> frozenset[str]:
+    """Return the file name endings of the formats that Pillow reads."""
+    Image.preinit()  # the usual formats first, or every JPEG is tried as several rare ones before
+    # Pillow reads MPO as a kind of JPEG, so that name has no opener of its own.
+    extensions = Image.registered_extensions().items()
+    return frozenset(end for end, kind in extensions if kind in Image.OPEN or kind == "MPO")
+
+
+def find_images(
+    root: Path, below: str = "", key: str = "data.root"
+) -> tuple[list[File], list[str]]:
+    """Find image files and folders at any depth of ``root/below``, as sorted paths below ``root``.
+
+    Errors name ``key``.
+    """
+    files: list[File] = []
+    folders: list[str] = []
+    try:
+        _scan(root / below, f"{below}/" if below else "", (), files, folders)
+    except OSError as error:
+        raise UserError(
+            f"cannot list {error.filename or root / below} ({error.strerror})",
+            "cannot list a folder",
+            key=key,
+            value=root,
+            fix="Make it readable, or move it away.",
+        ) from None
+    return sorted(files), sorted(folders)
+
+
+def _scan(
+    folder: Path,
+    prefix: str,
+    parents: tuple[tuple[int, int], ...],
+    files: list[File],
+    folders: list[str],
+) -> None:
+    """Collect files and folders below ``folder``; a link back to one of ``parents`` is skipped."""
+    status = folder.stat()
+    place = (status.st_dev, status.st_ino)
+    if place in parents:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append(prefix + entry.name)
+                _scan(Path(entry), f"{prefix}{entry.name}/", (*parents, place), files, folders)
+            elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
+                files.extend(_file(entry, prefix))
+
+
+def _file(entry: os.DirEntry[str], prefix: str) -> list[File]:
+    if entry.is_file():
+        status = entry.stat()
+        return [File(prefix + entry.name, status.st_size, status.st_mtime_ns)]
+    # A link to nothing is an image that cannot be read; a pipe or a socket is no image at all.
+    return [File(prefix + entry.name, 0, 0)] if entry.is_symlink() else []
+
+
+def digest_files(root: Path, files: Iterable[File], *settings: object) -> str:
+    """Return a digest that changes with any path, size or time of the files, or with ``settings``.
+
+    The root is part of it because unpacked archives often share names, sizes and times.
+    """
+    lines = itertools.chain(
+        (repr((LAYOUT, str(root.resolve()), settings)),),
+        (f"{path}\0{size}\0{mtime}" for path, size, mtime in files),
+    )
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:24]
+
+
+def digest_names(rows: Iterable[Row]) -> str:
+    """Return a digest of paths and sizes in this order, the same wherever the files lie.
+
+    Times are left out because a copy does not keep them. So a file that is replaced by another of
+    the same name and length is not noticed.
+    """
+    lines = (f"{path}\0{size}" for row in rows for path, size, _ in row)
+    text = "\n".join(lines).encode(errors="surrogateescape")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
