@@ -25,7 +25,7 @@ from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
+from fedssl.federation.server import Server
 from fedssl.objectives.base import MomentObjective
 from fedssl.runs.metrics import Metrics
 

@@ -18,7 +18,7 @@ from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
+from fedssl.federation.server import Server
 from fedssl.runs.session import build_network, pooled
 from fedssl.training.trainer import Trainer
 

@@ -48,7 +48,7 @@ def ours(config: Config, rounds: int) -> list[float]:
             session.algorithm.round(server, cohort)
             server.round += 1
             float(server.log["loss"])
-            assert not cohort.traffic.missing
+            assert not cohort.missing
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:

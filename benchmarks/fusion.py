@@ -24,7 +24,7 @@ from common import engine_of, even, made, seconds
 
 from fedssl import config as configuration
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
+from fedssl.federation.server import Server
 
 ROWS: dict[str, dict[str, Any]] = {
     "CL": {"remote": "off", "lambda": 0},

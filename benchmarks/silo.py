@@ -23,8 +23,8 @@ from common import engine_of, even, made, rounds_of, seconds
 from fedssl import config as configuration
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
 from fedssl.federation.client import Client
+from fedssl.federation.server import Server
 from fedssl.models.network import Network
 from fedssl.training.trainer import State
 

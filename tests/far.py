@@ -17,7 +17,8 @@ from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.engines.flower.engine import Mail, client_app
 from fedssl.engines.remote.engine import STATES, RemoteEngine
-from fedssl.federation.algorithm import Cohort
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.driver import run_round
 from fedssl.runs import run
 from fedssl.runs.session import Session, prepare
 
@@ -122,10 +123,9 @@ def go(session: Session, rounds: int) -> list[Cohort]:
     cohorts = []
     for _ in range(rounds):
         server = session.server
-        server.clients.clear()
         cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
-        session.algorithm.round(server, cohort)
-        server.round += 1
+        result = run_round(session.algorithm, server, cohort)
+        assert result.skipped is None
         cohorts.append(cohort)
     return cohorts
 

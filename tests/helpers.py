@@ -20,7 +20,8 @@ from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Cohort, Server
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.runs.metrics import read
 from fedssl.runs.session import build_network, pooled
 from fedssl.training import trainer as training

@@ -15,7 +15,7 @@ from fedssl.config import Config
 from fedssl.data.dataset import Groups
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
-from fedssl.federation.algorithm import learning_rates
+from fedssl.federation.server import learning_rates
 from fedssl.runs import run
 from fedssl.runs.progress import Progress
 from fedssl.runs.session import Session

@@ -137,7 +137,7 @@ def test_what_is_possible_is_not_what_is_installed_here(monkeypatch: pytest.Monk
     assert "`privacy.secure=true` turns them on" in describe_protection(config)
     secure = deploy.settle("default", [*WORDS, "privacy.secure=true"])
     with pytest.raises(UserError, match="cryptography and pycryptodome are not installed"):
-        privacy.average(secure, build_algorithm(secure), 3, 3)
+        privacy.build_aggregator(secure, build_algorithm(secure), 3, 3)
 
 
 def test_instructions_have_the_commands(tmp_path: Path) -> None:

@@ -463,7 +463,7 @@ from fedssl.objectives.simclr import SimCLR
 
 class Base(Algorithm):
     def round(self, server, cohort):
-        server.apply(cohort.mean("train", server.sent))
+        server.apply(cohort.mean("train", server.model))
 
     def train(self, client, received):
         return client.descend(received)
@@ -471,7 +471,7 @@ class Base(Algorithm):
 
 class Gathers(Base):
     def round(self, server, cohort):
-        replies = cohort.gather("train", server.sent).values()
+        replies = cohort.gather("train", server.model).values()
         server.apply({"change": sum(r["change"] for r in replies) / len(replies)})
 
 
@@ -486,7 +486,7 @@ class Logs(Base):
 
 class Misspelt(Base):
     def round(self, server, cohort):
-        server.apply(cohort.mean("trian", server.sent))
+        server.apply(cohort.mean("trian", server.model))
 
 
 class Short(Base):

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.util.errors import UserError
 
 
@@ -25,7 +27,7 @@ class Momentum(Algorithm):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """The server's half: it sees only the mean of the clients' changes."""
-        update = cohort.mean("train", server.sent)
+        update = cohort.mean("train", server.model)
         before = server.state.get("velocity", torch.zeros_like(update["change"]))
         velocity = self.params.momentum * before + update["change"]
         server.state["velocity"] = velocity  # in the checkpoint, so that a resume has it

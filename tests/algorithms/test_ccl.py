@@ -22,8 +22,9 @@ from fedssl.algorithms.fedavg import FedAvg
 from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.data.random import choose, key
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Cohort, Server
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run
 from fedssl.runs import session as session_module
@@ -63,7 +64,7 @@ class FedMoCo(FedAvg):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         start = server.state.get("momentum", server.weights[: server.flat.parameters])
-        update = cohort.mean("train", server.sent, start)
+        update = cohort.mean("train", server.model, start)
         server.apply(update)
         server.state["momentum"] = start + update["momentum"]
 
@@ -593,7 +594,7 @@ def test_a_deployment_says_what_leaves_a_site() -> None:
 
 def ratios(session: Any) -> dict[int, float]:
     one_round(session)
-    found: Any = session.server.clients.pop("false_negatives")
+    found: Any = session.server.client_log.pop("false_negatives")
     return dict(found)
 
 
@@ -678,7 +679,7 @@ def test_without_labels_nothing_is_counted(tmp_path: Path) -> None:
     session = prepare(small())
     session.trainer.census = session.server.census = None
     one_round(session)
-    assert "false_negatives" not in session.server.clients
+    assert "false_negatives" not in session.server.client_log
     states: Any = session.engine.states
     assert "origins" not in states[int(session.cohort_ids(0)[0])]
 
@@ -697,7 +698,7 @@ def test_images_without_a_label_count_only_where_a_client_holds_them(
     monkeypatch.setattr(session_module, "load_data", lambda config: loaded)
     session = prepare(small("partition.fraction=0.9"))
     one_round(session)
-    assert ("false_negatives" in session.server.clients) != held
+    assert ("false_negatives" in session.server.client_log) != held
 
 
 def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> None:
@@ -721,7 +722,7 @@ def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.Monke
     for _ in range(4):
         one_round(plain)
         one_round(fast)
-    assert plain.server.clients == fast.server.clients
+    assert plain.server.client_log == fast.server.client_log
     torch.testing.assert_close(plain.server.log, fast.server.log, rtol=1e-9, atol=1e-11)
     for name, leaf in flatten(plain.server.state).items():
         torch.testing.assert_close(flatten(fast.server.state)[name], leaf, rtol=1e-9, atol=1e-11)

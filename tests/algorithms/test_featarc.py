@@ -24,7 +24,8 @@ from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Cohort, Server
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint, reevaluate, run
 from fedssl.runs.session import prepare
@@ -52,7 +53,7 @@ class Unweighted(FedAvg):
     """FedAvg in which a client counts as much as any other."""
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        server.apply(cohort.mean("train", server.sent, weight="uniform"))
+        server.apply(cohort.mean("train", server.model, weight="uniform"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_clusters_start_apart_and_clients_by_their_numbers() -> None:
     assert all(map(torch.equal, models(*made("algorithm.clusters=3")), starts))
     assert not torch.equal(models(*made("algorithm.clusters=3", "seed=1"))[1], starts[1])
     step(engine, server, 0)
-    assert server.clients["cluster"] == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1}
+    assert server.client_log["cluster"] == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1}
 
 
 @pytest.mark.parametrize("policy", ["average", "local"])
@@ -188,9 +189,9 @@ def test_means_are_over_the_members_that_are_there(lambda_: int) -> None:
         last: Any = client.state["network"]  # what the next assignment goes by
         assert relative(last, before[own] + reply["change"][own]) < 1e-12
     assert [len(changes[j]) for j in (0, 1)] == [2, 1]
-    server.clients.clear()
+    server.client_log.clear()
     step(engine, server, 1, 0, 2, 3)
-    assert server.clients["cluster"] == {0: 0, 2: 0, 3: 1}
+    assert server.client_log["cluster"] == {0: 0, 2: 0, 3: 1}
     for j, weights in enumerate(models(engine, server)):
         expected = before[j] + 0.5 * torch.stack(changes[j]).mean(0)
         n = engine.trainer.flat.parameters
@@ -205,7 +206,7 @@ def test_each_cluster_is_a_federation_of_its_own(rule: str) -> None:
     starts = models(engine, server)
     for round in range(3):
         step(engine, server, round)
-    assert server.clients["cluster"] == {k: k % 2 for k in range(5)}
+    assert server.client_log["cluster"] == {k: k % 2 for k in range(5)}
     for number, members in enumerate(((0, 2, 4), (1, 3))):
         config = siamese("byol", "algorithm.local_epochs=1", *rule.split())
         other, alone = engine_of(config, made_split(), groups_of(*SIZES))
@@ -285,9 +286,9 @@ def test_planted_groups_are_found_and_kept(norm: str, seed: int) -> None:
     engine, server = engine_of(featarc(*words), planted(), groups_of(*[EACH] * len(GROUPS)))
     path = []
     for round in range(4):
-        server.clients.clear()
+        server.client_log.clear()
         step(engine, server, round)
-        path.append(tuple(int(c) for c in server.clients["cluster"].values() if c is not None))
+        path.append(tuple(int(c) for c in server.client_log["cluster"].values() if c is not None))
     assert path == [(0, 1) * 4, *[GROUPS] * 3]
     assert server.warnings == [
         "clusters: 0 has 0 2 4 6, 1 has 1 3 5 7",
@@ -300,7 +301,7 @@ def test_few_words_for_many_clients() -> None:
     engine, server = made()
     algorithm: Any = engine.algorithm
     for number in (0, 1, 1):
-        server.clients["cluster"] = {k: float(k % 2 or number) for k in range(50)}
+        server.client_log["cluster"] = {k: float(k % 2 or number) for k in range(50)}
         algorithm.show(server)
     assert server.warnings == [
         "clusters: 0 has 25, 1 has 25",
@@ -313,7 +314,7 @@ def test_clients_that_have_names_are_called_by_them() -> None:
     algorithm: Any = engine.algorithm
     algorithm.client_names = ["north", "south", "7"]
     for last in (0, 1):
-        server.clients["cluster"] = {0: float(last), 1: 1.0, 2: float(last)}
+        server.client_log["cluster"] = {0: float(last), 1: 1.0, 2: float(last)}
         algorithm.show(server)
     assert server.warnings == [
         "clusters: 0 has north 7, 1 has south",
@@ -458,7 +459,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
     config = far_small(*BYOL, "algorithm.name=featarc", "server.momentum=0.5", *words.split())
     near, (far, _) = prepare(config), far_session(config, tmp_path)
     here, there = go(near, 3), go(far, 3)
-    assert near.server.clients == far.server.clients and near.server.clients["cluster"]
+    assert near.server.client_log == far.server.client_log and near.server.client_log["cluster"]
     for name in (0, 1):
         ours, theirs = (s.algorithm.numbered(s.server, name) for s in (near, far))
         assert relative(theirs, ours) < 1e-10
@@ -506,4 +507,4 @@ def test_secure_sums_are_enough_for_one_cluster(tmp_path: Path) -> None:
     go(secure, 2)
     ours, theirs = (s.algorithm.numbered(s.server, 0) for s in (plain, secure))
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-8)
-    assert plain.server.clients and not secure.server.clients
+    assert plain.server.client_log and not secure.server.client_log

@@ -23,8 +23,8 @@ from fedssl.algorithms.fedca import FedCA, Step, features, in_batches
 from fedssl.data.random import choose, key
 from fedssl.deploy import app as deploy
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
 from fedssl.federation.client import Client
+from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint, run
 from fedssl.runs.reevaluate import evaluate
@@ -426,7 +426,7 @@ def test_both_engines_give_the_same(words: str, tmp_path: Path) -> None:
     for here, there in both:
         assert dict(there.traffic.up) == dict(here.traffic.up)
         assert dict(there.traffic.down) == dict(here.traffic.down)
-        assert not there.traffic.faults
+        assert not there.faults
 
 
 BAD_BANKS = {

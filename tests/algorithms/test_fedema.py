@@ -16,8 +16,8 @@ from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
 from fedssl.federation.client import Client, Trained
+from fedssl.federation.server import Server
 from fedssl.runs import run
 
 SIZES = (6, 9, 5)
@@ -112,9 +112,9 @@ def test_the_autoscalers_first_update_has_mu_tau_exactly(divergence: str, tau: f
     engine, server = made(fedema(f"algorithm.divergence={divergence}", f"algorithm.tau={tau}"))
     first: dict[int, float] = {}
     for round in range(4):
-        server.clients.clear()
+        server.client_log.clear()
         step(engine, server, round)
-        mu, measured = server.clients["mu"], server.clients["divergence"]
+        mu, measured = server.client_log["mu"], server.client_log["divergence"]
         if round == 0:
             assert list(mu.values()) == [0, 0, 0] and list(measured.values()) == [None] * 3
             continue
@@ -147,11 +147,11 @@ def test_a_constant_lambda_and_mu_never_above_1(divergence: str, log: Logged) ->
     words = [f"algorithm.divergence={divergence}"]
     engine, server = made(fedema(*words, "algorithm.lambda=0.02"))
     run_logged(engine, server, 3)
-    for k, mu in server.clients["mu"].items():
-        assert mu == pytest.approx(0.02 * server.clients["divergence"][k], rel=1e-12)  # type: ignore[operator]
+    for k, mu in server.client_log["mu"].items():
+        assert mu == pytest.approx(0.02 * server.client_log["divergence"][k], rel=1e-12)  # type: ignore[operator]
     engine, server = made(fedema(*words, "algorithm.lambda=1e6"))
     run_logged(engine, server, 3)
-    assert list(server.clients["mu"].values()) == [1, 1, 1]
+    assert list(server.client_log["mu"].values()) == [1, 1, 1]
     for k in range(3):
         started, before = (by_part(engine, v) for v in (log[2, k]["start"], log[1, k]["after"]))
         assert torch.equal(started["encoder"], before["encoder"])
@@ -171,7 +171,7 @@ def test_divergences_by_hand(log: Logged) -> None:
             else:
                 new, old = by_part(engine, path[2]), by_part(engine, after)
                 expected = float((new["encoder"] - old["encoder"]).square().sum().sqrt())
-            assert server.clients["divergence"][k] == pytest.approx(expected, rel=1e-10)
+            assert server.client_log["divergence"][k] == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +222,12 @@ def test_a_client_that_skipped_a_round_starts_from_the_global_network(
     cohorts = [(0, 1, 2), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1), (0, 1, 2)]
     for round, ids in enumerate(cohorts):
         sent = server.weights.clone()
-        server.clients.clear()
+        server.client_log.clear()
         step(engine, server, round, *ids)
-        mu = server.clients["mu"]
+        mu = server.client_log["mu"]
         if round in (2, 5):
             assert torch.equal(log[round, 2]["start"], sent) and not log[round, 2]["had_target"]
-            assert mu[2] == 0 and server.clients["divergence"][2] is None
+            assert mu[2] == 0 and server.client_log["divergence"][2] is None
             assert mu[0] > 0 and log[round, 0]["had_target"]  # type: ignore[operator]
             assert not torch.equal(log[round, 0]["start"], sent)
         if round == 3:
@@ -288,16 +288,16 @@ def test_fedu_takes_the_global_predictor_only_below_the_threshold(
     keys = [f"algorithm.divergence={divergence}"]
     engine, server = made(fedu(*keys, "algorithm.threshold=0"))
     run_logged(engine, server, 2)
-    measured = server.clients["divergence"]
+    measured = server.client_log["divergence"]
     threshold = sorted(measured.values())[1]  # type: ignore[type-var]
     log.clear()
     engine, server = made(fedu(*keys, f"algorithm.threshold={threshold!r}"))
     path = run_logged(engine, server, 2)
-    assert server.clients["divergence"] == measured
+    assert server.client_log["divergence"] == measured
     received = by_part(engine, path[1])
     kept = {k: d >= threshold for k, d in measured.items()}  # type: ignore[operator]
     assert sorted(kept.values()) == [False, True, True]
-    assert {k: bool(v) for k, v in server.clients["kept_predictor"].items()} == kept
+    assert {k: bool(v) for k, v in server.client_log["kept_predictor"].items()} == kept
     for k in range(3):
         start, own = by_part(engine, log[1, k]["start"]), by_part(engine, log[0, k]["after"])
         assert torch.equal(start["encoder"], received["encoder"])
@@ -318,6 +318,6 @@ def test_fedu_with_a_high_threshold_is_fedbyol_bit_for_bit() -> None:
 def test_fedu_first_round_is_global_and_reports_no_divergence() -> None:
     engine, server = made(fedu("algorithm.threshold=0"))
     step(engine, server, 0)
-    assert server.clients == {
+    assert server.client_log == {
         "divergence": dict.fromkeys(range(3)), "kept_predictor": dict.fromkeys(range(3), 0.0)
     }  # fmt: skip

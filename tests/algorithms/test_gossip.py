@@ -18,8 +18,9 @@ from fedssl.algorithms.fedavg import FedAvg
 from fedssl.algorithms.gossip import Gossip, among, metropolis
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Cohort, Server
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.runs import run
 from fedssl.runs.session import prepare
 from fedssl.util.errors import UserError
@@ -51,7 +52,7 @@ class Unweighted(FedAvg):
     """FedAvg in which a client counts as much as any other."""
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        server.apply(cohort.mean("train", server.sent, weight="uniform"))
+        server.apply(cohort.mean("train", server.model, weight="uniform"))
 
 
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])
@@ -65,7 +66,7 @@ def test_on_a_complete_graph_a_round_is_unweighted_fedavg(policy: str) -> None:
         step(engine, server, round)
         step(other, plain, round)
         assert relative(server.weights, plain.weights) < 1e-12
-        assert relative(models(server), server.sent.expand(len(SIZES), -1)) < 1e-12
+        assert relative(models(server), server.model.expand(len(SIZES), -1)) < 1e-12
     assert relative(server.weights, engine.trainer.initial) > 1e-3
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
+from fedssl.federation.server import Server
 from fedssl.runs.session import Session
 
 SIZES = (6, 9)
@@ -45,7 +45,7 @@ def norm_names(engine: LocalEngine) -> set[str]:
 
 def next_start(engine: LocalEngine, server: Server, k: int) -> dict[str, Tensor]:
     client = engine.client(np.array([k]), server.round + 1, remember=False)
-    return engine.trainer.flat.named(client.open(server.sent))
+    return engine.trainer.flat.named(client.open(server.model))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -68,7 +68,7 @@ def test_local_norms_are_not_sent(norm: str) -> None:
     cohort = step(engine, server, 1)
     norms = norm_names(engine)
     others = sum(t.numel() for n, t in engine.trainer.flat.named().items() if n not in norms)
-    assert len(server.sent) == others < len(server.weights)
+    assert len(server.model) == others < len(server.weights)
     clients, size = 2, 8  # bytes a number
     assert dict(cohort.traffic.down) == {"train": clients * size * others}
     assert dict(cohort.traffic.up) == {"train": clients * size * (others + 1)}  # and the loss
@@ -94,7 +94,7 @@ def test_local_norms_of_two_clients_by_hand() -> None:
     norms, own = norm_names(engine), {}
     for round in range(2):
         starts = [
-            engine.client(np.array([k]), round, remember=False).open(server.sent) for k in range(2)
+            engine.client(np.array([k]), round, remember=False).open(server.model) for k in range(2)
         ]
         ends = []
         for k, start in enumerate(starts):

@@ -17,7 +17,9 @@ from safetensors.torch import load, save
 
 from fedssl.algorithms.ccl import CCL
 from fedssl.config import Config
-from fedssl.federation.algorithm import Algorithm, Cohort, PerClient
+from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.traffic import Argument
 from fedssl.util.trees import Tree, flatten, unflatten
 
 GROUPS = groups_of(3, 5, 2, 4)  # whatever the batch, none is a single sample
@@ -40,13 +42,13 @@ class Remote(Cohort):
         super().__init__(np.arange(len(GROUPS)), algorithm, 1)
         self.config, self.round, self.disk = config, round, disk
 
-    def ask(self, task: str, payload: tuple[Any, ...], weight: Any) -> Iterator[Any]:
+    def ask(self, task: str, payload: tuple[Argument, ...], weight: Any) -> Iterator[Any]:
         for k in self.ids:
             engine, _ = engine_of(self.config, made_split(), GROUPS)
             if int(k) in self.disk:
                 engine.states[int(k)] = unflatten(load(self.disk[int(k)]))
             client = engine.client(np.array([k]), self.round, remember=False)
-            own = (p.values[int(k)] if isinstance(p, PerClient) else p for p in payload)
+            own = (item.of(int(k)) for item in payload)
             reply = getattr(engine.algorithm, task)(client, *map(over_the_wire, own))
             if client.state:
                 self.disk[int(k)] = save(flatten(client.state))
@@ -77,9 +79,9 @@ def run_both(config: Config) -> None:
             assert far[name].dtype == leaf.dtype
             torch.testing.assert_close(far[name], leaf, rtol=1e-8, atol=1e-10, msg=name)
     assert far_server.log["loss"] == pytest.approx(float(server.log["loss"]), rel=1e-10)
-    assert far_server.clients.keys() == server.clients.keys()
-    for name, each in server.clients.items():
-        assert far_server.clients[name] == pytest.approx(each, rel=1e-8)
+    assert far_server.client_log.keys() == server.client_log.keys()
+    for name, each in server.client_log.items():
+        assert far_server.client_log[name] == pytest.approx(each, rel=1e-8)
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
@@ -136,5 +138,5 @@ def test_a_lost_log_line_takes_nobody_out_of_the_round() -> None:
     cohort = Silent(config, engine.algorithm, 0, {})
     cohort.minimum = len(GROUPS)
     engine.algorithm.round(server, cohort)
-    assert cohort.traffic.missing == 0 and len(cohort.ids) == len(GROUPS)
-    assert len(server.clients["mu"]) == len(GROUPS) - 1
+    assert cohort.missing == 0 and len(cohort.ids) == len(GROUPS)
+    assert len(server.client_log["mu"]) == len(GROUPS) - 1

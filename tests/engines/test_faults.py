@@ -20,7 +20,7 @@ from fedssl.engines.flower.engine import read_request, write_request
 from fedssl.engines.remote.codec import Malformed, Packed, pack, unpack, unpack_like
 from fedssl.engines.remote.site import Request, Site
 from fedssl.engines.store import History
-from fedssl.federation.algorithm import TooFewReplies
+from fedssl.federation.aggregate import TooFewReplies
 from fedssl.runs.session import Session, prepare
 
 BAD = 3  # the client that misbehaves; one client a node
@@ -189,7 +189,7 @@ def test_who_failed_an_exchange_is_not_asked_in_the_next(tmp_path: Path) -> None
     far, grid = far_session(small("engine.timeout=1"), tmp_path, nodes=5, tamper=late)
     (cohort,) = go(far, 1)
     assert grid.types.count("train.encode") == 5 and grid.types.count("train.descend") == 4
-    assert cohort.traffic.missing == 1 and BAD not in cohort.ids
+    assert cohort.missing == 1 and BAD not in cohort.ids
 
 
 def test_too_few_are_a_skipped_round(tmp_path: Path) -> None:
@@ -337,12 +337,12 @@ def test_a_task_may_be_asked_twice_in_a_round(tmp_path: Path) -> None:
     """What clients have from the first time is only referred to, whatever the algorithm."""
     far, grid = far_session(small("algorithm.name=fedavg"), tmp_path)
     cohort = far.engine.cohort(np.arange(5), 0)
-    first = cohort.mean("train", far.server.sent)
+    first = cohort.mean("train", far.server.model)
     down = dict(cohort.traffic.down)
-    second = cohort.mean("train", far.server.sent)
+    second = cohort.mean("train", far.server.model)
     torch.testing.assert_close(first["change"], second["change"])
     assert dict(cohort.traffic.down) == down and len(grid.types) == 4
-    assert not cohort.traffic.faults
+    assert not cohort.faults
 
 
 def test_a_diverged_client_keeps_its_last_good_state(
@@ -360,7 +360,7 @@ def test_a_diverged_client_keeps_its_last_good_state(
 
     monkeypatch.setattr(kind, "train", diverges)
     (cohort,) = go(far, 1)
-    assert "not finite" in cohort.traffic.faults[BAD]
+    assert "not finite" in cohort.faults[BAD]
     after = far.engine.states.on_host(BAD)
     assert all(torch.equal(after[name], value) for name, value in before.items())
 

@@ -15,8 +15,8 @@ from helpers import engine_of, groups_of, made_split, settings, step, train
 
 from fedssl.algorithms.ccl import CCL
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
 from fedssl.federation.client import Client
+from fedssl.federation.server import Server
 from fedssl.training import trainer as training
 from fedssl.training.lanes import Lanes
 from fedssl.training.plan import Plan

@@ -12,7 +12,9 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
 from fedssl.engines.local import LocalCohort
-from fedssl.federation.algorithm import Cohort, TooFewReplies, per_client
+from fedssl.federation.aggregate import TooFewReplies
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.traffic import per_client
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
@@ -66,7 +68,7 @@ def test_a_missing_reply_is_not_in_the_mean_and_its_client_is_not_asked_again() 
     assert float(cohort.mean("a")["x"]) == pytest.approx((1 + 18) / 4)
     assert list(cohort.gather("b")) == [0]
     assert cohort.asked == [("a", [0, 1, 2]), ("b", [0, 2])]
-    assert cohort.traffic.missing == 2
+    assert cohort.missing == 2
 
 
 @pytest.mark.parametrize("verb", ["mean", "gather"])

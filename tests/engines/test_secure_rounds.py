@@ -47,8 +47,8 @@ def test_secure_rounds_equal_plain_ones(words: tuple[str, ...], tmp_path: Path) 
     # 2⁻³³ a number and client, on changes of about 1e-3: far below any float32.
     torch.testing.assert_close(secure.server.weights, plain.server.weights, rtol=0, atol=1e-8)
     assert float(secure.server.log["loss"]) == pytest.approx(float(plain.server.log["loss"]))
-    assert not secure.server.clients  # nothing about single clients, not even for the log
-    assert not any(cohort.traffic.faults for cohort in rounds)  # which nobody was asked for
+    assert not secure.server.client_log  # nothing about single clients, not even for the log
+    assert not any(cohort.faults for cohort in rounds)  # which nobody was asked for
 
 
 def test_the_server_sees_no_reply_and_counts_what_travels(tmp_path: Path) -> None:
@@ -94,13 +94,13 @@ def test_dropouts_cost_only_themselves(step: str, lost: tuple[int, ...], tmp_pat
     moments = _moments(near, cohort)
     if step != "unmask":
         cohort.ids = np.setdiff1d(cohort.ids, lost)
-    near.server.apply(cohort.mean("descend", near.server.sent, *moments))
+    near.server.apply(cohort.mean("descend", near.server.model, *moments))
     assert relative(far.server.weights, near.server.weights) < 1e-8
 
 
 def _moments(near: Any, cohort: Any) -> tuple[Any, Any]:
-    centre = cohort.mean("locate", near.server.sent)
-    return centre, cohort.mean("encode", near.server.sent, centre)
+    centre = cohort.mean("locate", near.server.model)
+    return centre, cohort.mean("encode", near.server.model, centre)
 
 
 @pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])

@@ -11,7 +11,7 @@ from plain import Plain, flat_params, mean_state
 
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.algorithm import Server
+from fedssl.federation.server import Server
 
 CASES = {
     "simclr": ("simclr",),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.federation.algorithm import Average, TooFewReplies
+from fedssl.federation.aggregate import Aggregator, TooFewReplies
 from fedssl.objectives.base import MomentObjective
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.vicreg import VICReg
@@ -248,15 +248,15 @@ def test_without_noise_and_clipping_it_is_the_uniform_mean(algorithm: str) -> No
     words = (f"algorithm.name={algorithm}", "objective.bound=0.7", "engine.merge=off")
     groups = groups_of(4, 7, 2, 9)
 
-    class Uniform(Average):
+    class Uniform(Aggregator):
         def contribute(self, task, samples, reply, weight):  # type: ignore[no-untyped-def]
             return super().contribute(task, samples, reply, "uniform")
 
     ends = []
     quiet = noisy(*words, "privacy.noise=1e-18", "privacy.clip=1e6")
-    for average in (quiet, Uniform(), Average()):
+    for average in (quiet, Uniform(), Aggregator()):
         engine, server = engine_of(settings(*words), made_split(), groups)
-        engine.average = average
+        engine.aggregator = average
         ends.append(train(engine, server, 3) - engine.trainer.initial)
     assert relative(ends[0], ends[1]) < 1e-6
     assert relative(ends[2], ends[1]) > 1e-2  # by samples is something else
@@ -303,11 +303,11 @@ def test_epsilon_is_the_librarys(
     clients: int, cohort: int, words: str, tasks: tuple[str, ...], together: float
 ) -> None:
     average = noisy(*words.split(), "privacy.delta=1e-6", clients=clients, cohort=cohort)
-    assert average.spent()["epsilon"] == 0
+    assert average.compute_privacy()["epsilon"] == 0
     for _ in range(30):
         for task in tasks:
             average.release(task, {"x": torch.zeros(1)}, 1e6, 10)
-    spent = average.spent()
+    spent = average.compute_privacy()
     expected = library(together, clients, cohort, 30, 1e-6)
     assert spent == {"epsilon": pytest.approx(expected, rel=1e-9), "delta": 1e-6}
     assert 0.05 < expected < 60
@@ -319,7 +319,7 @@ def test_a_draw_never_costs_privacy() -> None:
     for _ in range(20):
         average.ledger.note("descend")
     whole, drawn = (library(0.5, 359, cohort, 20, 1e-5) for cohort in (359, 32))
-    assert drawn > whole and average.spent()["epsilon"] <= whole
+    assert drawn > whole and average.compute_privacy()["epsilon"] <= whole
 
 
 def test_a_round_that_released_only_its_first_exchange_counts_as_that() -> None:
@@ -331,7 +331,7 @@ def test_a_round_that_released_only_its_first_exchange_counts_as_that() -> None:
     accountant = rdp.RdpAccountant(neighboring_relation=relation)
     accountant.compose(dp_accounting.GaussianDpEvent(3 / math.sqrt(2) / 2), 2)
     accountant.compose(dp_accounting.GaussianDpEvent(3 / 2), 2)
-    assert average.spent()["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5))
+    assert average.compute_privacy()["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bo
     average = Noisy(config, algorithm, 100, 10)
     average.ledger.note("train")
     expected = library(6, 100, 10 if amplified else 100, 1, 1e-5)
-    assert average.spent()["epsilon"] == pytest.approx(expected)
+    assert average.compute_privacy()["epsilon"] == pytest.approx(expected)
 
 
 def test_a_memory_alone_is_something_kept() -> None:
@@ -375,23 +375,23 @@ def test_rounds_are_told_apart(algorithm: str) -> None:
     config = settings(*words, *HEADS.get(objective, ()), "privacy.noise=1",
                       *(["objective.bound=1"] if objective == "cco" else []))  # fmt: skip
     engine, server = engine_of(config, made_split(), groups_of(4, 6, 5))
-    engine.average = Noisy(config, engine.algorithm, 3, 3)
+    engine.aggregator = Noisy(config, engine.algorithm, 3, 3)
     engine.merges = False
     for round in range(3):
         cohort = step(engine, server, round)
         asked = tuple(task for task in cohort.traffic.down if task in engine.algorithm.means)
         assert set(cohort.traffic.up) == set(asked)  # nothing of single clients, for the log
-        assert engine.average.ledger.counts() == {asked: round + 1}
+        assert engine.aggregator.ledger.counts() == {asked: round + 1}
 
 
 def test_it_costs_next_to_nothing_a_round() -> None:
     average = noisy()
     average.ledger.note("encode")
-    average.spent()
+    average.compute_privacy()
     started = time.perf_counter()
     for _ in range(50):
         average.ledger.note("encode")
-        average.spent()
+        average.compute_privacy()
     assert (time.perf_counter() - started) / 50 < 0.005
 
 
@@ -399,11 +399,14 @@ def test_a_ledger_goes_through_its_state() -> None:
     first, second = noisy(), noisy()
     for task in ("encode", "descend", "encode", "encode", "descend"):
         first.ledger.note(task)
-    second.restore(first.state())
+    second.load_state(first.save_state())
     for average in (first, second):
         average.ledger.note("encode")
         average.ledger.note("descend")
-    assert first.spent() == second.spent() and first.ledger.counts() == second.ledger.counts()
+    assert (
+        first.compute_privacy() == second.compute_privacy()
+        and first.ledger.counts() == second.ledger.counts()
+    )
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedssl import config
 from fedssl.config import Cohort
-from fedssl.federation.algorithm import Average, TooFewReplies
+from fedssl.federation.aggregate import Aggregator, TooFewReplies
 from fedssl.privacy import robust
 from fedssl.privacy.robust import Robust
 from fedssl.runs import run
@@ -36,7 +36,7 @@ def rule(name: str, hostile: int = 1, cohort: int = 100) -> Robust:
     return Robust(Cohort(average=name, hostile=hostile), cohort)  # type: ignore[arg-type]
 
 
-def combined(average: Average, replies: list[Tree]) -> dict[str, Tensor]:
+def combined(average: Aggregator, replies: list[Tree]) -> dict[str, Tensor]:
     """By the way that an engine takes, clients having very different numbers of samples."""
     each = (average.contribute("train", 10**i, reply, "samples") for i, reply in enumerate(replies))
     return flatten(average.combine("train", each))
@@ -67,7 +67,7 @@ def test_hostile_clients_cannot_leave_the_honest_range(
         values = torch.stack([flatten(reply)[leaf] for reply in honest])
         assert bool((values.amin(0) <= value).all() and (value <= values.amax(0)).all())
     if hostile:
-        mean = flatten(Average().combine("train", ((1, reply) for reply in replies)))["change"]
+        mean = flatten(Aggregator().combine("train", ((1, reply) for reply in replies)))["change"]
         assert float(mean.abs().max()) > 1e3
 
 
@@ -189,7 +189,7 @@ def test_the_smallest_cohorts_that_are_enough() -> None:
     for words in (["cohort.average=trimmed", "cohort.hostile=2", "cohort.size=5"],
                   ["cohort.average=krum", "cohort.hostile=1", "cohort.size=5"]):  # fmt: skip
         session = prepare(config.resolve(config.read_recipe(None), [*SMALL, *words]))
-        assert isinstance(session.engine.average, Robust) and not session.engine.merges
+        assert isinstance(session.engine.aggregator, Robust) and not session.engine.merges
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -204,16 +204,16 @@ def test_a_run_learns(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_poisoned_run_stays_near_the_honest_one(name: str) -> None:
     """One of eight clients sends a million times its change: only the plain mean runs away."""
-    honest = moved(Average(), factor=1.0)
+    honest = moved(Aggregator(), factor=1.0)
     assert 0.1 * honest < moved(rule(name), factor=-1e6) < 3 * honest
-    assert moved(Average(), factor=-1e6) > 1000 * honest
+    assert moved(Aggregator(), factor=-1e6) > 1000 * honest
 
 
-def moved(average: Average, factor: float) -> float:
+def moved(average: Aggregator, factor: float) -> float:
     """How far a round goes in which client 3 sends ``factor`` times its change."""
     config = settings("algorithm.name=fedavg", "engine.merge=off")
     engine, server = engine_of(config, made_split(), groups_of(*[5] * 8))
-    engine.average = average
+    engine.aggregator = average
     honest = engine.algorithm.train  # type: ignore[attr-defined]
 
     def attacked(client, received):  # type: ignore[no-untyped-def]

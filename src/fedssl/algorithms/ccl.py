@@ -17,15 +17,18 @@ from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.config import AlgorithmParams
 from fedssl.data.partition import called
 from fedssl.data.random import choose, key
-from fedssl.federation.algorithm import Algorithm, Cohort, Server, per_client
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
+from fedssl.federation.traffic import per_client
 from fedssl.objectives.base import Memory, Objective
 from fedssl.objectives.moco import MoCo
 from fedssl.privacy.noise import from_the_system
 from fedssl.training.plan import on_device
 from fedssl.training.trainer import Encoded, Steps, Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree, count_bytes
+from fedssl.util.trees import Tree
 
 
 class CCL(Algorithm):
@@ -143,12 +146,12 @@ class CCL(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Models and banks down, models up and averaged, banks up (section 3)."""
         # A momentum model starts as the main one; it has parameters only.
-        start = server.sent[: server.flat.parameters]
+        start = server.model[: server.flat.parameters]
         momentum = cast(Tensor, server.state.get("momentum", start))
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
         classes = cast("dict[str, Tensor]", server.state.get("classes", {}))
         remote = {int(k): self.others(banks, int(k), server.weights) for k in cohort.ids}
-        update = cohort.mean("train", server.sent, momentum, per_client(remote))
+        update = cohort.mean("train", server.model, momentum, per_client(remote, "share"))
         server.apply(update)
         server.state["momentum"] = momentum + update["momentum"]
         if server.census is not None:
@@ -160,12 +163,6 @@ class CCL(Algorithm):
         server.state["banks"] = {**banks, **new}
         if server.census is not None:
             server.state["classes"] = {**classes, **{k: self.classes(server, int(k)) for k in new}}
-        # Banks travel with the models of `train`, and are counted with those that come back.
-        traffic = cohort.traffic
-        sent = sum(count_bytes(remote[k]) for k in traffic.reached["train"])
-        traffic.down["train"] -= sent
-        traffic.down["share"] += sent
-        traffic.reached["share"] |= traffic.reached["train"]
 
     def others(self, banks: Mapping[str, Tensor], client: int, like: Tensor) -> Tensor:
         """Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2), in the order of the clients."""
@@ -196,7 +193,7 @@ class CCL(Algorithm):
             if self.params.remote != "only" or not held:
                 alike, held = alike + local["alike"].to(own), held + local["held"].to(own)
             ratios[client] = {"false_negatives": alike / held}
-        server.note(ratios)
+        server.log_clients(ratios)
         for bytes_of in (traffic.up, traffic.down):
             bytes_of.pop("census", None)  # only a simulation asks for it
 
@@ -370,7 +367,5 @@ def finite(
             banks[str(client)] = reply["features"]
             continue
         what = "longer than 1" if bool(torch.isfinite(lengths).all()) else "not finite"
-        server.warnings.append(
-            f"{called(names, client)} shared features that are {what}: its last bank stays"
-        )
+        server.warn(f"{called(names, client)} shared features that are {what}: its last bank stays")
     return banks

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Algorithm, Cohort, Server, one_plain_step
+from fedssl.federation.algorithm import Algorithm, one_plain_step
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
 from fedssl.training.trainer import Encoded, Trainer
 from fedssl.util.errors import UserError
@@ -52,11 +54,11 @@ class DCCO(Algorithm):
         if "centre" not in server.state:
             located = "locate" in self.asked(server.config.privacy.secure)
             server.state["centre"] = (
-                cohort.mean("locate", server.sent) if located else self._origin(server.sent)
+                cohort.mean("locate", server.model) if located else self._origin(server.model)
             )
         centre: Any = server.state["centre"]
-        moments = cohort.mean("encode", server.sent, centre)
-        update = cohort.mean("descend", server.sent, centre, moments)
+        moments = cohort.mean("encode", server.model, centre)
+        update = cohort.mean("descend", server.model, centre, moments)
         server.apply(update)
         if not bounded:
             server.state["centre"] = {name: centre[name] + moments[name] for name in centre}

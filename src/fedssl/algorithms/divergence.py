@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client, Trained
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.models.flat import Flat
 from fedssl.util.trees import Tree
 
@@ -37,8 +39,8 @@ class DivergenceAware(Algorithm):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """The model goes as in FedAvg; each client's own measures go beside it, for the log."""
-        server.apply(cohort.mean("train", server.sent))
-        server.note(cohort.gather("report", log=True))
+        server.apply(cohort.mean("train", server.model))
+        server.log_clients(cohort.gather("report", log=True))
 
     def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The change that local training makes, from the mixture that the client starts at."""

@@ -16,8 +16,10 @@ from fedssl.config import AlgorithmParams, Config
 from fedssl.data.dataset import split_for_encoding
 from fedssl.data.partition import called
 from fedssl.data.random import key
-from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
@@ -116,7 +118,7 @@ class FeatARC(Algorithm):
                 self.move(server, j, update["change"][j] * (answered / members))
             else:
                 self.tell(server, j)
-        server.note(cohort.gather("report", log=True))
+        server.log_clients(cohort.gather("report", log=True))
         self.show(server)
 
     def models(self, server: Server) -> list[Tensor]:
@@ -141,33 +143,33 @@ class FeatARC(Algorithm):
     def move(self, server: Server, number: int, change: Tensor) -> None:
         """By the server's rule, of which each cluster has its own state."""
         if number == 0:
-            server.weights = server.moved(server.weights, server.rule_state, change)
+            server.weights = server.step(server.weights, server.rule_state, change)
             return
         own = _cluster(server, number)
         rule = cast(optim.State, own.get("rule", {}))  # files keep no empty trees
-        own["weights"] = server.moved(cast(Tensor, own["weights"]), rule, change)
+        own["weights"] = server.step(cast(Tensor, own["weights"]), rule, change)
 
     def tell(self, server: Server, number: int) -> None:
         """Say once of each cluster what happens when nobody is in it."""
         told = cast("dict[str, Tree]", server.state.setdefault("empty", {}))
         if str(number) not in told:
             told[str(number)] = torch.tensor(float(server.round))
-            server.warnings.append(f"cluster {number} has no members: it keeps its model")
+            server.warn(f"cluster {number} has no members: it keeps its model")
 
     def show(self, server: Server) -> None:
         """Say who is where after the first round, and later who went elsewhere."""
-        if self.params.clusters == 1 or "cluster" not in server.clients:
+        if self.params.clusters == 1 or "cluster" not in server.client_log:
             return  # or nobody may know
-        now = {k: int(c) for k, c in server.clients["cluster"].items() if c is not None}
+        now = {k: int(c) for k, c in server.client_log["cluster"].items() if c is not None}
         known = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
         before = {int(k): int(cast(Tensor, c)) for k, c in known.items()}
         count, names = self.params.clusters, self.client_names
         if not before:
-            server.warnings.append(f"clusters: {_members(now, count, names)}")
+            server.warn(f"clusters: {_members(now, count, names)}")
         moved = {k: c for k, c in now.items() if before.get(k, c) != c}
         if moved:
             everyone = _members(before | now, count, names)
-            server.warnings.append(f"{_moves(moved, names)}; clusters: {everyone}")
+            server.warn(f"{_moves(moved, names)}; clusters: {everyone}")
         known |= {str(k): torch.tensor(c) for k, c in now.items()}
 
     def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:

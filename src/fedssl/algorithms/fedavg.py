@@ -8,8 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Algorithm, Cohort, Server, one_plain_step
+from fedssl.federation.algorithm import Algorithm, one_plain_step
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
@@ -54,7 +56,7 @@ class FedAvg(Algorithm):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """One exchange: the model down, the changes up and averaged."""
-        server.apply(cohort.mean("train", server.sent, weight=self.weight))
+        server.apply(cohort.mean("train", server.model, weight=self.weight))
 
     def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The change that local training makes."""

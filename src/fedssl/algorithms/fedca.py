@@ -17,15 +17,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedssl.algorithms.ccl import finite
 from fedssl.config import AlgorithmParams
 from fedssl.data.random import choose, key
-from fedssl.federation.algorithm import Algorithm, Cohort, Server
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
+from fedssl.federation.traffic import count_as
 from fedssl.models.network import Tower
 from fedssl.objectives.base import Objective
 from fedssl.objectives.simclr import SimCLR
 from fedssl.training.plan import on_device
 from fedssl.training.trainer import Encoded, Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree, count_bytes
+from fedssl.util.trees import Tree
 
 PUBLIC = 1000
 
@@ -143,9 +146,9 @@ class FedCA(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Model and dictionary down, models up and averaged, each client's projections up."""
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
-        dictionary, traffic = self.joined(banks, server.weights), cohort.traffic
+        dictionary = count_as("share", self.joined(banks, server.weights))
         shown = [server.state[name] for name in ("public", "base") if self.params.align]
-        server.apply(cohort.mean("train", server.sent, dictionary, *shown))
+        server.apply(cohort.mean("train", server.model, dictionary, *shown))
         if not self.params.dictionary:
             return
         cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
@@ -153,11 +156,6 @@ class FedCA(Algorithm):
             **banks,
             **finite(cohort.gather("share"), server, self.client_names),
         }
-        # It travels with the model of `train`, and is counted with the projections that come back.
-        sent = len(traffic.reached["train"]) * count_bytes(dictionary)
-        traffic.down["train"] -= sent
-        traffic.down["share"] += sent
-        traffic.reached["share"] |= traffic.reached["train"]
 
     def joined(self, banks: Mapping[str, Tensor], like: Tensor) -> Tensor:
         """The dictionary: all banks, in the order of the clients; empty before the first ones."""

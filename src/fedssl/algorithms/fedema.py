@@ -12,8 +12,9 @@ from torch import Tensor
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
 from fedssl.algorithms.fedu import require_predictor
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Cohort, Server
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
 
@@ -86,13 +87,13 @@ class FedEMA(DivergenceAware):
         """As above; clients that never meet again are worth a word."""
         super().round(server, cohort)
         names = {"both": ("mu", "mu_predictor"), "encoder": ("mu",), "predictor": ("mu_predictor",)}
-        known = (server.clients.get(name, {}) for name in names[self.params.parts])
+        known = (server.client_log.get(name, {}) for name in names[self.params.parts])
         measures = [mu for each in known for mu in each.values()]
         stuck = bool(measures) and all(mu == 1 for mu in measures)
         rounds = int(cast(Tensor, server.state.get("stuck", torch.zeros(())))) + 1
         server.state = {"stuck": torch.tensor(float(rounds))} if stuck else {}
         if stuck and rounds == 2:
-            server.warnings.append(
+            server.warn(
                 "μ is 1 for every client, twice in a row: what it acts on is not shared any more; "
                 + ("use algorithm.divergence=drift, or " * (self.params.divergence == "distance"))
                 + "lower algorithm.decay, algorithm.lambda or algorithm.tau"

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from fedssl.config import AlgorithmParams, Config
 from fedssl.data.random import key
-from fedssl.federation.algorithm import Algorithm, Cohort, Server, per_client
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
+from fedssl.federation.traffic import per_client
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -115,7 +118,7 @@ class Gossip(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Each client's model down and its change up; then all who answered mix."""
         everyone = len(self.weights)
-        before = cast(Tensor, server.state.get("models", server.sent.expand(everyone, -1)))
+        before = cast(Tensor, server.state.get("models", server.model.expand(everyone, -1)))
         sent = {int(k): before[int(k)] for k in cohort.ids}
         replies: dict[int, Any] = cohort.gather("train", per_client(sent))
         ids = sorted(replies)

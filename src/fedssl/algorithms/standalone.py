@@ -6,8 +6,10 @@ from typing import cast
 
 from torch import Tensor
 
-from fedssl.federation.algorithm import Algorithm, Cohort, Server, apply, learning_rates
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server, apply_update, learning_rates
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
@@ -39,7 +41,7 @@ class Standalone(Algorithm):
             client.state |= {"weights": trainer.initial, "rule": cast("dict[str, Tree]", start)}
         weights = cast(Tensor, client.state["weights"])
         trained = client.train(weights, client.state)
-        client.state["weights"] = apply(
+        client.state["weights"] = apply_update(
             rule,
             cast(optim.State, client.state.get("rule", {})),  # files keep no empty trees
             weights,

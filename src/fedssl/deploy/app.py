@@ -162,7 +162,9 @@ def _check(config: Config) -> rehearsal.Moved | None:
             "evaluate.drift=true: compares clients' models, and these never come to the server "
             "whole; leave it out"
         )
-    privacy.average(config, kind(config.algorithm, objective), count, cohort_size(config, count))
+    privacy.build_aggregator(
+        config, kind(config.algorithm, objective), count, cohort_size(config, count)
+    )
     with plugins.blamed():
         return _rehearse(config, count)
 

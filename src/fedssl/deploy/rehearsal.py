@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.engines.remote.engine import RemoteCohort, RemoteEngine
-from fedssl.federation.algorithm import Average, Cohort, Weight
-from fedssl.privacy import Hidden
+from fedssl.federation.aggregate import Aggregator, Weight
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.traffic import Argument
+from fedssl.privacy import SumsOnly
 from fedssl.runs.session import Session
 from fedssl.util.trees import Tree
 
@@ -63,11 +65,11 @@ class Rehearsed(RemoteCohort):
         super().__init__(engine, ids, round)
         self.minimum = 0
         # No noise, which one site's weight might not outweigh.
-        self.average = Average() if engine.average.logs else Hidden()
+        self.aggregator = Aggregator() if engine.aggregator.allows_client_logs else SumsOnly()
         self._heard = self.ids.tolist()
 
     def ask(
-        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
     ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """The shapes that real replies have."""
         algorithm, trainer = self.engine.algorithm, self.engine.trainer
@@ -76,7 +78,7 @@ class Rehearsed(RemoteCohort):
         else:
             reply = _zeros(algorithm.reply_like(task, trainer))
         if weight is not None:
-            reply = self.engine.average.contribute(task, 1, reply, weight)[1]
+            reply = self.engine.aggregator.contribute(task, 1, reply, weight)[1]
         for client in self.ids:
             yield np.array([client]), 1.0, reply
 
@@ -84,14 +86,13 @@ class Rehearsed(RemoteCohort):
         """In the open: nothing is secret about zeros."""
         return Cohort.mean(self, task, *payload, weight=weight)
 
-    def _count_up(self, task: str, reply: Tree, clients: int) -> None:
+    def _reply_bytes(self, reply: Tree) -> int:
         """In a secure sum the masked vector, without keys."""
         if not self.engine.trainer.config.privacy.secure:
-            super()._count_up(task, reply, clients)
-            return
+            return super()._reply_bytes(reply)
         from fedssl.privacy import secure
 
-        self.traffic.up[task] += 8 * secure.size(reply) * clients
+        return 8 * secure.size(reply)
 
 
 def _zeros(tree: Tree) -> Tree:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.data.dataset import Groups
-from fedssl.federation.algorithm import Algorithm, Average, Cohort
+from fedssl.federation.aggregate import Aggregator
+from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.cohort import Cohort
 from fedssl.training.trainer import Trainer
-from fedssl.util.errors import CONTINUE, UserError
-from fedssl.util.trees import misfits
 
 
 class ClientStates(Protocol):
@@ -50,22 +50,16 @@ class Engine(ABC):
         trainer: Trainer,
         algorithm: Algorithm,
         groups: Groups,
-        average: Average | None = None,
+        aggregator: Aggregator | None = None,
     ) -> None:
         self.trainer = trainer
         self.algorithm = algorithm
         self.groups = groups
-        self.average = average or Average()
+        self.aggregator = aggregator or Aggregator()
 
     @abstractmethod
     def cohort(self, ids: NDArray[np.int64], round: int) -> Cohort:
         """The clients of one round."""
-
-    def check_state(self, whose: str, state: object) -> None:
-        """What an algorithm keeps fits into files: told at once, not at the next checkpoint."""
-        for problem in misfits(state, f"{whose}.state"):
-            where = f"algorithm.name={self.algorithm.params.name}"
-            raise UserError(f"{where}: {problem}, then {CONTINUE}")
 
     def open(self, out: Path) -> None:
         """Before a run: where its files go."""

@@ -12,15 +12,12 @@ from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import Malformed, described, expect
 from fedssl.engines.remote.states import States
-from fedssl.federation.algorithm import (
-    Algorithm,
-    Average,
-    Cohort,
-    PerClient,
-    Weight,
-    learning_rates,
-)
+from fedssl.federation.aggregate import Aggregator, Weight
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import learning_rates
+from fedssl.federation.traffic import Argument
 from fedssl.training.lanes import Lanes
 from fedssl.training.trainer import State, Trainer
 from fedssl.util.errors import UserError
@@ -40,13 +37,13 @@ class LocalEngine(Engine):
         trainer: Trainer,
         algorithm: Algorithm,
         groups: Groups,
-        average: Average | None = None,
+        aggregator: Aggregator | None = None,
     ) -> None:
-        super().__init__(trainer, algorithm, groups, average)
+        super().__init__(trainer, algorithm, groups, aggregator)
         self.states: States = States(trainer.device)
         self.lanes = Lanes(trainer) if trainer.device.type == "cuda" else None
         asked = trainer.config.engine.merge == "auto"
-        self.merges = asked and self.average.exact and algorithm.exact_on_union(trainer)
+        self.merges = asked and self.aggregator.allows_merging and algorithm.exact_on_union(trainer)
         self._expected: set[str] = set()  # tasks whose reply was as the algorithm says
 
     def rest(self) -> None:
@@ -94,16 +91,16 @@ class LocalCohort(Cohort):
     def __init__(self, engine: LocalEngine, ids: NDArray[np.int64], round: int) -> None:
         config = engine.trainer.config
         counts = not engine.algorithm.pools_data
-        super().__init__(ids, engine.algorithm, config.cohort.minimum, counts, engine.average)
+        super().__init__(ids, engine.algorithm, config.cohort.minimum, counts, engine.aggregator)
         self.engine = engine
         self.round = round
         self._merged: Client | None = None
 
     def ask(
-        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
     ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """Client by client, several side by side, or the whole cohort at once."""
-        same = not any(isinstance(p, PerClient) for p in payload)
+        same = not any(item.differs for item in payload)
         merge = weight == "samples" and self.engine.merges and same
         lanes = self.engine.lanes
         if not merge and lanes is not None and lanes.knows(task) and len(self.ids) > 1:
@@ -114,20 +111,24 @@ class LocalCohort(Cohort):
             share = 1.0
             self.engine.check_reply(task, reply)
             if len(ids) == 1:
-                self.engine.check_state("client", client.state)
+                self.algorithm.check_state("client", client.state)
                 self.engine.states[int(ids[0])] = client.state
             if weight is not None:
-                share, reply = self.average.contribute(task, client.weight, reply, weight)
+                share, reply = self.aggregator.contribute(task, client.weight, reply, weight)
             yield ids, share, reply
 
-    def _one_by_one(self, task: str, payload: tuple[Any, ...], merge: bool) -> Iterator[Answer]:
+    def _one_by_one(
+        self, task: str, payload: tuple[Argument, ...], merge: bool
+    ) -> Iterator[Answer]:
         fits = self.engine.trainer.plan.batch or 0
         for ids, client in self._clients(merge):
             yield ids, client, self._answer(task, payload, client)
             if self.engine.lanes is not None and client.samples >= fits:
                 self.engine.lanes.learned(task)
 
-    def _side_by_side(self, lanes: Lanes, task: str, payload: tuple[Any, ...]) -> Iterator[Answer]:
+    def _side_by_side(
+        self, lanes: Lanes, task: str, payload: tuple[Argument, ...]
+    ) -> Iterator[Answer]:
         def job(ids: NDArray[np.int64]) -> Callable[[Trainer], Answer]:
             def do(trainer: Trainer) -> Answer:
                 client = self.engine.client(ids, self.round, remember=False, trainer=trainer)
@@ -142,9 +143,9 @@ class LocalCohort(Cohort):
             ]
             yield from lanes.run(jobs)
 
-    def _answer(self, task: str, payload: tuple[Any, ...], client: Client) -> Any:
-        own = (p.values[client.id] if isinstance(p, PerClient) else p for p in payload)
-        return getattr(self.engine.algorithm, task)(client, *own)
+    def _answer(self, task: str, payload: tuple[Argument, ...], client: Client) -> Any:
+        arguments = (item.of(client.id) for item in payload)
+        return getattr(self.engine.algorithm, task)(client, *arguments)
 
     def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """Without bringing whole states to the device and back."""

@@ -19,7 +19,8 @@ from fedssl.data import random
 from fedssl.data.augment import PRESETS
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.evaluate.linear import zero_head
-from fedssl.federation.algorithm import Server
+from fedssl.federation.driver import run_round
+from fedssl.federation.server import Server
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
@@ -181,8 +182,7 @@ def train(session: Session, encoder: nn.Module) -> Tensor:
     server = Server(session.trainer)
     while server.round < session.config.rounds:
         ids = session.cohort_ids(server.round)
-        session.algorithm.round(server, session.engine.cohort(ids, server.round))
-        server.round += 1
+        run_round(session.algorithm, server, session.engine.cohort(ids, server.round))
     return server.weights
 
 

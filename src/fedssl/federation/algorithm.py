@@ -1,306 +1,26 @@
-"""What an algorithm works with: the server, and the cohort that it asks."""
+"""The contract of an algorithm: the server's round, and the tasks of its clients."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams, Config, Optimizer
-from fedssl.data.dataset import Census
+from fedssl.config import AlgorithmParams, Config
 from fedssl.data.partition import called
+from fedssl.federation.aggregate import Weight
 from fedssl.federation.client import Client
-from fedssl.models.flat import Flat
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
-from fedssl.training import optim
 from fedssl.training.trainer import Trainer
 from fedssl.util import plugins
-from fedssl.util.errors import UserError
-from fedssl.util.trees import NothingToAverage, Tree, add_up, count_bytes, leaves, scaled
-
-T = TypeVar("T")
-Weight = Literal["samples", "uniform"]
-SCHEDULES = {"constant": optim.constant, "cosine": optim.cosine, "steps": optim.steps}
-
-
-class TooFewReplies(Exception):
-    """Fewer replies than ``cohort.minimum``: the round does not count, the model is unchanged."""
-
-
-@dataclass(frozen=True)
-class PerClient(Generic[T]):
-    """A payload that is not the same for everyone."""
-
-    values: Mapping[int, T]
-
-
-def per_client(values: Mapping[int, T]) -> PerClient[T]:
-    """Mark a payload as one value a client: ``cohort.gather("task", per_client({3: bank}))``."""
-    return PerClient(values)
-
-
-def learning_rates(config: Config, round: int) -> tuple[float, float]:
-    """The server's and the clients' learning rate in a round.
-
-    The schedule acts on the server's, unless the server only adds the clients' mean change (SGD
-    with learning rate 1): then it acts on the clients'.
-    """
-    factor = SCHEDULES[config.schedule](round, config.rounds)
-    rule = config.server
-    adds_only = rule.optimizer == "sgd" and rule.lr == 1 and not rule.momentum
-    if adds_only and not rule.weight_decay:
-        return rule.lr, config.client.lr * factor
-    return rule.lr * factor, config.client.lr
-
-
-def apply(
-    rule: Optimizer, state: optim.State, weights: Tensor, change: Tensor, lr: float, flat: Flat
-) -> Tensor:
-    """New weights from a mean change: its negative is the gradient, buffers take it as it is."""
-    n = flat.parameters
-    delta = optim.step(rule, state, weights[:n], -change[:n], lr, flat.layers)
-    if len(weights) > n:
-        delta = torch.cat((delta, change[n:]))
-    return weights + delta
-
-
-class Server:
-    """The global model and the rule that turns a mean update into the next one."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.config = trainer.config
-        self.flat = trainer.flat
-        self.shared = trainer.shared
-        self.weights = trainer.flat.vector.clone()
-        self.state: dict[str, Tree] = {}
-        self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameters])
-        self.round = 0
-        self.drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and who takes part
-        self.log: dict[str, Tensor] = {}
-        self.clients: dict[str, dict[int, float | None]] = {}  # measures of each client, to log
-        self.warnings: list[str] = []
-        self.census: Census | None = None  # of a simulation, see there
-        self._sent: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def sent(self) -> Tensor:
-        """What clients are sent of the global model: all, but layers that never leave a client."""
-        if self.shared is None:
-            return self.weights
-        if self._sent is None or self._sent[0] is not self.weights:
-            self._sent = (self.weights, self.weights[self.shared])
-        return self._sent[1]
-
-    def note(self, replies: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Log each client's own measures; one that is not defined yet is logged as none."""
-        for client, measures in sorted(replies.items()):
-            for name, value in measures.items():
-                number = float(value)
-                self.clients.setdefault(name, {})[client] = (
-                    number if math.isfinite(number) else None
-                )
-
-    def apply(self, update: dict[str, Tree]) -> None:
-        """Take the mean of the clients' changes (and note their mean loss, if it was told)."""
-        change, loss = update["change"], update.get("loss")
-        assert isinstance(change, Tensor)
-        if isinstance(loss, Tensor):
-            self.log["loss"] = loss
-        self.weights = self.moved(self.weights, self.rule_state, change)
-
-    def moved(self, weights: Tensor, state: optim.State, change: Tensor) -> Tensor:
-        """Where clients' mean change takes a model by the server's rule."""
-        if self.shared is not None:
-            change = torch.zeros_like(weights).index_copy_(0, self.shared, change)
-        rule, (lr, _) = self.config.server, learning_rates(self.config, self.round)
-        return apply(rule, state, weights, change, lr, self.flat)
-
-
-@dataclass
-class Traffic:
-    """What one round moved, in bytes over all clients, by exchange."""
-
-    up: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    down: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    replied: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # whose up is
-    reached: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # and down
-    missing: int = 0
-    faults: dict[int, str] = field(default_factory=dict)  # why a client's reply did not count
-
-
-class Average:
-    """How the clients' replies become their mean: as it is, unless the configuration asks for more.
-
-    ``contribute`` runs where the client is, before anything leaves it; ``combine`` on the server,
-    or only its last step, ``release``, where the server sees nothing but sums.
-    """
-
-    exact: ClassVar[bool] = True  # whether a merged cohort's reply may stand for its clients'
-    logs: ClassVar[bool] = True  # whether single numbers of a client may go to the log
-
-    def contribute(
-        self, task: str, samples: int, reply: Tree, weight: Weight
-    ) -> tuple[float, Tree]:
-        """A client's weight and what it puts in."""
-        return (samples if weight == "samples" else 1), reply
-
-    def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
-        """The mean; :class:`NothingToAverage` if there are no contributions."""
-        return self.release(task, *add_up(contributions))
-
-    def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
-        """The mean from Σ weight · reply and Σ weight of so many replies."""
-        return scaled(total, 1 / weight)
-
-    def spent(self) -> dict[str, float]:
-        """What the means so far have told about any client, for metrics and summary."""
-        return {}
-
-    def state(self) -> dict[str, Tensor]:
-        """What a resumed run must know."""
-        return {}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`state`."""
-
-
-class Cohort(ABC):
-    """The clients of one round. An engine says how they are asked; the rules are the same on all.
-
-    A reply that does not come is not in the mean; a client that did not answer one exchange is not
-    asked in the next; fewer than ``minimum`` replies and the round is skipped.
-    """
-
-    def __init__(
-        self,
-        ids: NDArray[np.int64],
-        algorithm: Algorithm,
-        minimum: int,
-        counts_traffic: bool = True,
-        average: Average | None = None,
-    ) -> None:
-        self.ids = np.sort(ids)
-        self.algorithm = algorithm
-        self.minimum = minimum
-        self.average = average or Average()
-        self.traffic = Traffic()
-        self._counts = counts_traffic
-        self._sent: list[Tensor] = []
-
-    @abstractmethod
-    def ask(
-        self, task: str, payload: tuple[Any, ...], weight: Weight | None
-    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
-        """Run ``task`` on the clients in ``self.ids``, in ascending order.
-
-        Yields clients, their weight, and their contribution to a mean (without a ``weight``: their
-        reply as it is); clients without a reply are not yielded. In a mean by samples the engine
-        may answer for several clients at once with their mean reply, where that is ``exact``.
-        """
-
-    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
-        """As :meth:`ask`, for numbers of the clients' states that only the log needs."""
-        return self.ask(task, (), None)
-
-    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
-        """The mean of the clients' replies (by samples, or uniform), and nothing else."""
-        self.algorithm.check_asked(task, "means", payload)
-        answered: list[NDArray[np.int64]] = []
-
-        def weighted() -> Iterator[tuple[float, Tree]]:
-            for ids, share, reply in self.ask(task, payload, weight):
-                answered.append(ids)
-                self._count_up(task, reply, len(ids))
-                yield share, reply
-
-        result: Tree | None = None
-        lost: TooFewReplies | None = None
-        try:
-            result = self.average.combine(task, weighted())
-        except NothingToAverage:
-            pass
-        except TooFewReplies as error:
-            lost = error
-        self._close(task, payload, np.concatenate(answered) if answered else self.ids[:0], lost)
-        return result
-
-    def gather(self, task: str, *payload: Any, log: bool = False) -> dict[int, Any]:
-        """Each client's own reply: for algorithms that route things between clients.
-
-        With ``log`` it is declared to be for the log only: the task reads single numbers of the
-        client's state and changes nothing. Where clients are to be seen only in sums, nobody is
-        asked.
-        """
-        self.algorithm.check_asked(task, "logs" if log else "gathers", () if log else payload)
-        replies: dict[int, Any] = {}
-        if log and not self.average.logs:
-            return replies
-        asked = self.ask_log(task) if log else self.ask(task, payload, None)
-        for ids, _, reply in asked:
-            replies[int(ids[0])] = reply
-            self._count_up(task, reply, 1)
-        answered = np.array(sorted(replies), dtype=np.int64)
-        if log:  # a line that does not come takes nobody out of the round
-            self._count(task, payload, answered)
-        else:
-            self._close(task, payload, answered)
-        return replies
-
-    def _close(
-        self,
-        task: str,
-        payload: tuple[Any, ...],
-        answered: NDArray[np.int64],
-        lost: TooFewReplies | None = None,
-    ) -> None:
-        """Count what was sent, drop who did not answer, and stop if too few are left.
-
-        Where the replies gave no mean, the reason is that of ``lost``.
-        """
-        self._count(task, payload, answered)
-        self.traffic.missing += len(self.ids) - len(answered)
-        self.ids = answered
-        if lost is not None:
-            raise lost
-        if len(answered) < self.minimum:
-            raise TooFewReplies(
-                f"{len(answered)} replies to {task}, fewer than cohort.minimum={self.minimum}"
-            )
-
-    def _reached(self) -> NDArray[np.int64]:
-        """Who got what was asked last: all, unless messages can be lost."""
-        return self.ids
-
-    def _count(self, task: str, payload: tuple[Any, ...], answered: NDArray[np.int64]) -> None:
-        if self._counts:
-            self.traffic.down[task] += self._payload_bytes(payload)
-            self.traffic.replied[task].update(answered.tolist())
-            self.traffic.reached[task].update(self._reached().tolist())
-
-    def _count_up(self, task: str, reply: Tree, clients: int) -> None:
-        if self._counts:
-            self.traffic.up[task] += count_bytes(reply) * clients
-
-    def _payload_bytes(self, payload: tuple[Any, ...]) -> int:
-        """What goes down; a tensor that clients already have from this round is not sent again."""
-        total, reached = 0, self._reached()
-        for item in payload:
-            if isinstance(item, PerClient):
-                total += sum(count_bytes(item.values[int(i)]) for i in reached)
-                continue
-            for leaf in leaves(item):
-                if not any(leaf is sent for sent in self._sent):
-                    self._sent.append(leaf)
-                    total += count_bytes(leaf) * len(reached)
-        return total
+from fedssl.util.errors import CONTINUE, UserError
+from fedssl.util.trees import Tree, misfits
 
 
 class Algorithm(ABC):
@@ -416,6 +136,11 @@ class Algorithm(ABC):
                 f"loss within one client compares at least {need}; use algorithm.name=dcco with "
                 "objective.name=cco, or a partition with larger clients"
             )
+
+    def check_state(self, owner: str, state: object) -> None:
+        """Refuse a state that checkpoints could not hold; ``owner`` is ``server`` or ``client``."""
+        for problem in misfits(state, f"{owner}.state"):
+            raise UserError(f"algorithm.name={self.params.name}: {problem}, then {CONTINUE}")
 
     def exact_on_union(self, trainer: Trainer) -> bool:
         """Whether a merged cohort gives exactly the clients' mean; a test proves each claim."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from fedssl.algorithms.dcco import DCCO
 from fedssl.algorithms.standalone import Standalone
 from fedssl.config import Config
-from fedssl.federation.algorithm import Algorithm, Average
+from fedssl.federation.aggregate import Aggregator
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.objectives.base import MomentObjective, Objective
 from fedssl.training.plan import Plan
@@ -21,13 +22,13 @@ FEW = 2  # images whose means and products tell each one, of whatever they are
 NAMED = 5  # clients that are named
 
 
-class Hidden(Average):
+class SumsOnly(Aggregator):
     """The server sees sums alone: no client's number for the log is asked for."""
 
-    logs = False
+    allows_client_logs = False
 
 
-def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> Average:
+def build_aggregator(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> Aggregator:
     """How replies are averaged, with ``cohort`` of ``clients`` clients in a round."""
     check(config, algorithm)
     if config.privacy.secure:
@@ -41,7 +42,7 @@ def average(config: Config, algorithm: Algorithm, clients: int, cohort: int) -> 
         from fedssl.privacy.robust import Robust
 
         return Robust(config.cohort, cohort)
-    return Hidden() if config.privacy.secure else Average()
+    return SumsOnly() if config.privacy.secure else Aggregator()
 
 
 def check(config: Config, algorithm: Algorithm) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from fedssl.algorithms.dcco import DCCO
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
-from fedssl.federation.algorithm import Algorithm, Average, TooFewReplies, Weight
+from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
+from fedssl.federation.algorithm import Algorithm
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, leaves, scaled
 
@@ -30,15 +31,15 @@ def from_the_system() -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16))))
 
 
-class Noisy(Average):
+class Noisy(Aggregator):
     """Each client's contribution has a bounded L2 norm; the sum gets noise in proportion to it.
 
     A contribution is weight · reply as one vector. With weights of its own (``most_samples`` above
     1) the sum of the weights is data too: it is released as one more coordinate, clip · weight.
     """
 
-    exact = False
-    logs = False
+    allows_merging = False
+    allows_client_logs = False
 
     def __init__(
         self,
@@ -97,16 +98,16 @@ class Noisy(Average):
                 )
         return scaled(noisy, 1 / divisor)
 
-    def spent(self) -> dict[str, float]:
+    def compute_privacy(self) -> dict[str, float]:
         """The (ε, δ) of all releases so far."""
         return self.ledger.spent()
 
-    def state(self) -> dict[str, Tensor]:
+    def save_state(self) -> dict[str, Tensor]:
         """How many rounds released what."""
         return {"+".join(tasks): torch.tensor(n) for tasks, n in self.ledger.counts().items()}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`state`."""
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of :meth:`save_state`."""
         self.ledger.rounds = Counter({tuple(k.split("+")): int(n) for k, n in state.items()})
         self.ledger.current = ()
 

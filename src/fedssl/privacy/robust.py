@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fedssl.config import Cohort
-from fedssl.federation.algorithm import Average, TooFewReplies, Weight
+from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.util.errors import UserError
 from fedssl.util.trees import NothingToAverage, Tree, flatten, unflatten
 
 SLICE = 1 << 18  # coordinates that are brought together at once: all clients' in float64
 
 
-class Robust(Average):
+class Robust(Aggregator):
     """All clients count the same, whatever weight they claim; every reply is seen by the server."""
 
-    exact = False
+    allows_merging = False
 
     def __init__(self, settings: Cohort, cohort: int) -> None:
         self.rule = settings.average

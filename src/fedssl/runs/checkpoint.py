@@ -37,7 +37,7 @@ def write(out: Path, session: Session) -> None:
         "weights": server.weights,
         "rule": cast("dict[str, Tree]", server.rule_state),
         "server": server.state,
-        "average": cast("dict[str, Tree]", session.engine.average.state()),
+        "average": cast("dict[str, Tree]", session.engine.aggregator.save_state()),
     }
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
     _check_finite(tensors, session, out)
@@ -124,7 +124,7 @@ def read(out: Path, session: Session) -> bool:
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
     session.engine.resume(metadata, server.round)
-    session.engine.average.restore(cast("dict[str, Tensor]", tree.get("average", {})))
+    session.engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
     for client, version in json.loads(metadata.get("clients", "{}")).items():
         own, _ = _load(_client_file(out, int(client), version))
         session.engine.states.restore(int(client), own, version)

@@ -26,7 +26,7 @@ from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
 from fedssl.data.partition import called
 from fedssl.data.places import name_images
-from fedssl.federation.algorithm import Cohort, TooFewReplies
+from fedssl.federation.driver import RoundResult, run_round
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, loggers
 from fedssl.runs.api import give_back
@@ -340,12 +340,11 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
         if not (out / checkpoint.FILE).exists():
             with session.timed("prepare"):
                 session.algorithm.prepare(server, session.public)
-            session.engine.check_state("server", server.state)
+            session.algorithm.check_state("server", server.state)
             with session.timed("checkpoint"):
                 checkpoint.write(out, session)  # one to go back to, from the first round on
         while server.round < settings.rounds:
             line = one_round(session, out, progress)
-            session.engine.check_state("server", server.state)
             every, monitor = settings.evaluate.every, settings.evaluate.monitor
             # At the end all protocols run anyway.
             more = monitor is not None or server.round < settings.rounds
@@ -380,52 +379,45 @@ def _without_hints() -> Iterator[None]:
 
 
 def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:
-    """One round, and its line for the metrics."""
+    """Run one round; return its line for the metrics."""
     server, started = session.server, time.perf_counter()
-    server.log.clear()
-    server.clients.clear()
-    server.warnings.clear()
     if session.trainer.watched is not None:
         session.trainer.watched.clear()
     cohort = session.engine.cohort(draw(session, server.round), server.round)
-    asked = len(cohort.ids)
-    skipped = False
     try:
         with session.trainer.tuned():
-            session.algorithm.round(server, cohort)
-    except TooFewReplies as reason:
-        skipped = True
-        progress.say(f"round {server.round + 1} skipped: {reason}")
+            result = run_round(session.algorithm, server, cohort)
     except torch.OutOfMemoryError:
         raise _no_memory(session, out) from None
-    for warning in server.warnings:
-        progress.say(f"round {server.round + 1}: {warning}")
-    for client, fault in sorted(cohort.traffic.faults.items()):
-        progress.say(f"round {server.round + 1}: no reply of {session.names[client]}: {fault}")
-    draw(session, server.round + 1)  # a GPU is still at work; reading the loss waits for it
+    if result.skipped is not None:
+        progress.say(f"round {result.number} skipped: {result.skipped}")
+    for warning in result.warnings:
+        progress.say(f"round {result.number}: {warning}")
+    for client, fault in result.faults.items():
+        progress.say(f"round {result.number}: no reply of {session.names[client]}: {fault}")
+    draw(session, server.round)  # a GPU is still at work; reading the loss waits for it
     # Where clients are seen only through noise, no loss leaves them.
-    loss = None if skipped or "loss" not in server.log else float(server.log["loss"])
+    loss = None if result.loss is None else float(result.loss)
     if loss is not None and not math.isfinite(loss):
         raise TrainingError(
-            f"round {server.round + 1}: the loss is {loss}; training is unstable with these "
+            f"round {result.number}: the loss is {loss}; training is unstable with these "
             f"settings (server.lr={session.config.server.lr}, "
             f"client.lr={session.config.client.lr}); lower one or both. {checkpoint.kept(out)}"
         )
-    server.round += 1
-    faults = cohort.traffic.faults
+    faults = {str(client): fault for client, fault in result.faults.items()}
     return {
-        "round": server.round,
+        "round": result.number,
         "loss": loss,
         "seconds": round(time.perf_counter() - started, 6),
-        "images": _images(session, cohort),
-        "clients": asked,
-        "missing": cohort.traffic.missing,
-        "skipped": skipped,
-        **({"faults": {str(k): v for k, v in faults.items()}} if faults else {}),
-        **traffic_line(cohort, asked),
-        **session.engine.average.spent(),
-        **{name: float(value) for name, value in server.log.items() if name != "loss"},
-        **{name: {str(k): v for k, v in each.items()} for name, each in server.clients.items()},
+        "images": _images(session, result),
+        "clients": len(result.asked),
+        "missing": result.missing,
+        "skipped": result.skipped is not None,
+        **({"faults": faults} if faults else {}),
+        **traffic_line(result),
+        **session.engine.aggregator.compute_privacy(),
+        **{name: float(value) for name, value in result.log.items() if name != "loss"},
+        **{name: {str(k): v for k, v in each.items()} for name, each in result.client_log.items()},
         **drift.measure(session),
     }
 
@@ -442,15 +434,14 @@ def _no_memory(session: Session, out: Path) -> UserError:
 
 def draw(session: Session, round: int) -> NDArray[np.int64]:
     """Who takes part in a round; remembered until then, so that it can be drawn ahead."""
-    server = session.server
-    if server.drawn is None or server.drawn[0] != round:
-        server.drawn = (round, session.cohort_ids(round))
-    return server.drawn[1]
+    if session.drawn is None or session.drawn[0] != round:
+        session.drawn = (round, session.cohort_ids(round))
+    return session.drawn[1]
 
 
-def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
+def traffic_line(result: RoundResult) -> dict[str, Any]:
     """Bytes over all clients, for one that took part in every exchange, and by exchange."""
-    moved = cohort.traffic
+    moved, clients = result.traffic, len(result.asked)
     exchanges = {
         task: {
             **{"up": moved.up[task], "down": moved.down[task]},
@@ -471,8 +462,8 @@ def traffic_line(cohort: Cohort, clients: int) -> dict[str, Any]:
     }
 
 
-def _images(session: Session, cohort: Cohort) -> int:
-    sizes = session.engine.groups.sizes[cohort.ids]
+def _images(session: Session, result: RoundResult) -> int:
+    sizes = session.engine.groups.sizes[result.answered]
     plan, passes = session.trainer.plan, session.algorithm.passes
     if plan.batch is None:
         return int(sizes.sum()) * plan.count(1) * passes
@@ -500,7 +491,7 @@ def finish(session: Session, out: Path) -> dict[str, Any]:
         **result,
         "rounds": session.server.round,
         **totals,
-        **session.engine.average.spent(),
+        **session.engine.aggregator.compute_privacy(),
         **reached,
         **({"per_client": session.client_scores} if session.client_scores else {}),
         "judged": session.judges,

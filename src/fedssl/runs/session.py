@@ -42,9 +42,11 @@ from fedssl.evaluate import (
 )
 from fedssl.evaluate import notes as judge_notes
 from fedssl.evaluate.features import extract, pool_cases, top1
-from fedssl.federation.algorithm import Algorithm, Average, Server
+from fedssl.federation.aggregate import Aggregator
+from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.sampling import cohort_size
+from fedssl.federation.server import Server
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
@@ -76,6 +78,7 @@ class Session:
     classes: int | None = None  # that the network was built for, where the data has others
     # The federations of few labels that ``collaborative`` fine-tunes in, by protocol.
     tuned: dict[str, Session] = field(default_factory=dict)
+    drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and who takes part
     # Seconds that went elsewhere than into rounds, by what for, since the last line of metrics.
     overhead: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -566,8 +569,8 @@ def assemble(
     if len(train) and federation is None:  # a site judges nothing
         check_evaluation(config, dataset, objective, held)
     trainer.compiles = compiles(config, algorithm, trainer, groups, size)
-    average = privacy.average(config, algorithm, clients, size)
-    engine = make_engine(trainer, algorithm, groups, average)
+    aggregator = privacy.build_aggregator(config, algorithm, clients, size)
+    engine = make_engine(trainer, algorithm, groups, aggregator)
     if config.evaluate.drift:
         watch(engine)
     if compiles_passes(config, engine):
@@ -578,10 +581,12 @@ def assemble(
     )
 
 
-def make_engine(trainer: Trainer, algorithm: Algorithm, groups: Groups, average: Average) -> Engine:
+def make_engine(
+    trainer: Trainer, algorithm: Algorithm, groups: Groups, aggregator: Aggregator
+) -> Engine:
     """Where client work happens (``engine.name``)."""
     if trainer.config.engine.name == "local":
-        return LocalEngine(trainer, algorithm, groups, average)
+        return LocalEngine(trainer, algorithm, groups, aggregator)
     from fedssl.engines.remote.engine import RemoteEngine
 
     if algorithm.pools_data:
@@ -589,7 +594,7 @@ def make_engine(trainer: Trainer, algorithm: Algorithm, groups: Groups, average:
             f"engine.name=flower with algorithm.name={algorithm.params.name}: it has all data in "
             "one place, so there is nothing to send; use engine.name=local"
         )
-    return RemoteEngine(trainer, algorithm, groups, average)
+    return RemoteEngine(trainer, algorithm, groups, aggregator)
 
 
 def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:

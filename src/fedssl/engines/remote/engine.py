@@ -20,14 +20,10 @@ from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import Malformed, Packed, expect, pack, unpack, unpack_like
 from fedssl.engines.remote.site import CHANGE, Reply, Request, SecureStep
 from fedssl.engines.store import History, Stored
-from fedssl.federation.algorithm import (
-    Algorithm,
-    Average,
-    Cohort,
-    PerClient,
-    TooFewReplies,
-    Weight,
-)
+from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
+from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.cohort import Cohort, as_arguments
+from fedssl.federation.traffic import Argument
 from fedssl.privacy import survivors_needed
 from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
@@ -67,9 +63,9 @@ class RemoteEngine(Engine):
         trainer: Trainer,
         algorithm: Algorithm,
         groups: Groups,
-        average: Average | None = None,
+        aggregator: Aggregator | None = None,
     ) -> None:
-        super().__init__(trainer, algorithm, groups, average)
+        super().__init__(trainer, algorithm, groups, aggregator)
         self.transport: Transport | None = None
         self.attempt = secrets.token_hex(4)
         self.history = History((self.attempt,), (0,), 0)
@@ -115,7 +111,7 @@ class RemoteCohort(Cohort):
 
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
         minimum = engine.trainer.config.cohort.minimum
-        super().__init__(ids, engine.algorithm, minimum, True, engine.average)
+        super().__init__(ids, engine.algorithm, minimum, True, engine.aggregator)
         self.engine = engine
         self.round = round
         self.exchange = 0
@@ -124,7 +120,7 @@ class RemoteCohort(Cohort):
         self._heard: list[int] = []  # who answered the last exchange, if only to refuse
 
     def ask(
-        self, task: str, payload: tuple[Any, ...], weight: Weight | None
+        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
     ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
         """All clients at once; replies are taken in the clients' order."""
         answers = self._exchange(task, payload, weight, [int(k) for k in self.ids])
@@ -142,13 +138,14 @@ class RemoteCohort(Cohort):
         if not self.engine.trainer.config.privacy.secure:
             return super().mean(task, *payload, weight=weight)
         self.algorithm.check_asked(task, "means", payload)
+        arguments = as_arguments(payload)
         from fedssl.privacy.secure import SumLost
 
         answered: list[int] = []
         result: Tree | None = None
         lost: TooFewReplies | None = None
         try:
-            result = self._secure_mean(task, payload, weight, answered)
+            result = self._secure_mean(task, arguments, weight, answered)
         except SumLost as error:
             lost = TooFewReplies(f"{task}: {error}")
         except TooFewReplies as error:
@@ -157,7 +154,7 @@ class RemoteCohort(Cohort):
         return result
 
     def _secure_mean(
-        self, task: str, payload: tuple[Any, ...], weight: Weight, answered: list[int]
+        self, task: str, payload: tuple[Argument, ...], weight: Weight, answered: list[int]
     ) -> Tree:
         """The mean from the decoded sum; ``answered`` is filled with whose replies are in it.
 
@@ -175,7 +172,7 @@ class RemoteCohort(Cohort):
             held, before = (payload if step == "masked" else ()), self._heard
             replies = self._exchange(task, held, weight, sorted(asked.messages), asked)
             self._count_messages(task, (asked.messages[k] for k in self._heard), up=False)
-            self.traffic.down[task] += self._payload_bytes(held)
+            self.traffic.count_payload(task, held, self._heard)
             taken = [k for k in sorted(replies) if self._take(sums, task, k, replies.pop(k), step)]
             if step == "unmask":  # who is lost now is in the sum all the same
                 self._heard = before
@@ -184,7 +181,7 @@ class RemoteCohort(Cohort):
         total, share = secure.decode(sums.total(), like)
         if share <= 0:
             raise TooFewReplies(f"{task}: the clients' weights add up to {share:g}")
-        return self.average.release(task, cast_like(total, like), share, len(answered))
+        return self.aggregator.release(task, cast_like(total, like), share, len(answered))
 
     def _take(self, sums: Unmasker, task: str, client: int, reply: Reply, step: str) -> bool:
         """Whether a client's reply to a step of a secure sum counts."""
@@ -198,7 +195,7 @@ class RemoteCohort(Cohort):
                 vector = masked["masked"]
                 assert isinstance(vector, Tensor)
                 sums.take(client, vector.numpy())
-                self.traffic.up[task] += count_bytes(masked)
+                self.traffic.count_up(task, count_bytes(masked))
             else:
                 sums.take(client, reply.message)
                 self._count_messages(task, [reply.message], up=True)
@@ -213,19 +210,19 @@ class RemoteCohort(Cohort):
 
     def _fault(self, client: int, reason: str) -> None:
         """Why a client's reply does not count; its own words may be anything."""
-        self.traffic.faults[client] = plain(reason)
+        self.faults[client] = plain(reason)
 
     def _count_messages(self, task: str, messages: Iterable[Message], up: bool) -> None:
-        side = self.traffic.up if up else self.traffic.down
+        count = self.traffic.count_up if up else self.traffic.count_down
         for message in messages:
             for values in message.values():
                 each = values if isinstance(values, list) else []
-                side[task] += sum(len(v) if isinstance(v, bytes) else 8 for v in each)
+                count(task, sum(len(v) if isinstance(v, bytes) else 8 for v in each))
 
     def _exchange(
         self,
         task: str,
-        payload: tuple[Any, ...],
+        payload: tuple[Argument, ...],
         weight: Weight | None,
         clients: list[int],
         secure: SecureStep | None = None,
@@ -256,7 +253,7 @@ class RemoteCohort(Cohort):
     def _requests(
         self,
         task: str,
-        payload: tuple[Any, ...],
+        payload: tuple[Argument, ...],
         weight: Weight | None,
         places: Mapping[int, int],
         secure: SecureStep | None,
@@ -284,16 +281,16 @@ class RemoteCohort(Cohort):
             for node, clients in hosted.items()
         }
 
-    def _pack(self, payload: tuple[Any, ...]) -> Mailbag:
+    def _pack(self, payload: tuple[Argument, ...]) -> Mailbag:
         """Name every tensor; one that clients have from this round is only referred to."""
         bag = Mailbag()
         for position, item in enumerate(payload):
-            if isinstance(item, PerClient):
-                for client, value in item.values.items():
+            if item.differs:
+                for client, value in item.value.items():
                     own = {f"{position}@{client}/{p or '.'}": t for p, t in flatten(value).items()}
                     bag.own[client].update(own)
                 continue
-            for path, tensor in flatten(item).items():
+            for path, tensor in flatten(item.value).items():
                 name = f"{position}/{path or '.'}"
                 before = [where for sent, where in self._where if sent is tensor]
                 if before:
@@ -309,7 +306,7 @@ class RemoteCohort(Cohort):
         if task in algorithm.logs:
             return None
         like: Tree = algorithm.reply_like(task, self.engine.trainer)
-        return like if weight is None else self.average.contribute(task, 1, like, weight)[1]
+        return like if weight is None else self.aggregator.contribute(task, 1, like, weight)[1]
 
     def _checked(
         self, client: int, reply: Reply, like: Tree | None, task: str, weight: Weight | None
@@ -340,18 +337,15 @@ class RemoteCohort(Cohort):
         """A client counts for as much as the data that it is known to have."""
         size = int(self.engine.groups.sizes[client])
         samples = self.engine.trainer.plan.contributing(size)
-        due = self.average.contribute(task, samples, like, weight)[0]
+        due = self.aggregator.contribute(task, samples, like, weight)[0]
         if share != due:
             raise Malformed(f"a weight of {share:g} where there should be {due:g}")
 
-    def _count_up(self, task: str, reply: Tree, clients: int) -> None:
+    def _reply_bytes(self, reply: Tree) -> int:
         """Bytes as they travel."""
         names = flatten(reply)
-        half = sum(
-            names[n].numel() * (names[n].element_size() - 2) for n in self.half if n in names
-        )
-        super()._count_up(task, reply, clients)
-        self.traffic.up[task] -= half * clients
+        saved = (names[n].numel() * (names[n].element_size() - 2) for n in self.half if n in names)
+        return super()._reply_bytes(reply) - sum(saved)
 
 
 def plain(text: str) -> str:

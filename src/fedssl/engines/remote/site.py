@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedssl.engines.remote.codec import Malformed, Packed, pack, tensors
 from fedssl.engines.store import History, Store
-from fedssl.federation.algorithm import Weight, learning_rates
+from fedssl.federation.aggregate import Weight
 from fedssl.federation.client import Client
+from fedssl.federation.server import learning_rates
 from fedssl.privacy import survivors_needed
 from fedssl.runs.session import Session
 from fedssl.util.errors import UserError
@@ -105,7 +106,7 @@ class Site:
                 f"task {request.task}: this site answers only "
                 + ("in secure sums" if privacy.secure else "in the open")
             )
-        logs = tuple(algorithm.logs) if self.session.engine.average.logs else ()
+        logs = tuple(algorithm.logs) if self.session.engine.aggregator.allows_client_logs else ()
         if self.session.trainer.census is None:  # a real site
             logs = tuple(task for task in logs if task not in algorithm.simulated)
         means = algorithm.asked(privacy.secure)
@@ -185,11 +186,11 @@ class Site:
         one = Client(session.trainer, members, ids, sizes, request.round, lr, state)
         reply = getattr(session.algorithm, request.task)(one, *_arguments(request, payload, client))
         if request.task not in session.algorithm.logs:
-            session.engine.check_state("client", one.state)
+            session.algorithm.check_state("client", one.state)
             self.store.save(client, one.state, request.round, request.history)
         if request.weight is None:
             return 1.0, reply
-        average = session.engine.average
+        average = session.engine.aggregator
         return average.contribute(request.task, one.weight, reply, request.weight)
 
     def _payload(self, request: Request) -> dict[str, Tensor]:
