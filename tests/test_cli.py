@@ -163,8 +163,6 @@ def test_a_runs_folder_is_named_after_its_recipe(
             "client 0 holds 1 sample",
         ),
         (["run", "partition.samples=1"], "holds 1 sample"),  # its fedavg baseline
-        (["run", "server.momentum=0.9"], "server.momentum=0.9: does nothing with"),
-        (["reproduce", "default", "privacy.clip=5"], "privacy.clip=5.0: does nothing without"),
         (["evaluate", "/nonexistent"], "holds no run"),
         (["partition", "partition.name=folder"], "data.levels"),
     ],

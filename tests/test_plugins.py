@@ -127,7 +127,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_keys_of_ones_own_are_checked_as_ours_are(capsys: pytest.CaptureFixture[str]) -> None:
     own = f"algorithm.name={OWN}/algorithm.py:Momentum"
     for word, said in (
-        ("algorithm.momentum=high", "algorithm.momentum=high: expected a number"),
+        ("algorithm.momentum=high", "algorithm.momentum=high:"),
         ("algorithm.momentun=0.5", "did you mean algorithm.momentum?"),
         ("algorithm.momentum=2", "must be from 0 to below 1"),
     ):
@@ -202,7 +202,7 @@ def test_other_names_that_will_not_do(tmp_path: Path) -> None:
         (["algorithm.name=no.such.module:Own"], "ModuleNotFoundError"),
         ([f"partition.name={mine}:Own"], "a partition is a class with a method split"),
         ([f"objective.name={mine}:Own"], "builds on fedssl.objectives.base.Objective"),
-        ([f"evaluate.baselines={mine}:Own"], "evaluate.baselines=.*takes names only"),
+        ([f"evaluate.baselines={mine}:Own"], "evaluate.baselines=.*a file cannot be a baseline"),
     ):
         with pytest.raises(UserError, match=said):
             config.resolve(config.read_recipe(None), words)

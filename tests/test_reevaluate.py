@@ -439,17 +439,3 @@ def test_a_classifier_that_started_from_weights_is_judged_on_other_classes(
     others = [f"data.root={classifier / 'others'}", "evaluate.protocols=knn"]
     ours, theirs = (evaluate(path / "run", others) for path in (tmp_path, classifier))
     assert ours["untrained"] == theirs["untrained"]
-
-
-def test_a_key_that_would_do_nothing_is_refused_if_it_is_given_here(trained: Path) -> None:
-    """One that the run has, of an older version, is not in the way."""
-    out = shutil.copytree(trained / "run", trained / "older")
-    text = (out / "config.yaml").read_text()
-    assert "head: mlp" in text
-    (out / "config.yaml").write_text(text.replace("head: mlp", "head: linear"))
-    try:
-        evaluate(out, ["evaluate.protocols=knn"])
-        with pytest.raises(UserError, match=r"^evaluate.head=linear: does nothing without semi"):
-            evaluate(out, ["evaluate.head=linear", "evaluate.protocols=knn"])
-    finally:
-        shutil.rmtree(out)

@@ -335,10 +335,10 @@ def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("partition.name=dirichlet partition.alpha=0", "partition.alpha=0.0: must be above 0"),
-        ("partition.name=dirichlet partition.alpha=-1", "partition.alpha=-1.0: must be"),
-        ("partition.name=skew partition.beta=-0.5", "partition.beta=-0.5: must be"),
-        ("partition.name=skew partition.beta=1.5", "partition.beta=1.5: must be"),
+        ("partition.name=dirichlet partition.alpha=0", "partition.alpha=0.0:"),
+        ("partition.name=dirichlet partition.alpha=-1", "partition.alpha=-1.0:"),
+        ("partition.name=skew partition.beta=-0.5", "partition.beta=-0.5:"),
+        ("partition.name=skew partition.beta=1.5", "partition.beta=1.5:"),
         ("partition.name=skew partition.source=mood", "partition.source=mood: unknown"),
         (
             "partition.name=iid partition.source=style",
@@ -354,7 +354,7 @@ def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
         (
             "partition.name=classes partition.source=rotation partition.sources=1",
-            "partition.sources=1: must be at least 2",
+            "partition.sources=1:",
         ),
         (
             "partition.name=skew partition.source=style partition.sources=11",

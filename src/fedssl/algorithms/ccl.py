@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
@@ -14,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.algorithms.instahide import Key, encrypt
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, key
 from fedssl.data.partition import called
-from fedssl.data.random import choose, key
+from fedssl.data.random import choose
+from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -53,56 +53,56 @@ class CCL(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """The paper leaves ``lambda``, ``neighbours``, ``temperature`` and ``features`` open.
+        """Keys of CCL. The paper leaves λ, N, τ_nm and K open; the defaults are our reading."""
 
-        ``remote``: negatives are the client's own and the others' features (Eq. 3), the others'
-        only (Eq. 5; its own until there are any), or its own only (off: no feature is shared).
-        ``lambda``, ``neighbours`` and ``temperature``: λ, N and τ_nm of the matching, on if λ is
-        above 0 (our reading: 0.1, 5, 0.1). ``features``: K, how many a client shares and how many
-        are candidates (our reading: as many as objective.queue holds). ``mix``: the k images that
-        InstaHide mixes; 1 is without it, and must be meant: ``share_plain=true``.
-        """
-
-        remote: Literal["both", "only", "off"] = "both"
-        lambda_: float = 0.1
-        neighbours: int = 5
-        temperature: float = 0.1
-        features: int | None = None
-        mix: int = 4
-        share_plain: bool = False
+        remote: Literal["both", "only", "off"] = key(
+            "both",
+            help="Negatives. `both`: the features of the client and of other clients (Eq. 3). "
+            "`only`: those of other clients (Eq. 5), once there are any. `off`: those of the "
+            "client; it shares no features.",
+        )
+        lambda_: float = key(0.1, ge=0, help="λ, the weight of the matching. 0: no matching.")
+        neighbours: int = key(
+            5, ge=1, needs="lambda", help="N, the number of neighbours in the matching."
+        )
+        temperature: float = key(
+            0.1, gt=0, needs="lambda", help="τ_nm, the temperature of the matching."
+        )
+        features: int | None = key(
+            None,
+            needs="remote=both|only",
+            help="K, the number of features that a client shares, and of candidates for "
+            "neighbours. `null`: `objective.queue`.",
+        )
+        mix: int = key(
+            4,
+            ge=1,
+            needs="remote=both|only",
+            help="k, the number of images that InstaHide mixes. 1: no InstaHide, which also needs "
+            "`algorithm.share_plain=true`.",
+        )
+        share_plain: bool = key(
+            False,
+            needs="remote=both|only",
+            help="Allow clients to share features of images without InstaHide.",
+        )
 
         def __post_init__(self) -> None:
-            if not 0 <= self.lambda_ < math.inf:
-                raise UserError(f"algorithm.lambda={self.lambda_}: must be finite and not negative")
-            if not 0 < self.temperature < math.inf:
-                raise UserError(
-                    f"algorithm.temperature={self.temperature}: must be above 0 and finite"
-                )
-            for name in ("neighbours", "mix"):
-                if getattr(self, name) < 1:
-                    raise UserError(f"algorithm.{name}={getattr(self, name)}: must be at least 1")
             if self.remote == "off" and self.lambda_:
                 raise UserError(
-                    f"algorithm.remote=off with algorithm.lambda={self.lambda_}: there are no "
-                    "remote features to match; set algorithm.lambda=0"
+                    "with algorithm.remote=off there are no remote features to match",
+                    key="algorithm.lambda",
+                    value=self.lambda_,
+                    fix="Set algorithm.lambda=0.",
                 )
             if self.remote != "off" and self.share_plain != (self.mix == 1):
                 raise UserError(
-                    f"algorithm.mix={self.mix} with algorithm.share_plain="
-                    f"{str(self.share_plain).lower()}: to share features of images without "
-                    "InstaHide give both mix=1 and share_plain=true, else neither"
+                    f"contradicts algorithm.share_plain={str(self.share_plain).lower()}",
+                    key="algorithm.mix",
+                    value=self.mix,
+                    fix="To share features of images without InstaHide, set algorithm.mix=1 and "
+                    "algorithm.share_plain=true. Else set neither.",
                 )
-
-        def idle_keys(self) -> dict[str, str]:
-            """Of the matching, and of what is shared."""
-            found: dict[str, str] = {}
-            if not self.lambda_:
-                why = "does nothing with algorithm.lambda=0; use an algorithm.lambda above 0"
-                found |= dict.fromkeys(("neighbours", "temperature"), why)
-            if self.remote == "off":
-                why = "does nothing with algorithm.remote=off; use algorithm.remote=both"
-                found |= dict.fromkeys(("features", "mix", "share_plain"), why)
-            return found
 
     params: Params
 
@@ -176,7 +176,7 @@ class CCL(Algorithm):
         """
         assert server.census is not None
         members = server.census.groups[client]
-        state = key(server.config.seed, "share", server.round, client)
+        state = random_key(server.config.seed, "share", server.round, client)
         return server.census.count(members[choose(state, len(members), self.features)])
 
     def note_false_negatives(
@@ -250,7 +250,9 @@ class CCL(Algorithm):
         trainer, seed = client.trainer, client.trainer.config.seed
         assert trainer.target is not None
         trainer.target.params.copy_(cast(Tensor, client.state["target"]))
-        chosen = choose(key(seed, "share", client.round, client.id), client.samples, self.features)
+        chosen = choose(
+            random_key(seed, "share", client.round, client.id), client.samples, self.features
+        )
         # Batch norm looks at them together. With no backward pass there is room for more at once.
         batches = np.array_split(chosen, max(1, trainer.plan.batches(len(chosen)) // 4))
         images, secret = trainer.images[0][client.members], self.secret(client)
@@ -293,7 +295,9 @@ class Step(Steps):
     def inputs(self) -> tuple[Tensor, ...]:
         """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
         client, there = self.client, len(self.remote) + min(self.seen, len(self.origins))
-        drawn = key(client.trainer.config.seed, "neighbours", client.round, client.id, self.number)
+        drawn = random_key(
+            client.trainer.config.seed, "neighbours", client.round, client.id, self.number
+        )
         most = self.ccl.features if self.ccl.params.lambda_ else 0
         return self.remote, on_device(choose(drawn, there, most), self.remote.device)
 

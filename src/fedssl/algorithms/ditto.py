@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
+from fedssl.config import key
 from fedssl.federation.client import Client
 from fedssl.training.trainer import Pull, Trainer
-from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
 
@@ -28,13 +28,11 @@ class Ditto(FedAvg):
 
     @dataclass(frozen=True)
     class Params(FedAvg.Params):
-        """``lambda``: how strongly personal models are held to the global one."""
+        """Keys of Ditto."""
 
-        lambda_: float = 0.1
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.lambda_ < float("inf"):
-                raise UserError(f"algorithm.lambda={self.lambda_}: must not be negative")
+        lambda_: float = key(
+            0.1, ge=0, help="λ, the strength of the pull of personal models to the global one."
+        )
 
     params: Params
 

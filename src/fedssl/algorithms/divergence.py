@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client, Trained
 from fedssl.federation.cohort import Cohort
@@ -20,15 +20,15 @@ from fedssl.util.trees import Tree
 
 @dataclass(frozen=True)
 class DivergenceParams(AlgorithmParams):
-    """``divergence``: what is measured.
+    """Keys of algorithms that measure a client's divergence."""
 
-    ``drift`` is how far the client's last local training moved its own network: the mean over
-    convolution layers of the L2 norm, as the reference implementation has it. ``distance`` is Eq. 3
-    as printed: the L2 norm between the new global and the client's last online encoder (projector
-    included, appendix B.2).
-    """
-
-    divergence: Literal["drift", "distance"] = "drift"
+    divergence: Literal["drift", "distance"] = key(
+        "drift",
+        help="Measure of divergence. `drift`: the change of the network by the client's last local "
+        "training, as the mean over convolution layers of the L2 norm (the reference "
+        "implementation). `distance`: the L2 norm between the new global encoder and the client's "
+        "last online encoder, projector included (Eq. 3 and appendix B.2).",
+    )
 
 
 class DivergenceAware(Algorithm):

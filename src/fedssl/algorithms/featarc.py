@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.algorithms.fedca import in_batches, plain
-from fedssl.config import AlgorithmParams, Config
+from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.dataset import split_for_encoding
 from fedssl.data.partition import called
-from fedssl.data.random import key
+from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -57,25 +57,13 @@ class FeatARC(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """``clusters``: C; 1 is alignment only. ``lambda``: λ; 0 is clustering only.
+        """Keys of FeatARC."""
 
-        ``start``: of the clusters' models, ``alike`` or ``apart``.
-        """
-
-        clusters: int = 2
-        lambda_: float = 1.0
-        start: Literal["alike", "apart"] = "alike"
-
-        def __post_init__(self) -> None:
-            if self.clusters < 1:
-                raise UserError(f"algorithm.clusters={self.clusters}: must be at least 1")
-            if not 0 <= self.lambda_ < float("inf"):
-                raise UserError(f"algorithm.lambda={self.lambda_}: must be finite and not negative")
-
-        def idle_keys(self) -> dict[str, str]:
-            """One model alone is alike and apart."""
-            why = "does nothing with algorithm.clusters=1; use more algorithm.clusters"
-            return {"start": why} if self.clusters == 1 else {}
+        clusters: int = key(2, ge=1, help="C, the number of clusters. 1: alignment only.")
+        lambda_: float = key(1.0, ge=0, help="λ, the weight of alignment. 0: clustering only.")
+        start: Literal["alike", "apart"] = key(
+            "alike", help="Initial models of the clusters: equal, or each drawn at random."
+        )
 
     params: Params
 
@@ -306,7 +294,7 @@ def another_start(server: Server, cluster: int) -> Tensor:
     network = cast(Network, copy.deepcopy(server.flat.module).cpu().float())
     flat = Flat(network)
     flat.vector.copy_(server.weights)
-    seed = key(config.seed, "cluster", cluster) % 2**63
+    seed = random_key(config.seed, "cluster", cluster) % 2**63
     initialize(network, seed, config.encoder.initializer)
     if config.encoder.init is not None:
         load_encoders(network, config.encoder.init)

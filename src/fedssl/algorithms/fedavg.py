@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, key
 from fedssl.federation.algorithm import Algorithm, one_plain_step
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -29,14 +29,18 @@ class FedAvg(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """``replace``: what of a client's networks the global one replaces (Tables 2 and 9).
+        """Keys of FedAvg."""
 
-        ``weight``: whether clients count by their samples, or all the same (Dec-SSL, section 2);
-        another algorithm.name starts from samples again.
-        """
-
-        replace: Literal["online", "both"] = "online"
-        weight: Literal["samples", "uniform"] = "samples"
+        replace: Literal["online", "both"] = key(
+            "online",
+            help="Networks of a client that the global one replaces: the online network, or the "
+            "target network too (FedEMA, Tables 2 and 9).",
+        )
+        weight: Literal["samples", "uniform"] = key(
+            "samples",
+            help="Weights of clients in the average: their number of samples, or equal weights "
+            "(Dec-SSL, section 2).",
+        )
 
     params: Params
 

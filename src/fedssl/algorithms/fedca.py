@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.algorithms.ccl import finite
-from fedssl.config import AlgorithmParams
-from fedssl.data.random import choose, key
+from fedssl.config import AlgorithmParams, key
+from fedssl.data.random import choose
+from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -52,48 +52,41 @@ class FedCA(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """All values are our reading.
+        """Keys of FedCA. All defaults are our reading."""
 
-        ``align``: β, the weight of the alignment; 0 is without it. ``public``: how many training
-        images are no client's and everybody's (1000, or none where nothing is aligned; in a
-        deployment they are of the server's own). ``base_epochs``: how long the base model trains
-        on them. ``dictionary``: how many projections a client shares in a round, at most; with 0
-        none leaves it.
-        """
-
-        align: float = 0.1
-        public: int | None = None
-        base_epochs: int = 100
-        dictionary: int = 1024
+        align: float = key(0.1, ge=0, help="β, the weight of the alignment. 0: no alignment.")
+        public: int | None = key(
+            None,
+            ge=0,
+            help="Number of public training images, which belong to no client. In a deployment "
+            "they come from the server's images. `null`: 1000, or none without alignment.",
+        )
+        base_epochs: int = key(
+            100, ge=1, needs="align", help="Epochs of the base model on the public images."
+        )
+        dictionary: int = key(
+            1024,
+            ge=0,
+            help="Largest number of projections that a client shares in a round. 0: none.",
+        )
 
         def __post_init__(self) -> None:
-            if not 0 <= self.align < math.inf:
-                raise UserError(f"algorithm.align={self.align}: must be finite and not negative")
             public = (PUBLIC if self.align else 0) if self.public is None else self.public
             object.__setattr__(self, "public", public)
-            if public < 0:
-                raise UserError(f"algorithm.public={public}: must not be negative")
             if self.align and public < 2:
                 raise UserError(
-                    f"algorithm.public={public} with algorithm.align={self.align}: the base model "
-                    "compares at least 2 images; give more, or set algorithm.align=0"
+                    "too few images: the base model compares at least 2",
+                    key="algorithm.public",
+                    value=public,
+                    fix="Give more images, or set algorithm.align=0.",
                 )
-            if self.base_epochs < 1:
-                raise UserError(f"algorithm.base_epochs={self.base_epochs}: must be at least 1")
-            if self.dictionary < 0 or self.dictionary == 1:  # batch norm needs two
+            if self.dictionary == 1:
                 raise UserError(
-                    f"algorithm.dictionary={self.dictionary}: must be at least 2, or 0 to share "
-                    "no projection"
+                    "too few projections: batch normalization needs at least 2",
+                    key="algorithm.dictionary",
+                    value=self.dictionary,
+                    fix="Use at least 2, or 0 to share no projections.",
                 )
-
-        def one_step(self, pooled: bool) -> bool:
-            """The base model trains for epochs."""
-            return not self.align and super().one_step(pooled)
-
-        def idle_keys(self) -> dict[str, str]:
-            """There is a base model only to align with."""
-            why = "does nothing with algorithm.align=0; use an algorithm.align above 0"
-            return {} if self.align else {"base_epochs": why}
 
     params: Params
 
@@ -186,7 +179,7 @@ class FedCA(Algorithm):
     def project(self, client: Client) -> Tensor:
         """Projections of some of the client's images, of length 1, by what the network holds."""
         trainer = client.trainer
-        state = key(trainer.config.seed, "share", client.round, client.id)
+        state = random_key(trainer.config.seed, "share", client.round, client.id)
         chosen = on_device(choose(state, client.samples, self.params.dictionary), trainer.device)
         images = trainer.images[0][client.members[chosen]]
         parts = (trainer.encode((plain(trainer, part),))[0] for part in in_batches(trainer, images))
@@ -226,7 +219,7 @@ class Step:
         """The mean squared distance to the base model's features, of as many images as a batch."""
         client, trainer = self.client, self.client.trainer
         assert self.public is not None and self.base is not None
-        state = key(trainer.config.seed, "public", client.round, client.id, self.number)
+        state = random_key(trainer.config.seed, "public", client.round, client.id, self.number)
         chosen = on_device(choose(state, len(self.public), batch), trainer.device)
         own = features(trainer, self.public[chosen])
         return (own - self.base[chosen]).square().sum(1).mean()

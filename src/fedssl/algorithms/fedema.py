@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
 from fedssl.algorithms.fedu import require_predictor
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
@@ -32,47 +32,47 @@ class FedEMA(DivergenceAware):
 
     @dataclass(frozen=True)
     class Params(DivergenceParams):
-        """``lambda``: a number, or auto (with ``tau``); ``decay``: a constant μ in its place.
+        """Keys of FedEMA."""
 
-        ``decay`` may be one value, or two: for the encoder and for the predictor (Figure 10b).
-        ``parts``: what the average is applied to (Figure 5).
-        """
-
-        lambda_: float | Literal["auto"] = "auto"
-        tau: float = 0.7
-        decay: tuple[float, ...] | None = None
-        parts: Literal["both", "encoder", "predictor"] = "both"
+        lambda_: float | Literal["auto"] = key(
+            "auto",
+            ge=0,
+            help="λ, the scale of the divergence. `auto`: each client finds its own from "
+            "`algorithm.tau`.",
+        )
+        tau: float = key(
+            0.7,
+            ge=0,
+            le=1,
+            needs="lambda=auto",
+            help="τ, the value of μ in a client's first update.",
+        )
+        decay: tuple[float, ...] | None = key(
+            None,
+            ge=0,
+            le=1,
+            nonempty=True,
+            help="Constant μ, instead of `algorithm.lambda`: one value, or one for the encoder and "
+            "one for the predictor (Figure 10b).",
+        )
+        parts: Literal["both", "encoder", "predictor"] = key(
+            "both", help="Networks that the moving average applies to (Figure 5)."
+        )
 
         def __post_init__(self) -> None:
-            if self.lambda_ != "auto" and not 0 <= self.lambda_ < float("inf"):
+            if self.decay is not None and len(self.decay) > 2:
                 raise UserError(
-                    f"algorithm.lambda={self.lambda_}: must not be negative nor infinite, or auto"
+                    "more than two values",
+                    key="algorithm.decay",
+                    value=self.decay,
+                    fix="Give one value, or one for the encoder and one for the predictor.",
                 )
-            if not 0 <= self.tau <= 1:
+            if self.decay is not None and self.lambda_ != "auto":
                 raise UserError(
-                    f"algorithm.tau={self.tau}: μ of a client's first update, so between 0 and 1"
-                )
-            self._check_decay()
-
-        def idle_keys(self) -> dict[str, str]:
-            """τ is for a λ that each client finds by itself."""
-            if self.lambda_ == "auto" and self.decay is None:
-                return {}
-            given = f"lambda={self.lambda_}" if self.decay is None else f"decay={list(self.decay)}"
-            return {"tau": f"does nothing with algorithm.{given}; use algorithm.lambda=auto alone"}
-
-        def _check_decay(self) -> None:
-            if self.decay is None:
-                return
-            if len(self.decay) not in (1, 2) or not all(0 <= d <= 1 for d in self.decay):
-                raise UserError(
-                    f"algorithm.decay={list(self.decay)}: expected one value between 0 and 1, or "
-                    "two: for the encoder and for the predictor"
-                )
-            if self.lambda_ != "auto":
-                raise UserError(
-                    f"algorithm.decay={list(self.decay)}: a constant μ leaves nothing for "
-                    f"algorithm.lambda={self.lambda_} to do; give one of the two"
+                    f"given together with algorithm.lambda={self.lambda_}",
+                    key="algorithm.decay",
+                    value=self.decay,
+                    fix="Give one of the two.",
                 )
 
     params: Params

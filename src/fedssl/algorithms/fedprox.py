@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
+from fedssl.config import key
 from fedssl.federation.client import Client
 from fedssl.training.trainer import Pull
-from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
 
@@ -22,13 +22,11 @@ class FedProx(FedAvg):
 
     @dataclass(frozen=True)
     class Params(FedAvg.Params):
-        """``mu``: how strongly local models are held to the global one (our reading: 0.01)."""
+        """Keys of FedProx. The default is our reading."""
 
-        mu: float = 0.01
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.mu < float("inf"):
-                raise UserError(f"algorithm.mu={self.mu}: must be finite and not negative")
+        mu: float = key(
+            0.01, ge=0, help="μ, the strength of the pull of local models to the global one."
+        )
 
     params: Params
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
 from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
@@ -25,13 +25,14 @@ class FedU(DivergenceAware):
 
     @dataclass(frozen=True)
     class Params(DivergenceParams):
-        """``threshold`` of the divergence (0.4 in the reference implementation)."""
+        """Keys of FedU."""
 
-        threshold: float = 0.4
-
-        def __post_init__(self) -> None:
-            if self.threshold < 0:
-                raise UserError(f"algorithm.threshold={self.threshold}: must not be negative")
+        threshold: float = key(
+            0.4,
+            ge=0,
+            finite=False,
+            help="Divergence from which a client keeps its predictor (reference implementation).",
+        )
 
     params: Params
     logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("divergence", "kept_predictor")}

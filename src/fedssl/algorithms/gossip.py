@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams, Config
-from fedssl.data.random import key
+from fedssl.config import AlgorithmParams, Config, key
+from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -45,25 +45,20 @@ class Gossip(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """``topology``: star (client 0 is the hub), cycle, tree (binary), random, complete, a file.
+        """Keys of gossip."""
 
-        A file has an edge a line: two clients' numbers. ``edge_probability``: of random (B.5).
-        """
-
-        topology: str = "cycle"
-        edge_probability: float = 0.7
-
-        def __post_init__(self) -> None:
-            if not 0 < self.edge_probability <= 1:
-                raise UserError(
-                    f"algorithm.edge_probability={self.edge_probability}: must be above 0 and at "
-                    "most 1"
-                )
-
-        def idle_keys(self) -> dict[str, str]:
-            """Only the random graph is drawn by it."""
-            why = f"does nothing with algorithm.topology={self.topology}; use topology=random"
-            return {} if self.topology == "random" else {"edge_probability": why}
+        topology: str = key(
+            "cycle",
+            help="Graph of clients: `star` (client 0 is the hub), `cycle`, `tree` (binary), "
+            "`random`, `complete`, or a file with an edge a line: the numbers of two clients.",
+        )
+        edge_probability: float = key(
+            0.7,
+            gt=0,
+            le=1,
+            needs="topology=random",
+            help="Probability of an edge of a random graph (B.5).",
+        )
 
     params: Params
     weights: NDArray[np.float64]  # W, known when the number of clients is
@@ -108,7 +103,7 @@ class Gossip(Algorithm):
         elif kind == "tree":
             graph = nx.full_rary_tree(2, clients)
         elif kind == "random":
-            state = key(seed, "topology") % 2**32
+            state = random_key(seed, "topology") % 2**32
             graph = nx.gnp_random_graph(clients, self.params.edge_probability, seed=state)
         else:
             graph = nx.complete_graph(clients)

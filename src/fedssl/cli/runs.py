@@ -76,8 +76,8 @@ def _run(options: argparse.Namespace) -> int:
     if swept is not None:
         return _sweep(*swept, options)
     name, settings = resolve_words(options.words, options.out if options.resume else None)
-    if not options.resume:
-        config.check_used(settings)
+    for note in config.find_idle_keys(settings):
+        print(f"fedssl: {note}", file=sys.stderr)
     out = options.out or fresh_folder(name)
 
     from fedssl import report

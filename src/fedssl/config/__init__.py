@@ -10,7 +10,19 @@ from fedssl.config.assemble import (
     with_algorithm,
     without_public,
 )
-from fedssl.config.convert import convert, key_types
+from fedssl.config.keys import (
+    Effect,
+    Key,
+    Tree,
+    convert,
+    declarations,
+    facts_of,
+    find_idle_keys,
+    key,
+    key_types,
+    keys_affecting,
+    path_keys,
+)
 from fedssl.config.merge import with_values
 from fedssl.config.overrides import changed, merged, resolve
 from fedssl.config.recipe_files import matching, read_recipe, read_yaml, recipes, table
@@ -28,14 +40,11 @@ from fedssl.config.schema import (
     Initializer,
     ObjectiveParams,
     Optimizer,
-    Params,
     PartitionParams,
     Privacy,
     SourceParams,
-    Tree,
 )
 from fedssl.config.sweeps import combinations, left_out, swept
-from fedssl.config.unused import check_used
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, params_class, variant
 
 __all__ = [
@@ -49,29 +58,35 @@ __all__ = [
     "Cohort",
     "Config",
     "Data",
+    "Effect",
     "Encoder",
     "Engine",
     "Evaluate",
     "Initializer",
+    "Key",
     "ObjectiveParams",
     "Optimizer",
-    "Params",
     "PartitionParams",
     "Privacy",
     "SourceParams",
     "Tree",
     "build",
     "changed",
-    "check_used",
     "combinations",
     "convert",
+    "declarations",
     "dump",
+    "facts_of",
+    "find_idle_keys",
     "flat",
+    "key",
     "key_types",
+    "keys_affecting",
     "left_out",
     "matching",
     "merged",
     "params_class",
+    "path_keys",
     "placed",
     "read_recipe",
     "read_yaml",

@@ -3,74 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
-from fedssl.config.convert import check_known, convert, key_types
+from fedssl.config.keys import Tree, convert_section, path_keys
 from fedssl.config.merge import merge
-from fedssl.config.schema import (
-    MOST_THREADS,
-    AlgorithmParams,
-    Cohort,
-    Config,
-    Encoder,
-    Evaluate,
-    Privacy,
-    SourceParams,
-    Tree,
-)
+from fedssl.config.schema import AlgorithmParams, Config, Encoder, Evaluate
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, params_class, variant
 from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 
 def build(tree: Tree) -> Config:
-    """Check every key and type of a nested mapping and fill in the defaults."""
-    values: Tree = {}
-    fields = key_types(Config)
-    for name, value in tree.items():
-        check_known(name, fields, "")
-        if name in VARIANTS:
-            continue
-        values[name] = convert(fields[name], value, name)
+    """Return a configuration with checked values and all defaults."""
+    sections: Tree = {}
     for section in VARIANTS:
         given = tree.get(section)
         if given is None:
             given = {}
         if not isinstance(given, dict):
-            raise UserError(f"{section}={given}: expected keys such as {section}.name=…")
+            fix = f"Give keys such as {section}.name."
+            raise UserError("not keys and values", key=section, value=given, fix=fix)
         name = plugins.settled(str(given.get("name", DEFAULT_NAMES[section])))
-        values[section] = convert(params_class(section, name), {**given, "name": name}, section)
-    config = Config(**values)
+        kind = params_class(section, name)
+        sections[section] = convert_section(kind, {**given, "name": name}, section)
+    config = convert_section(Config, {**tree, **sections}, "")
     config = dataclasses.replace(config, evaluate=renamed(config.evaluate, plugins.settled))
     _check(config)
-    return config
+    return cast(Config, config)
 
 
 def placed(config: Config) -> Config:
-    """The same with paths that mean the same from any folder, as a run's folder keeps them."""
+    """Return the configuration with absolute paths, as a run's folder keeps it."""
     if config.engine.sites is not None:
         return config  # in a deployment a path is for machines that are elsewhere
-    partition = config.partition
-    if isinstance(partition, SourceParams):
-        partition = dataclasses.replace(partition, encoder=_absolute(partition.encoder))
-    return dataclasses.replace(
-        config,
-        partition=partition,
-        data=dataclasses.replace(
-            config.data, root=_absolute(config.data.root), cache=_absolute(config.data.cache)
-        ),
-        encoder=dataclasses.replace(config.encoder, init=_absolute(config.encoder.init)),
-    )
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.realpath(Path(path).expanduser())
+    for name in path_keys(config):
+        section, _, key = name.partition(".")
+        values = getattr(config, section)
+        path = getattr(values, key)
+        if path is not None:
+            path = os.path.realpath(Path(path).expanduser())
+            config = replace(config, **{section: replace(values, **{key: path})})
+    return config
 
 
 def renamed(evaluate: Evaluate, name: Callable[[str], str]) -> Evaluate:
@@ -127,85 +106,57 @@ def with_algorithm(config: Config, name: str) -> Config:
     return build(tree)
 
 
-# What numbers must be, where they are given.
-_POSITIVE = (
-    *("algorithm.local_steps", "algorithm.local_epochs", "algorithm.batch"),
-    *("cohort.size", "cohort.minimum", "data.size", "data.labels"),
-    *("engine.chunk", "engine.threads", "engine.workers", "engine.timeout"),
-    *("engine.max_norm", "engine.sites", "encoder.groups", "encoder.patch"),
-    *("evaluate.size", "evaluate.k", "evaluate.temperature", "server.lr", "client.lr"),
-    *("privacy.noise", "privacy.moments_noise", "privacy.clip", "privacy.most_samples"),
-)
-_NOT_NEGATIVE = (
-    *("rounds", "seed", "cohort.hostile", "evaluate.every", "checkpoint.seconds"),
-    *("server.weight_decay", "client.weight_decay"),
-)
-
-
 def _check(config: Config) -> None:
-    """What can be said without looking at the data."""
-    values = flat(to_tree(config))
-    for name in _POSITIVE:
-        if values[name] is not None and not 0 < values[name] < math.inf:
-            raise UserError(f"{name}={values[name]}: must be above 0 and finite")
-    for name in _NOT_NEGATIVE:
-        if values[name] < 0:
-            raise UserError(f"{name}={values[name]}: must not be negative")
-    for name in ("server.momentum", "client.momentum"):
-        if not 0 <= values[name] < 1:
-            raise UserError(f"{name}={values[name]}: must be at least 0 and below 1")
-    if config.engine.threads > MOST_THREADS:  # far more crash the process
-        raise UserError(f"engine.threads={config.engine.threads}: must be at most {MOST_THREADS}")
-    _check_rounds(config.algorithm, config.cohort)
-    _check_privacy(config.privacy)
-    _check_judging(config.evaluate, config.encoder)
-    if not isinstance(config.paper.get("results", {}), Mapping):
-        raise UserError(f"paper.results={config.paper['results']}: expected keys and values")
-
-
-def _check_rounds(algorithm: AlgorithmParams, cohort: Cohort) -> None:
-    """How long clients train, and how many of them."""
-    if algorithm.local_steps is not None and algorithm.local_epochs is not None:
-        raise UserError(
-            f"algorithm.local_steps={algorithm.local_steps} and "
-            f"algorithm.local_epochs={algorithm.local_epochs}: give one of the two"
-        )
-    if cohort.size is not None and cohort.fraction is not None:
-        raise UserError(
-            f"cohort.size={cohort.size} and cohort.fraction={cohort.fraction}: give one of the two"
-        )
-    if cohort.fraction is not None and not 0 < cohort.fraction <= 1:
-        raise UserError(f"cohort.fraction={cohort.fraction}: must be above 0 and at most 1")
+    """Check the keys that depend on one another, as far as that needs no images."""
+    _check_alternatives("algorithm", config.algorithm, "local_steps", "local_epochs")
+    _check_alternatives("cohort", config.cohort, "size", "fraction")
+    cohort, privacy = config.cohort, config.privacy
     if cohort.size is not None and cohort.minimum > cohort.size:
         raise UserError(
-            f"cohort.minimum={cohort.minimum}: more than cohort.size={cohort.size}; "
-            "no round could ever count"
+            f"more than cohort.size={cohort.size}, so no round could count",
+            key="cohort.minimum",
+            value=cohort.minimum,
+            fix=f"Use at most {cohort.size}.",
         )
-
-
-def _check_privacy(privacy: Privacy) -> None:
-    if not 0 < privacy.delta < 1:
-        raise UserError(f"privacy.delta={privacy.delta}: must be above 0 and below 1")
-    if not 0.5 < privacy.threshold <= 1:
-        raise UserError(f"privacy.threshold={privacy.threshold}: must be above 0.5 and at most 1")
     if privacy.moments_noise is not None and privacy.noise is None:
         raise UserError(
-            f"privacy.moments_noise={privacy.moments_noise}: without privacy.noise the updates "
-            "would tell what the moments keep; set privacy.noise too"
+            "updates without noise reveal the moments",
+            key="privacy.moments_noise",
+            value=privacy.moments_noise,
+            fix="Set privacy.noise too.",
+        )
+    _check_evaluation(config.evaluate, config.encoder)
+    if not isinstance(config.paper.get("results", {}), Mapping):
+        fix = "Give a measure and a number, such as {linear_top1: 84.3}."
+        value = config.paper["results"]
+        raise UserError("not keys and values", key="paper.results", value=value, fix=fix)
+
+
+def _check_alternatives(section: str, values: Any, one: str, other: str) -> None:
+    if getattr(values, one) is not None and getattr(values, other) is not None:
+        raise UserError(
+            f"given together with {section}.{other}={getattr(values, other)}",
+            key=f"{section}.{one}",
+            value=getattr(values, one),
+            fix=f"Give one of the two, and set the other to null: {section}.{other}=null.",
         )
 
 
-def _check_judging(evaluate: Evaluate, encoder: Encoder) -> None:
-    """By what, at which size, and beside which baselines."""
-    if evaluate.protocols == ():
-        raise UserError("evaluate.protocols=[]: name at least one, such as knn")
+def _check_evaluation(evaluate: Evaluate, encoder: Encoder) -> None:
     patch, size = encoder.patch, evaluate.size
     if encoder.name == "vit-tiny" and size is not None and size % patch:
-        raise UserError(f"encoder.patch={patch}: does not divide evaluate.size={size}; change one")
+        raise UserError(
+            f"does not divide evaluate.size={size}",
+            key="encoder.patch",
+            value=patch,
+            fix=f"Use evaluate.size={max(1, size // patch) * patch}.",
+        )
     for name in evaluate.baselines:
         if ":" in name:  # a baseline's folder has its name
             raise UserError(
-                f"evaluate.baselines={name}: takes names only; make it algorithm.name, and put "
-                "what it is compared with here"
+                "a file cannot be a baseline",
+                key="evaluate.baselines",
+                value=name,
+                fix="Make it algorithm.name, and compare it with baselines by name.",
             )
         variant("algorithm", name, "evaluate.baselines")

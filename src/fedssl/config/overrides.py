@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from fedssl.config.assemble import build, flat
+from fedssl.config.assemble import build
+from fedssl.config.keys import Tree
 from fedssl.config.merge import with_values
 from fedssl.config.recipe_files import suggest_command
-from fedssl.config.schema import Config, Tree
-from fedssl.config.unused import drop_unused
+from fedssl.config.schema import Config
 from fedssl.util.errors import UserError
 
 
@@ -30,8 +30,7 @@ def merged(recipe: Tree, words: Sequence[str]) -> Tree:
 
 def changed(recipe: Tree, values: Mapping[str, Any]) -> Tree:
     """A recipe with other values of some keys; what these switch off goes back to its default."""
-    tree = with_values(recipe, values)
-    return drop_unused(tree, recipe, flat(dict(values))) if values else tree
+    return with_values(recipe, values)
 
 
 def _split(word: str) -> tuple[str, Any]:

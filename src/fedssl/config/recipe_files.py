@@ -12,10 +12,8 @@ from typing import Any
 import yaml
 
 from fedssl.config import grid
-from fedssl.config.assemble import flat
+from fedssl.config.keys import Tree
 from fedssl.config.merge import merge
-from fedssl.config.schema import Tree
-from fedssl.config.unused import drop_unused
 from fedssl.util.errors import UserError, go_on, suggest
 
 
@@ -112,9 +110,7 @@ def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
     tree, *layers = _layers(name)
     base = tree.pop("extends", None)
     start = {} if base is None else read_recipe(str(base), (*extended_by, name))
-    merged = functools.reduce(merge, [tree, *layers], start)
-    own = base is not None and Path(name).suffix in (".yaml", ".yml")  # none that ships
-    return drop_unused(merged, start, flat(tree)) if own else merged
+    return functools.reduce(merge, [tree, *layers], start)
 
 
 def _layers(name: str) -> list[Tree]:

@@ -8,235 +8,413 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedssl.config.keys import key
 from fedssl.util.errors import UserError, suggest
 
-Tree = dict[str, Any]
+DataName = Literal[
+    "digits", "fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet", "folder", "paired"
+]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Which images, and how they become arrays."""
+    """The images, and how they become arrays."""
 
-    name: Literal[
-        "digits",
-        "fashion-mnist",
-        "cifar10",
-        "cifar100",
-        "stl10",
-        "tiny-imagenet",
-        "folder",
-        "paired",
-    ] = "digits"
-    root: str | None = None
-    size: int | None = None  # pixels a side; none: as the data set has it
-    # What the folder levels below train/ and test/ mean, of class, client, case; none: found out.
-    levels: tuple[Literal["class", "client", "case"], ...] | None = None
-    corrupt: Literal["fail", "skip"] = "fail"
-    halves: bool = False  # left and right half of each image as two modalities
-    labels: int | None = None  # train on that many images only, drawn evenly from the classes
-    # Share of the training images, drawn evenly from the classes, that no client gets: semi
-    # fine-tunes on them (FedEMA, appendix B.3), and heldout chooses by them.
-    holdout: float = 0.0
-    cache: str | None = None  # none: $FEDSSL_CACHE, else ~/.cache/fedssl
+    name: DataName = key("digits", help="Data set. `folder` and `paired` read images of your own.")
+    root: str | None = key(
+        None,
+        path=True,
+        affects="location",
+        help="Folder of the images. Data sets that fedssl downloads need none.",
+    )
+    size: int | None = key(
+        None,
+        gt=0,
+        help="Height and width of images in pixels. `null`: the size of the data set.",
+    )
+    levels: tuple[Literal["class", "client", "case"], ...] | None = key(
+        None,
+        help="Meaning of the folder levels below `train/` and `test/`. `null`: detected.",
+    )
+    corrupt: Literal["fail", "skip"] = key(
+        "fail",
+        needs="name=folder|paired|tiny-imagenet",
+        help="What happens with an image that cannot be read: stop, or leave it out.",
+    )
+    halves: bool = key(False, help="Use the left and right half of each image as two modalities.")
+    labels: int | None = key(
+        None,
+        gt=0,
+        help="Train on this many images only, drawn evenly from the classes. `null`: on all.",
+    )
+    holdout: float = key(
+        0.0,
+        ge=0,
+        lt=1,
+        help="Share of the training images that no client gets, drawn evenly from the classes. "
+        "The protocol `semi` fine-tunes on them (FedEMA, appendix B.3); `heldout` evaluates on "
+        "them.",
+    )
+    cache: str | None = key(
+        None,
+        path=True,
+        affects="nothing",
+        help="Folder for downloads. `null`: `$FEDSSL_CACHE`, else `~/.cache/fedssl`.",
+    )
 
 
 @dataclass(frozen=True)
 class Augment:
-    """A preset named after its paper; any other key replaces the preset's value."""
+    """Augmentation of training images: a preset, and keys that replace its values."""
 
-    name: str = "dcco"
-    crop: tuple[float, float] | None = None  # area range of the random resized crop
-    flip: float | None = None  # a probability, as are jitter_p and gray
-    rotate: float | None = None  # degrees to either side
-    jitter: tuple[float, float, float, float] | None = None  # brightness, contrast, saturation, hue
-    jitter_p: float | None = None
-    gray: float | None = None
-    blur: tuple[float, float] | None = None  # probabilities in the first and the second view
-    solarize: tuple[float, float] | None = None
-    noise: float | None = None  # standard deviation, pixels being 0 to 1
-
-
-class Params:
-    """Keys of a section whose name stands for a class."""
-
-    def idle_keys(self) -> dict[str, str]:
-        """Keys that nothing looks at beside the section's others, and what would make them act."""
-        return {}
+    name: str = key("dcco", help="Preset, named after the paper that uses it.")
+    crop: tuple[float, float] | None = key(
+        None,
+        gt=0,
+        le=1,
+        help="Smallest and largest area of a random resized crop, as shares of the image.",
+    )
+    flip: float | None = key(None, ge=0, le=1, help="Probability of a horizontal flip.")
+    rotate: float | None = key(
+        None, ge=0, le=180, help="Largest random rotation to either side, in degrees."
+    )
+    jitter: tuple[float, float, float, float] | None = key(
+        None, ge=0, help="Strength of changes of brightness, contrast, saturation and hue."
+    )
+    jitter_p: float | None = key(None, ge=0, le=1, help="Probability of colour jitter.")
+    gray: float | None = key(None, ge=0, le=1, help="Probability of conversion to grayscale.")
+    blur: tuple[float, float] | None = key(
+        None, ge=0, le=1, help="Probabilities of Gaussian blur in the first and in the second view."
+    )
+    solarize: tuple[float, float] | None = key(
+        None, ge=0, le=1, help="Probabilities of solarization in the first and in the second view."
+    )
+    noise: float | None = key(
+        None, ge=0, help="Standard deviation of Gaussian noise. Pixels are between 0 and 1."
+    )
 
 
 @dataclass(frozen=True)
-class PartitionParams(Params):
+class PartitionParams:
     """Keys of every partition."""
 
-    name: str
-    # Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).
-    fraction: float = field(default=1.0, kw_only=True)
+    name: str = key(help="How training images are divided among clients.")
+    fraction: float = key(
+        1.0,
+        gt=0,
+        le=1,
+        kw_only=True,
+        help="Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceParams(PartitionParams):
     """Keys of partitions in which clients differ in a source of each image (Dec-SSL, C.2)."""
 
-    # Its class; the cluster of its features; or how it was turned or stylized, which clients then
-    # train on.
-    source: Literal["labels", "features", "rotation", "style"] = "labels"
-    sources: int = 5  # how many, of all but labels
-    # Of features: encoder.safetensors, or a run's folder; none: untrained, of the run's own kind.
-    encoder: str | None = None
-
-    def idle_keys(self) -> dict[str, str]:
-        """Return keys that have no effect with ``source=labels``."""
-        why = "does nothing with partition.source=labels; use another partition.source"
-        return {"sources": why} if self.source == "labels" else {}
+    source: Literal["labels", "features", "rotation", "style"] = key(
+        "labels",
+        help="Property in which clients differ: the class of an image, the cluster of its "
+        "features, its rotation or its style. Clients train on the rotated or stylized images.",
+    )
+    sources: int = key(
+        5,
+        needs="source=features|rotation|style",
+        help="Number of clusters, rotations or styles.",
+    )
+    encoder: str | None = key(
+        None,
+        path=True,
+        needs="source=features",
+        help="Encoder whose features are clustered: a run's folder or `encoder.safetensors`. "
+        "`null`: an untrained encoder of the run's architecture.",
+    )
 
 
 Initializer = Literal["he", "torch"]
 OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
-TIMM = "timm/"  # before the name of a backbone of timm's
-MOST_THREADS = 1024
+TIMM = "timm/"  # prefix of a backbone from timm
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The network that is kept."""
+    """The network that a run trains and keeps."""
 
-    name: OwnEncoder | str = "tiny"  # or timm/NAME: a backbone of timm's
-    # vit-tiny and timm's have norms by nature; there it is that of projectors and predictors only.
-    norm: Literal["batch", "group"] = "group"
-    groups: int = 32
-    towers: Literal[1, 2] = 1  # two networks instead of one for the two inputs (Figure 1 b, c)
-    init: str | None = None  # encoder.safetensors, or the folder of a run or an export
-    # How weights are drawn: he (convolutions by He et al. 2015, fan out: torchvision's networks),
-    # or torch (every layer uniform within 1/√inputs: torch's own layers).
-    initializer: Initializer = "he"
-    patch: int = 2  # pixels a side of vit-tiny's patches
+    name: OwnEncoder | str = key("tiny", help="Architecture. `timm/NAME`: a backbone from timm.")
+    norm: Literal["batch", "group"] = key(
+        "group",
+        help="Normalization layers. With `group`, convolutions have weight standardization. "
+        "`vit-tiny` and backbones from timm keep their normalization; there the key applies to "
+        "projector and predictor.",
+    )
+    groups: int = key(32, gt=0, help="Number of groups of group normalization.")
+    towers: Literal[1, 2] = key(
+        1, help="Number of networks for the two inputs. 2: one for each (DCCO, Figure 1 b, c)."
+    )
+    init: str | None = key(
+        None,
+        path=True,
+        help="Weights to start from: `encoder.safetensors`, or the folder of a run or an export.",
+    )
+    initializer: Initializer = key(
+        "he",
+        help="Random initial weights. `he`: He et al. 2015, as torchvision's ResNets. `torch`: "
+        "uniform within 1/√inputs, as torch's layers.",
+    )
+    patch: int = key(2, gt=0, needs="name=vit-tiny", help="Height and width of patches in pixels.")
 
     def __post_init__(self) -> None:
         known = typing.get_args(OwnEncoder)
         if self.name not in known and not self.name.startswith(TIMM):
             raise UserError(
-                f"encoder.name={self.name}: unknown{suggest(self.name, known)}; choose one of "
-                f"{', '.join(known)}, {TIMM}NAME"
+                f"unknown{suggest(self.name, known)}",
+                key="encoder.name",
+                value=self.name,
+                fix=f"Choose one of {', '.join(known)}, {TIMM}NAME.",
             )
 
 
 @dataclass(frozen=True)
-class ObjectiveParams(Params):
+class ObjectiveParams:
     """Keys of every objective."""
 
-    name: str
+    name: str = key(help="Loss that clients minimize.")
 
 
 @dataclass(frozen=True)
-class AlgorithmParams(Params):
+class AlgorithmParams:
     """Keys of every algorithm: how long a client trains in a round."""
 
-    name: str
-    local_steps: int | None = None
-    local_epochs: int | None = None
-    batch: int | None = None  # none: all of a client's samples at once
-    # Normalization layers: averaged like all others (running statistics too); kept by each client
-    # (FedBN: they never leave it); or averaged, with statistics that start anew every round.
-    norm_policy: Literal["average", "local", "reset"] = "average"
-
-    def one_step(self, pooled: bool) -> bool:
-        """Whether nothing is ever trained for two steps on end, however many samples there are.
-
-        Where all data is ``pooled``, an epoch has batches though none were asked for.
-        """
-        if self.local_epochs is None:
-            return self.local_steps in (None, 1)
-        return self.local_epochs == 1 and self.batch is None and not pooled
+    name: str = key(help="Exchange between server and clients.")
+    local_steps: int | None = key(
+        None, gt=0, help="Steps of a client in a round. `null`: see `algorithm.local_epochs`."
+    )
+    local_epochs: int | None = key(
+        None,
+        gt=0,
+        help="Epochs of a client in a round, as an alternative to `algorithm.local_steps`. "
+        "Both `null`: one step.",
+    )
+    batch: int | None = key(
+        None, gt=0, help="Images of a local step. `null`: all images of the client."
+    )
+    norm_policy: Literal["average", "local", "reset"] = key(
+        "average",
+        help="Normalization layers. `average`: averaged like other layers, running statistics "
+        "included. `local`: each client keeps its own (FedBN). `reset`: averaged, with running "
+        "statistics that start anew every round.",
+    )
 
 
 @dataclass(frozen=True)
 class Engine:
     """Where client work happens."""
 
-    name: Literal["local", "flower"] = "local"
-    merge: Literal["auto", "off"] = "auto"
-    chunk: int = 8192  # the most images of a merged cohort in one pass
-    # One compiled training step for all clients; auto: on a GPU, if the run is long enough.
-    compile: Literal["auto", "on", "off"] = "auto"
-    # CPU threads. A key, because the order of float sums depends on it: the same recipe gives the
-    # same result whatever the machine's default is. On a CPU with many cores, raise it.
-    threads: int = 2
-    # Of flower:
-    workers: int = 2  # processes of a simulation
-    timeout: float = 600.0  # seconds that the cohort has to answer
-    updates: Literal["full", "fp16"] = "full"  # how changes of the model travel to the server
-    max_norm: float | None = None  # a larger change is refused
-    sites: int | None = None  # how many sites a deployment waits for
+    name: Literal["local", "flower"] = key(
+        "local",
+        affects="rounding",
+        help="`local`: in this process. `flower`: in processes or on machines of Flower.",
+    )
+    merge: Literal["auto", "off"] = key(
+        "auto",
+        affects="rounding",
+        help="Compute a round in one pass over all clients where the result is exactly the same.",
+    )
+    chunk: int = key(
+        8192,
+        gt=0,
+        affects="speed",
+        needs="name=local",
+        help="Largest number of images in one pass of a merged round.",
+    )
+    compile: Literal["auto", "on", "off"] = key(
+        "auto",
+        affects="rounding",
+        help="Compile the training step. `auto`: on a GPU, if the run is long enough.",
+    )
+    threads: int = key(
+        2,
+        gt=0,
+        le=1024,  # far more crash the process
+        affects="rounding",
+        help="CPU threads. Results are reproducible only with the same number of threads. Raise it "
+        "on a CPU with many cores.",
+    )
+    workers: int = key(
+        2, gt=0, affects="speed", needs="name=flower", help="Processes of a simulation."
+    )
+    timeout: float = key(
+        600.0,
+        gt=0,
+        affects="speed",
+        needs="name=flower",
+        help="Seconds that clients have to answer.",
+    )
+    updates: Literal["full", "fp16"] = key(
+        "full",
+        affects="rounding",
+        needs="name=flower",
+        help="Number format in which model updates travel to the server.",
+    )
+    max_norm: float | None = key(
+        None, gt=0, needs="name=flower", help="Refuse model updates with a larger L2 norm."
+    )
+    sites: int | None = key(
+        None, gt=0, needs="name=flower", help="Number of sites of a deployment. `null`: simulation."
+    )
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What the server may learn of a client beyond the mean; nothing is asked for by default."""
+    """Secure aggregation and differential privacy; both are off by default."""
 
-    # The server learns sums only, of cohorts of which at least this share answers (flower).
-    secure: bool = False
-    threshold: float = 0.67
-    # Differential privacy: noise on a sum, as a multiple of the L2 norm that contributions are
-    # clipped to. Moments (DCCO) are bounded by objective.bound, and have noise of their own.
-    noise: float | None = None
-    clip: float = 1.0
-    moments_noise: float | None = None  # none: as noise
-    most_samples: int = 1  # the most samples that a client's weight counts
-    delta: float = 1e-5
+    secure: bool = key(False, help="Secure aggregation: the server sees only sums over clients.")
+    threshold: float = key(
+        0.67,
+        gt=0.5,
+        le=1,
+        needs="secure",
+        help="Share of a cohort that must answer for a secure sum to be opened.",
+    )
+    noise: float | None = key(
+        None,
+        gt=0,
+        help="Differential privacy: standard deviation of the noise on a sum, as a multiple of "
+        "`privacy.clip`.",
+    )
+    clip: float = key(
+        1.0,
+        gt=0,
+        needs="noise",
+        help="L2 norm to which a client's contribution is clipped. `objective.bound` bounds "
+        "moments.",
+    )
+    moments_noise: float | None = key(
+        None, gt=0, needs="noise", help="Noise on moments. `null`: as `privacy.noise`."
+    )
+    most_samples: int = key(
+        1, gt=0, needs="noise", help="Largest number of samples that a client's weight counts."
+    )
+    delta: float = key(
+        1e-5, gt=0, lt=1, needs="noise", help="δ of the reported (ε, δ) privacy budget."
+    )
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An update rule; momentum is that of SGD and LARS."""
+    """An optimizer."""
 
-    optimizer: Literal["sgd", "adam", "adamw", "lars"] = "sgd"
-    lr: float = 1.0
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    optimizer: Literal["sgd", "adam", "adamw", "lars"] = key("sgd", help="Update rule.")
+    lr: float = key(1.0, gt=0, help="Learning rate.")
+    momentum: float = key(
+        0.0, ge=0, lt=1, needs="optimizer=sgd|lars", help="Share of the previous step."
+    )
+    weight_decay: float = key(0.0, ge=0, help="Weight decay.")
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Who takes part in a round; neither size nor fraction: everyone."""
+    """The clients of a round; with neither size nor fraction, all clients."""
 
-    size: int | None = None
-    fraction: float | None = None
-    minimum: int = 1
-    # How replies are averaged; the others withstand some hostile clients, and weigh all the same.
-    average: Literal["mean", "median", "trimmed", "krum"] = "mean"
-    hostile: int = 1  # how many that may be, for trimmed and krum
+    size: int | None = key(None, gt=0, help="Number of clients in a round.")
+    fraction: float | None = key(
+        None, gt=0, le=1, help="Share of clients in a round, as an alternative to `cohort.size`."
+    )
+    minimum: int = key(1, gt=0, help="Skip a round with fewer replies.")
+    average: Literal["mean", "median", "trimmed", "krum"] = key(
+        "mean",
+        help="Average of the replies. All but `mean` withstand some hostile clients and give "
+        "clients equal weights.",
+    )
+    hostile: int = key(
+        1, ge=0, needs="average=trimmed|krum", help="Number of hostile clients to withstand."
+    )
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """How the encoder is judged. ``linear@500`` is a protocol with 500 labels."""
+    """Evaluation of the encoder."""
 
-    protocols: tuple[str, ...] | None = None  # none: knn and linear, or unlabeled without labels
-    every: int = 0  # rounds between evaluations; 0: at the end only
-    monitor: tuple[str, ...] | None = None  # protocols of those evaluations; none: all
-    targets: tuple[float, ...] = ()  # accuracies to note the first round of (FedEMA, Table 11)
-    preset: Literal["logistic", "dcco", "fedema", "ccl"] = "logistic"
-    head: Literal["mlp", "linear"] = "mlp"  # of semi: as in FedEMA or as in CCL
-    # Which test images per-client gives a client: those of its folder; of each class its share of
-    # the training images; or any, evenly. None: by folder if the test split has client folders,
-    # else matched.
-    client_test: Literal["folder", "matched", "iid"] | None = None
-    k: int = 20  # neighbours of knn; more than there are: all of them
-    temperature: float = 0.1  # of knn
-    size: int | None = None  # image size when judging; none: data.size
-    tower: Literal["first", "second"] = "first"
-    baselines: tuple[str, ...] = ()  # algorithms to train the same way and show beside
-    drift: bool = False  # log how far local models are from the global one (Dec-SSL, B.3)
+    protocols: tuple[str, ...] | None = key(
+        None,
+        nonempty=True,
+        affects="evaluation",
+        help="Protocols after training, such as `knn`, `linear`, `linear@500` (with 500 labels) or "
+        "`semi@10%`. `null`: `knn` and `linear`, or `unlabeled` if there are no labels.",
+    )
+    every: int = key(
+        0,
+        ge=0,
+        affects="monitoring",
+        help="Rounds between evaluations during training. 0: evaluate only at the end.",
+    )
+    monitor: tuple[str, ...] | None = key(
+        None,
+        affects="monitoring",
+        needs="every",
+        help="Protocols during training. `null`: `evaluate.protocols`.",
+    )
+    targets: tuple[float, ...] = key(
+        (),
+        affects="monitoring",
+        help="Accuracies in percent. The run records the first round that reaches each (FedEMA, "
+        "Table 11).",
+    )
+    preset: Literal["logistic", "dcco", "fedema", "ccl"] = key(
+        "logistic",
+        affects="evaluation",
+        help="Training of linear probe and fine-tuning. `logistic`: logistic regression; others: "
+        "as in the paper.",
+    )
+    head: Literal["mlp", "linear"] = key(
+        "mlp", affects="evaluation", help="Classifier of `semi`: as in FedEMA or as in CCL."
+    )
+    client_test: Literal["folder", "matched", "iid"] | None = key(
+        None,
+        affects="evaluation",
+        help="Test images of a client in `per-client`. `folder`: those in its folder. `matched`: "
+        "the same share of each class as its training images. `iid`: an even random part. `null`: "
+        "`folder` if the test split has client folders, else `matched`.",
+    )
+    k: int = key(
+        20, gt=0, affects="evaluation", help="Number of neighbours of `knn`, at most all images."
+    )
+    temperature: float = key(0.1, gt=0, affects="evaluation", help="Temperature of `knn`.")
+    size: int | None = key(
+        None,
+        gt=0,
+        affects="evaluation",
+        help="Height and width of images in evaluation. `null`: `data.size`.",
+    )
+    tower: Literal["first", "second"] = key(
+        "first", affects="evaluation", help="Network to evaluate where there are two."
+    )
+    baselines: tuple[str, ...] = key(
+        (),
+        affects="monitoring",
+        help="Algorithms to train with the same settings, for comparison.",
+    )
+    drift: bool = key(
+        False,
+        affects="monitoring",
+        help="Log the distance of local models from the global model (Dec-SSL, B.3).",
+    )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Seconds between checkpoints, more if writing takes long; 0: after every round."""
+    """When the run writes a checkpoint."""
 
-    seconds: float = 30.0
+    seconds: float = key(
+        30.0,
+        ge=0,
+        finite=False,
+        affects="speed",
+        help="Seconds between checkpoints, more if writing takes long. 0: after every round.",
+    )
 
 
 @dataclass(frozen=True)
@@ -246,24 +424,43 @@ class Config:
     partition: PartitionParams
     objective: ObjectiveParams
     algorithm: AlgorithmParams
-    about: str = ""  # what a recipe is, in one line
-    # The cell that a recipe reproduces: row, results (measure: number) and note.
-    paper: Mapping[str, Any] = field(default_factory=dict)
+    about: str = key("", affects="nothing", help="Description of the recipe in one line.")
+    paper: Mapping[str, Any] = key(
+        default_factory=dict,
+        affects="nothing",
+        help="Table cell that the recipe reproduces: row, results (measure: number) and note.",
+    )
     data: Data = Data()
     augment: Augment = Augment()
     encoder: Encoder = Encoder()
     engine: Engine = Engine()
     server: Optimizer = Optimizer("adam", 1e-3)
     client: Optimizer = Optimizer("sgd", 1.0)
-    # Of learning rates, over the rounds; steps (Dec-SSL): times 0.3 at 30, 60 and 90 % of them.
-    schedule: Literal["constant", "cosine", "steps"] = "cosine"
+    schedule: Literal["constant", "cosine", "steps"] = key(
+        "cosine",
+        help="Learning rates over the rounds. `steps`: times 0.3 after 30%, 60% and 90% of the "
+        "rounds (Dec-SSL).",
+    )
     cohort: Cohort = Cohort()
     privacy: Privacy = Privacy()
-    rounds: int = 100
-    seed: int = 0  # all random numbers are a function of it, but those that protect people
-    device: str = "auto"  # as torch names them; auto: a GPU if there is one
-    precision: Literal["auto", "bf16", "fp32", "fp64"] = "auto"  # of networks: bf16 on a GPU
+    rounds: int = key(100, ge=0, help="Number of rounds.")
+    seed: int = key(
+        0, ge=0, help="Random seed of everything except privacy noise and encryption keys."
+    )
+    device: str = key(
+        "auto",
+        affects="speed",
+        help="Device, as torch names it: `cpu`, `cuda`, `cuda:1`. `auto`: a GPU if there is one.",
+    )
+    precision: Literal["auto", "bf16", "fp32", "fp64"] = key(
+        "auto",
+        affects="rounding",
+        help="Number format of networks. `auto`: `bf16` on a GPU, `fp32` on a CPU.",
+    )
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
-    # Where metrics go beside metrics.jsonl and TensorBoard (always, where it is installed).
-    log: tuple[Literal["wandb", "mlflow"], ...] = ()
+    log: tuple[Literal["wandb", "mlflow"], ...] = key(
+        (),
+        affects="nothing",
+        help="Loggers beside `metrics.jsonl` and TensorBoard, which is used where it is installed.",
+    )

@@ -8,9 +8,9 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from fedssl.config.convert import key_types
+from fedssl.config.keys import Tree, key_types
 from fedssl.config.merge import dropped_keys
-from fedssl.config.schema import Config, Tree
+from fedssl.config.schema import Config
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, key_types_under
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from fedssl.config.convert import key_types
+from fedssl.config.keys import key_types
 from fedssl.config.schema import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util import plugins
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from fedssl import config
 from fedssl.config import PartitionParams, SourceParams, variant
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, mix, permutation
@@ -35,8 +36,6 @@ _COLUMNS = 12  # the most classes that get a column each
 def partition(params: PartitionParams, split: Split, classes: int, seed: int) -> Groups:
     """The samples of each client; ``classes`` is the number of classes that the data set names."""
     chosen = variant("partition", params.name)
-    if not 0 < params.fraction <= 1:
-        raise UserError(f"partition.fraction={params.fraction}: must be above 0 and at most 1")
     with plugins.blamed():
         groups = cast(Groups, chosen(params).split(split, classes, seed))
     return groups if params.fraction == 1 else _thinned(groups, params.fraction, seed)
@@ -63,9 +62,9 @@ class Iid:
 
     @dataclass(frozen=True)
     class Params(PartitionParams):
-        """``clients``: how many."""
+        """Keys of an IID partition."""
 
-        clients: int = 10
+        clients: int = config.key(10, ge=1, help="Number of clients.")
 
     params: Params
 
@@ -88,18 +87,25 @@ class Samples:
 
     @dataclass(frozen=True)
     class Params(PartitionParams):
-        """``samples``: of each client; ``clients``: none means as many as there are samples for."""
+        """Keys of a partition into clients of equal size."""
 
-        samples: int = 4
-        alpha: float = 0.0
-        clients: int | None = None
+        samples: int = config.key(4, ge=1, help="Samples of each client.")
+        alpha: float = config.key(
+            0.0,
+            ge=0,
+            finite=False,
+            help="α of the Dirichlet distribution. 0: a client holds one class. `inf`: clients are "
+            "alike.",
+        )
+        clients: int | None = config.key(
+            None, ge=1, help="Number of clients. `null`: as many as there are samples for."
+        )
 
     params: Params
 
     def split(self, split: Split, classes: int, seed: int) -> Groups:
         """Needs labels, except at α = ∞."""
         clients, size = self._clients(len(split)), self.params.samples
-        _check_alpha(self.params.alpha)
         if math.isinf(self.params.alpha) and not _labeled(split):
             labels = np.zeros(len(split), np.int64)
         else:
@@ -113,8 +119,6 @@ class Samples:
 
     def _clients(self, total: int) -> int:
         size, clients = self.params.samples, self.params.clients
-        if size < 1:
-            raise UserError(f"partition.samples={size}: must be at least 1")
         if size > total:
             raise UserError(
                 f"partition.samples={size}: more than the {total} samples there are; "
@@ -141,10 +145,12 @@ class Classes:
 
     @dataclass(frozen=True)
     class Params(SourceParams):
-        """``classes``: of each client."""
+        """Keys of a partition by classes."""
 
-        clients: int = 5
-        classes: int = 2
+        clients: int = config.key(5, ge=1, help="Number of clients.")
+        classes: int = config.key(
+            2, ge=1, help="l, the number of classes (or sources) of each client."
+        )
 
     params: Params
 
@@ -196,11 +202,18 @@ class Dirichlet:
 
     @dataclass(frozen=True)
     class Params(SourceParams):
-        """``alpha``: small for clients that differ, large for clients that are alike."""
+        """Keys of a Dirichlet partition."""
 
-        clients: int = 10
-        alpha: float = 0.5
-        balanced: bool = False
+        clients: int = config.key(10, ge=1, help="Number of clients.")
+        alpha: float = config.key(
+            0.5,
+            gt=0,
+            finite=False,
+            help="α of the Dirichlet distribution. Small: clients differ. Large: alike.",
+        )
+        balanced: bool = config.key(
+            False, help="Draw until all clients have between 0.5 and 1.5 times the mean size."
+        )
 
     params: Params
 
@@ -208,12 +221,6 @@ class Dirichlet:
         """Needs labels; every sample is used."""
         clients, alpha = self.params.clients, self.params.alpha
         _check_clients(clients, len(split))
-        _check_alpha(alpha)
-        if alpha == 0:
-            raise UserError(
-                "partition.alpha=0.0: must be above 0 for dirichlet; for one class a client use "
-                "partition.name=samples or partition.name=classes"
-            )
         order = _shuffle(len(split), seed)
         labels = Groups.from_labels(_labels(split, "dirichlet", _UNLABELED)[order], classes)
         balanced = self.params.balanced
@@ -284,10 +291,12 @@ class Skew:
 
     @dataclass(frozen=True)
     class Params(SourceParams):
-        """``beta``: the share of each class that is independent of the client."""
+        """Keys of a skewed partition."""
 
-        clients: int = 5
-        beta: float = 0.0
+        clients: int = config.key(5, ge=1, help="Number of clients.")
+        beta: float = config.key(
+            0.0, ge=0, le=1, help="β, the share of each class that all clients divide evenly."
+        )
 
     params: Params
 
@@ -295,8 +304,6 @@ class Skew:
         """Needs labels; every sample is used."""
         clients, beta = self.params.clients, self.params.beta
         _check_clients(clients, len(split))
-        if not 0 <= beta <= 1:
-            raise UserError(f"partition.beta={beta}: must be a number from 0 to 1")
         order = _shuffle(len(split), seed)
         labels = _labels(split, "skew", _UNLABELED)[order]
         _, labels, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -333,9 +340,11 @@ class Folder:
 
     @dataclass(frozen=True)
     class Params(PartitionParams):
-        """``level``: which folders are the clients; DERM's are its cases (DCCO paper, 4.3)."""
+        """Keys of a partition by folders."""
 
-        level: Literal["client", "case"] = "client"
+        level: Literal["client", "case"] = config.key(
+            "client", help="Folder level of a client. Clients of DERM are cases (DCCO paper, 4.3)."
+        )
 
     params: Params
 
@@ -609,15 +618,8 @@ def _labels(split: Split, name: str, hint: str = "") -> Ints:
 
 
 def _check_clients(clients: int, total: int) -> None:
-    if clients < 1:
-        raise UserError(f"partition.clients={clients}: must be at least 1")
     if clients > total:
         raise UserError(
             f"partition.clients={clients}: more than the {total} samples there are; "
             f"use at most {total}"
         )
-
-
-def _check_alpha(alpha: float) -> None:
-    if not alpha >= 0:
-        raise UserError(f"partition.alpha={alpha}: must be a number from 0 to inf")

@@ -94,7 +94,6 @@ def settle(recipe: str, words: Sequence[str]) -> Config:
     # Baselines would be trained at all sites, one after another.
     fixed += [] if "evaluate.baselines" in given else ["evaluate.baselines=[]"]
     config = configuration.resolve(_for_sites(recipe), [*words, *fixed])
-    configuration.check_used(config)
     if config.engine.sites is None:
         raise UserError("engine.sites: say how many sites take part, as in engine.sites=3")
     data = config.data

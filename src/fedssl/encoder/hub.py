@@ -23,8 +23,6 @@ from fedssl.util import outputs, tables
 from fedssl.util.errors import UserError
 
 RECIPE = "recipe.yaml"
-# Keys whose values are places on the machine that trained, which are nobody's business.
-PLACES = (("data", "root"), ("data", "cache"), ("encoder", "init"), ("partition", "encoder"))
 
 
 def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iterator[str]:
@@ -115,9 +113,9 @@ def recipe(settings: Config) -> Tree:
     """The run's configuration without places on its machine: a recipe for whoever has the data."""
     named = config.renamed(settings.evaluate, plain)
     tree = config.to_tree(dataclasses.replace(settings, evaluate=named))
-    for section, key in PLACES:
-        if key in tree[section]:
-            tree[section][key] = None
+    for path in config.path_keys(settings):
+        section, _, key = path.partition(".")
+        tree[section][key] = None
     for section in ("algorithm", "objective", "partition"):
         tree[section]["name"] = plain(tree[section]["name"])
     return tree

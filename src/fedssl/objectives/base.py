@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from fedssl.config import Encoder, ObjectiveParams
+from fedssl.config import Encoder, ObjectiveParams, key
 from fedssl.models.network import Network, mlp
 from fedssl.models.norms import Norm
-from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
     from fedssl.federation.client import Client, Loss
@@ -102,43 +100,25 @@ class Objective(ABC):
         """The loss of one batch: a pure function."""
 
 
-def check_momentum(momentum: float) -> None:
-    """Refuse what is no share."""
-    if not 0 <= momentum <= 1:
-        raise UserError(f"objective.momentum={momentum}: must be between 0 and 1")
-
-
 @dataclass(frozen=True)
 class ProjectorParams(ObjectiveParams):
     """Keys of objectives with a projector."""
 
-    projector: tuple[int, ...] = (1024, 1024, 1024)
-
-    def __post_init__(self) -> None:
-        if not self.projector or min(self.projector) < 1:
-            raise UserError(
-                f"objective.projector={list(self.projector)}: expected the widths of its layers, "
-                "as in [1024, 1024, 1024]"
-            )
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, float) and not 0 <= value < math.inf:
-                name = item.name.rstrip("_")
-                raise UserError(f"objective.{name}={value}: must be finite and not negative")
+    projector: tuple[int, ...] = key(
+        (1024, 1024, 1024), ge=1, nonempty=True, help="Widths of the projector's layers."
+    )
 
 
 @dataclass(frozen=True)
 class MomentParams(ProjectorParams):
-    """``bound``: the L2 norm that encodings are scaled down to before moments are taken."""
+    """Keys of objectives that see encodings through their moments."""
 
-    bound: float | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bound == 0:
-            raise UserError(
-                "objective.bound=0: leaves nothing of the encodings; give a norm above 0"
-            )
+    bound: float | None = key(
+        None,
+        gt=0,
+        kw_only=True,
+        help="L2 norm to which encodings are scaled down before moments are taken. `null`: none.",
+    )
 
 
 class Dual(Objective):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedssl.objectives.base import Memory, check_momentum
+from fedssl.config import key
+from fedssl.objectives.base import Memory
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 
@@ -15,13 +16,14 @@ class BYOL(Predictive):
 
     @dataclass(frozen=True)
     class Params(PredictorParams):
-        """``momentum`` of the target; at 1 it never follows: the paper's "without EMA"."""
+        """Keys of BYOL."""
 
-        momentum: float = 0.99
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            check_momentum(self.momentum)
+        momentum: float = key(
+            0.99,
+            ge=0,
+            le=1,
+            help="Momentum of the target network. 1: it never changes (FedEMA, without EMA).",
+        )
 
     params: Params
 

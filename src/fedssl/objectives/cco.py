@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedssl.config import key
 from fedssl.objectives.base import (
     Centre,
     MomentObjective,
@@ -29,9 +30,11 @@ class CCO(MomentObjective):
 
     @dataclass(frozen=True)
     class Params(MomentParams):
-        """``lambda`` weighs decorrelation (20 in the paper, section 4.3)."""
+        """Keys of CCO."""
 
-        lambda_: float = 20.0
+        lambda_: float = key(
+            20.0, ge=0, help="λ, the weight of decorrelation (20 in the paper, section 4.3)."
+        )
 
     params: Params
 

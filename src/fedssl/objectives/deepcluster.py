@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.data.random import choose, key, permutation
+from fedssl.config import key
+from fedssl.data.random import choose, permutation
+from fedssl.data.random import key as random_key
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
 from fedssl.training.plan import on_device
-from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
     from fedssl.federation.client import Client
@@ -39,24 +40,19 @@ class DeepCluster(Dual):
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
-        """``clusters``: k of each set; set j clusters the projections of view j mod 2.
+        """Keys of DeepCluster-v2. The temperature is SwAV's, and so is our reading of k."""
 
-        The temperature is SwAV's, and so is our reading of k (v2 has three sets of 3000).
-        """
-
-        projector: tuple[int, ...] = (512, 128)
-        clusters: tuple[int, ...] = (300, 300, 300)
-        temperature: float = 0.1
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if not self.clusters or min(self.clusters) < 2:
-                raise UserError(
-                    f"objective.clusters={list(self.clusters)}: expected how many clusters each "
-                    "set has, at least 2, as in [300, 300, 300]"
-                )
-            if not self.temperature:
-                raise UserError(f"objective.temperature={self.temperature}: must be above 0")
+        projector: tuple[int, ...] = key(
+            (512, 128), ge=1, nonempty=True, help="Widths of the projector's layers."
+        )
+        clusters: tuple[int, ...] = key(
+            (300, 300, 300),
+            ge=2,
+            nonempty=True,
+            help="k, the number of clusters of each set. Set j clusters the projections of view "
+            "j mod 2.",
+        )
+        temperature: float = key(0.1, gt=0, help="Temperature.")
 
     params: Params
 
@@ -102,7 +98,9 @@ class Step:
     def cluster(self, epoch: int, j: int) -> tuple[Tensor, Tensor]:
         """Set j's clusters for an epoch of the round, from samples drawn as first centroids."""
         client, rows = self.client, self.bank[j % len(self.bank)]
-        drawn = key(client.trainer.config.seed, "clusters", client.round, client.id, epoch, j)
+        drawn = random_key(
+            client.trainer.config.seed, "clusters", client.round, client.id, epoch, j
+        )
         first = choose(drawn, client.samples, self.params.clusters[j])
         return kmeans(rows, rows[on_device(first, rows.device)])
 
@@ -116,7 +114,7 @@ def fill(client: Client, start: Tensor) -> Tensor:
     trainer, samples = client.trainer, client.samples
     trainer.load(start)
     epoch, _ = trainer.plan.indices(client.round, 0, client.id, samples)
-    order = permutation(key(trainer.config.seed, "bank", client.round, client.id), samples)
+    order = permutation(random_key(trainer.config.seed, "bank", client.round, client.id), samples)
     parts = []
     for batch in np.array_split(order, trainer.plan.batches(samples)):
         chosen = on_device(batch, trainer.device)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.objectives.base import Dual, Memory, ProjectorParams, check_momentum
-from fedssl.util.errors import UserError
+from fedssl.config import key
+from fedssl.objectives.base import Dual, Memory, ProjectorParams
 
 TEMPERATURES = {1: 0.07, 2: 0.2}
 
@@ -22,24 +22,21 @@ class MoCo(Dual):
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
-        """As in the FedEMA paper; ``version`` sets the temperature (0.07 or 0.2) if none is given.
+        """Keys of MoCo; the defaults are those of the FedEMA paper."""
 
-        The versions' augmentations are ``augment.name=moco-v1`` and ``fedema``.
-        """
-
-        projector: tuple[int, ...] = (4096, 2048)
-        version: Literal[1, 2] = 2
-        temperature: float | None = None
-        momentum: float = 0.99
-        queue: int = 4096
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            check_momentum(self.momentum)
-            if self.temperature is not None and self.temperature <= 0:
-                raise UserError(f"objective.temperature={self.temperature}: must be above 0")
-            if self.queue < 1:
-                raise UserError(f"objective.queue={self.queue}: must be at least 1 key")
+        projector: tuple[int, ...] = key(
+            (4096, 2048), ge=1, nonempty=True, help="Widths of the projector's layers."
+        )
+        version: Literal[1, 2] = key(
+            2,
+            help="Version of MoCo, which sets the temperature. Their augmentations are "
+            "`augment.name=moco-v1` and `augment.name=fedema`.",
+        )
+        temperature: float | None = key(
+            None, gt=0, help="Temperature. `null`: 0.07 for version 1, 0.2 for version 2."
+        )
+        momentum: float = key(0.99, ge=0, le=1, help="Momentum of the key network.")
+        queue: int = key(4096, ge=1, help="Number of negatives that the queue holds.")
 
     params: Params
 

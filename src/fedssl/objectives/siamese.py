@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.config import key
 from fedssl.models.network import mlp
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Dual, ProjectorParams
@@ -20,29 +21,29 @@ from fedssl.util.errors import UserError
 
 @dataclass(frozen=True)
 class PredictorParams(ProjectorParams):
-    """Keys of SimSiam and BYOL; the defaults are the FedEMA paper's (appendix B.2).
+    """Keys of SimSiam and BYOL; the defaults are the FedEMA paper's (appendix B.2)."""
 
-    The predictor has the projector's widths unless it is given its own. ``predictor=off`` and
-    ``stop_gradient=false`` are the ablations of its Figure 2.
-    """
-
-    projector: tuple[int, ...] = (4096, 2048)
-    predictor: tuple[int, ...] | Literal["off"] | None = None
-    stop_gradient: bool = True
+    projector: tuple[int, ...] = key(
+        (4096, 2048), ge=1, nonempty=True, help="Widths of the projector's layers."
+    )
+    predictor: tuple[int, ...] | Literal["off"] | None = key(
+        None,
+        ge=1,
+        nonempty=True,
+        help="Widths of the predictor's layers. `off`: no predictor (FedEMA, Figure 2). `null`: as "
+        "`objective.projector`.",
+    )
+    stop_gradient: bool = key(
+        True, help="Treat targets as constants. `false`: the ablation of FedEMA, Figure 2."
+    )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.predictor is None or self.predictor == "off":
-            return
-        if not self.predictor or min(self.predictor) < 1:
+        if isinstance(self.predictor, tuple) and self.predictor[-1] != self.projector[-1]:
             raise UserError(
-                f"objective.predictor={list(self.predictor)}: expected the widths of its layers, "
-                "as in [4096, 2048], or off"
-            )
-        if self.predictor[-1] != self.projector[-1]:
-            raise UserError(
-                f"objective.predictor={list(self.predictor)}: predicts what the projector gives, "
-                f"so it must end with {self.projector[-1]}, as objective.projector does"
+                "does not end with the width of the projector, whose outputs it predicts",
+                key="objective.predictor",
+                value=self.predictor,
+                fix=f"Let it end with {self.projector[-1]}.",
             )
 
 

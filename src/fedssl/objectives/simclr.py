@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedssl.config import key
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
-from fedssl.util.errors import UserError
 
 PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
 
@@ -22,20 +22,22 @@ class SimCLR(Dual):
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
-        """``preset``: the DCCO paper's head and temperature (section 4.3), or FedEMA's (B.2)."""
+        """Keys of SimCLR."""
 
-        preset: Literal["dcco", "fedema"] = "dcco"
-        projector: tuple[int, ...] = ()  # none given: the preset's
-        temperature: float | None = None  # likewise
+        preset: Literal["dcco", "fedema"] = key(
+            "dcco",
+            help="Projector and temperature of the DCCO paper (section 4.3) or of FedEMA (B.2).",
+        )
+        projector: tuple[int, ...] = key(
+            (), ge=1, help="Widths of the projector's layers. `[]`: as the preset says."
+        )
+        temperature: float | None = key(None, gt=0, help="Temperature. `null`: as the preset says.")
 
         def __post_init__(self) -> None:
             projector, temperature = PRESETS[self.preset]
             object.__setattr__(self, "projector", self.projector or projector)
             if self.temperature is None:
                 object.__setattr__(self, "temperature", temperature)
-            super().__post_init__()
-            if not self.temperature:
-                raise UserError(f"objective.temperature={self.temperature}: must be above 0")
 
     params: Params
 

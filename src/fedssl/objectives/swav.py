@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.config import key
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Dual, Memory, ProjectorParams
-from fedssl.util.errors import UserError
 
 
 class SwAV(Dual):
@@ -28,38 +28,32 @@ class SwAV(Dual):
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
-        """``prototypes``: K of one set, or of several, whose losses are averaged.
+        """Keys of SwAV.
 
-        ``queue``: earlier projections of each view that share in the codes once there are as many,
-        for batches much smaller than K. Temperature, ε and iterations are SwAV's own; the projector
-        ends as the CCL paper's (section 6). Our reading: its hidden layer, and K: 3 times the
-        classes of CIFAR-100, as 3000 for ImageNet. A loss that stays at log K says that all samples
-        have the same code: lower ``epsilon`` (to 0.02, for example) or client.lr.
+        Temperature, ε and iterations are SwAV's; the projector ends as in the CCL paper (section
+        6). Our reading: its hidden layer, and K, 3 times the classes of CIFAR-100, as SwAV has 3000
+        for ImageNet. A loss that stays at log K means that all samples have the same code. Then
+        lower ``objective.epsilon``, for example to 0.02, or ``client.lr``.
         """
 
-        projector: tuple[int, ...] = (512, 128)
-        prototypes: tuple[int, ...] = (300,)
-        temperature: float = 0.1
-        epsilon: float = 0.05
-        iterations: int = 3
-        queue: int = 0
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if not self.prototypes or min(self.prototypes) < 2:
-                raise UserError(
-                    f"objective.prototypes={list(self.prototypes)}: expected how many prototypes "
-                    "each set has, at least 2, as in [300]"
-                )
-            for name in ("temperature", "epsilon"):
-                if not getattr(self, name):
-                    raise UserError(f"objective.{name}={getattr(self, name)}: must be above 0")
-            if self.iterations < 1:
-                raise UserError(f"objective.iterations={self.iterations}: must be at least 1")
-            if self.queue < 0:
-                raise UserError(
-                    f"objective.queue={self.queue}: must not be negative; 0 is without a queue"
-                )
+        projector: tuple[int, ...] = key(
+            (512, 128), ge=1, nonempty=True, help="Widths of the projector's layers."
+        )
+        prototypes: tuple[int, ...] = key(
+            (300,),
+            ge=2,
+            nonempty=True,
+            help="K, the number of prototypes of each set. The loss is the mean over sets.",
+        )
+        temperature: float = key(0.1, gt=0, help="Temperature.")
+        epsilon: float = key(0.05, gt=0, help="ε, the smoothness of the codes.")
+        iterations: int = key(3, ge=1, help="Sinkhorn iterations.")
+        queue: int = key(
+            0,
+            ge=0,
+            help="Earlier projections of each view that codes are computed with, for batches much "
+            "smaller than K. 0: none.",
+        )
 
     params: Params
 

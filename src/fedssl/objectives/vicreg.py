@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedssl.config import key
 from fedssl.objectives.base import (
     Centre,
     MomentObjective,
@@ -27,11 +28,11 @@ class VICReg(MomentObjective):
 
     @dataclass(frozen=True)
     class Params(MomentParams):
-        """Weights of invariance, variance and covariance, by the letters of Bardes et al."""
+        """Keys of VICReg."""
 
-        lambda_: float = 25.0
-        mu: float = 25.0
-        nu: float = 1.0
+        lambda_: float = key(25.0, ge=0, help="λ, the weight of invariance (Bardes et al.).")
+        mu: float = key(25.0, ge=0, help="μ, the weight of variance.")
+        nu: float = key(1.0, ge=0, help="ν, the weight of covariance.")
 
     params: Params
 

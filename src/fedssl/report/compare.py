@@ -16,10 +16,7 @@ from fedssl.util import plugins, tables
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
 # Two runs that differ in nothing else are the same experiment.
-APART = (
-    *("seed", "device", "about", "log", "checkpoint.", "data.cache"),
-    *("engine.workers", "engine.timeout"),
-)
+APART = config.keys_affecting(config.Config, "nothing", "speed") | {"seed"}
 OWN = ("folder", "paired")  # data that only its folder tells from others
 TELLING = ("data.", "objective.", "partition.", "rounds", "algorithm.", "encoder.")
 
@@ -144,7 +141,7 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ only in their seed, together; the same seed twice is two rows."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        keys = {k: v for k, v in config.flat(run.tree).items() if not k.startswith(APART)}
+        keys = {k: v for k, v in config.flat(run.tree).items() if k not in APART}
         own, copy = json.dumps(keys, sort_keys=True, default=str), 0
         own += "" if run.finished else f" {run.path}"  # a mean over seeds is one of finished runs
         while any(_seed(run) == _seed(o) for o in groups.get(f"{own}{copy}", ())):
@@ -172,11 +169,13 @@ def _labels(firsts: Sequence[Run], named: Mapping[Path, str]) -> list[str]:
 def _telling(flat: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys that are not the same in all, those that people ask for first."""
     keys = dict.fromkeys(k for own in flat for k in own)
-    skipped = (*APART, "algorithm.name", "paper", "evaluate.")
+    skipped = APART | config.keys_affecting(config.Config, "evaluation", "monitoring")
+    skipped |= {"algorithm.name"}
     found = [
         k
         for k in keys
-        if not k.startswith(skipped) and len({json.dumps(o.get(k), default=str) for o in flat}) > 1
+        if k not in skipped | {"algorithm.name"}
+        and len({json.dumps(o.get(k), default=str) for o in flat}) > 1
     ]
     return sorted(found, key=lambda k: (not k.startswith(TELLING), "name" not in k))
 

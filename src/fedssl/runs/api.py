@@ -47,8 +47,6 @@ def train(
             "fedssl.train once for each"
         )
     settings = config.build(tree)
-    if not resume:
-        config.check_used(settings)
     folder = fresh_folder(name) if out is None else Path(out)
 
     from fedssl import report

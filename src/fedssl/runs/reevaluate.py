@@ -25,7 +25,7 @@ from fedssl.util.text import shorten_list
 
 FILE = "evaluations.jsonl"
 # Keys about rounds, which are over, and about other runs.
-OF_TRAINING = ("every", "monitor", "targets", "baselines", "drift")
+OF_TRAINING = config.keys_affecting(config.Config, "monitoring")
 SAME_IMAGES = {"data.size", "data.cache", "data.corrupt"}  # keys that leave them the run's own
 OF_OWN_DATA = {
     "per-client": "judges the run's own clients",
@@ -49,11 +49,10 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             raise UserError(f"{word}: only evaluate.*, data.* and device can change here")
         if word.startswith("data.holdout"):
             raise UserError(f"{word}: what was held out of training is decided when it starts")
-        if word.startswith(tuple(f"evaluate.{key}=" for key in OF_TRAINING)):
+        if word.partition("=")[0] in OF_TRAINING:
             raise UserError(f"{word}: is about training, and nothing is trained here; leave it out")
     tree = config.read_yaml(known)
     settings = config.resolve(tree, words)
-    config.check_used(settings, given={word.partition("=")[0] for word in words})
     # What watched the rounds says nothing here, and need not suit the protocols or the data.
     settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES

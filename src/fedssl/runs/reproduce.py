@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,16 +29,10 @@ from fedssl.util.errors import TrainingError, UserError, going_on
 from fedssl.util.files import write_text, writing
 
 ROOT = Path("runs") / "reproduce"
-# Keys that change neither what is trained nor how it is judged.
-FREE = (
-    *("about", "paper", "device", "checkpoint.", "log", "data.cache"),
-    *("engine.chunk", "engine.workers", "engine.timeout"),
-)
-# Keys that a result may differ in and still be compared with the paper's.
-COMPARABLE = (
-    *FREE, "engine.", "data.root", "seed", "precision",
-    "evaluate.every", "evaluate.monitor",
-)  # fmt: skip
+# Keys that may differ between a finished run and the one that is asked for.
+SAME_RUN = config.keys_affecting(config.Config, "nothing", "speed", "location")
+# Keys in which a result may differ and still be compared with the paper's.
+COMPARABLE = SAME_RUN | config.keys_affecting(config.Config, "rounding", "monitoring") | {"seed"}
 
 BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
 # What a run says of itself.
@@ -192,8 +186,6 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
             raise UserError(f"{name}: {error}") from None
     for job in jobs:
         _check_folder(job)
-    if not any(map(_started, jobs)):
-        config.check_used(*(job.settings for job in jobs))
     return jobs
 
 
@@ -420,7 +412,7 @@ def _check_folder(job: Job) -> None:
         return
     before = config.placed(config.build(config.read_yaml(job.folder / "config.yaml")))
     now = config.placed(job.settings)
-    for key in _differences(before, now, (*FREE, "data.root")):
+    for key in _differences(before, now, SAME_RUN):
         old, new = (config.flat(config.to_tree(c)).get(key) for c in (before, now))
         raise UserError(
             f"{key}={new}: the run in {job.folder} has {old}; choose another folder with --out, "
@@ -428,14 +420,10 @@ def _check_folder(job: Job) -> None:
         )
 
 
-def _differences(a: Config, b: Config, free: tuple[str, ...]) -> list[str]:
+def _differences(a: Config, b: Config, free: Set[str]) -> list[str]:
     """Keys in which two configurations differ, but for those that do not matter."""
     left, right = (config.flat(config.to_tree(c)) for c in (a, b))
-    return [
-        key
-        for key in {**left, **right}
-        if left.get(key) != right.get(key) and not key.startswith(free)
-    ]
+    return [key for key in {**left, **right} if left.get(key) != right.get(key) and key not in free]
 
 
 def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:

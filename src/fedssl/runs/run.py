@@ -39,10 +39,6 @@ from fedssl.util import plugins
 from fedssl.util.errors import CONTINUE, TrainingError, UserError, go_on
 from fedssl.util.files import save, write_json, write_text, writing
 
-FREE_ON_RESUME = (
-    *("device", "about", "paper", "evaluate.", "checkpoint.", "log"),
-    *("engine.chunk", "engine.workers", "engine.timeout", "data.cache"),
-)
 MOST_PERSONAL_FILES = 100
 TRACES = ("metrics.jsonl", "sweep.yaml")  # of a run and of a sweep; others have a config.yaml too
 WAIT = "wait for its end, or end it"
@@ -280,10 +276,12 @@ def check_same(new: Config, old: Config, out: Path) -> None:
 
     Of a simulation's images ``check_moved`` says, once they are loaded, whether they are the same.
     """
-    free = FREE_ON_RESUME if new.engine.sites is not None else (*FREE_ON_RESUME, "data.root")
+    free = config.keys_affecting(new, "evaluation", "monitoring", "speed", "nothing")
+    if new.engine.sites is None:
+        free |= config.keys_affecting(new, "location")
     before, after = (config.flat(config.to_tree(config.placed(each))) for each in (old, new))
     for name in sorted({**before, **after}):
-        if before.get(name) != after.get(name) and not name.startswith(free):
+        if before.get(name) != after.get(name) and name not in free:
             raise _changed(name, before.get(name), after.get(name), out)
 
 

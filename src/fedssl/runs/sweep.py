@@ -71,8 +71,6 @@ def sweep(
             _check_lists(tree, before, out)
             tree = _in_order(tree, before)
         settings = runs(tree)
-        if not resume:
-            config.check_used(*settings.values())
         waiting = {label: own for label, own in settings.items() if _summary(out / label) is None}
         for label, own in settings.items():
             run.check_folder(own, out / label, run.started(out / label))
