@@ -19,7 +19,8 @@ from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.server import Server
-from fedssl.runs.session import build_network, pooled
+from fedssl.runs.build import build_network
+from fedssl.runs.split import pool_clients
 from fedssl.training.trainer import Trainer
 
 
@@ -38,11 +39,11 @@ def even(clients: int, samples: int) -> Groups:
 def engine_of(
     config: Config, split: Split, groups: Groups, compiled: bool = False
 ) -> tuple[LocalEngine, Server]:
-    """What ``session.prepare`` makes, on given data."""
+    """What ``build_experiment`` makes, on given data."""
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     algorithm = configuration.variant("algorithm", config.algorithm.name)
     if algorithm.pools_data:
-        config, groups = pooled(config, groups, len(groups))
+        config, groups = pool_clients(config, groups, len(groups))
     _, channels, height, width = split.images[0].shape
     network = build_network(config, objective, (channels,), height, 0)
     augmentation = Augmentation.from_config(config.augment, channels, (height, width))

@@ -22,7 +22,7 @@ from plain_flower import plain_flower
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 
 
 def settings(o: argparse.Namespace, size: int, *words: str) -> Config:
@@ -39,12 +39,12 @@ def settings(o: argparse.Namespace, size: int, *words: str) -> Config:
 
 def ours(config: Config, rounds: int) -> list[float]:
     """Seconds of each round."""
-    session, ends = prepare(config), []
+    session, ends = build_experiment(config), []
 
     def work() -> None:
         for _ in range(rounds + 1):
             server = session.server
-            cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
+            cohort = session.engine.cohort(session.draw_cohort(server.round), server.round)
             session.algorithm.round(server, cohort)
             server.round += 1
             float(server.log["loss"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedssl import config, privacy
 from fedssl.engines.local import LocalEngine
 from fedssl.objectives.base import Centre, MomentObjective
-from fedssl.runs.session import Session, prepare
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.training.trainer import Encoded
 from fedssl.util.trees import Tree
 
@@ -99,7 +99,9 @@ def last_layer(network: nn.Module) -> nn.Linear:
     return [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
 
 
-def answer(session: Session, client: int, round: int) -> tuple[Tensor, dict[str, Tensor], Centre]:
+def answer(
+    session: Experiment, client: int, round: int
+) -> tuple[Tensor, dict[str, Tensor], Centre]:
     """A client's encodings of its first views, what the server gets, and the centre it sent."""
     objective, weights = session.algorithm.objective, session.server.weights
     engine = session.engine
@@ -135,11 +137,11 @@ def main() -> None:
         "device=cpu",
         "evaluate.baselines=[]",
     ]
-    session = prepare(config.resolve(config.read_recipe("default"), [*own, *o.words]))
+    session = build_experiment(config.resolve(config.read_recipe("default"), [*own, *o.words]))
     for round in range(o.rounds):
         session.server.round = round
         session.algorithm.round(
-            session.server, session.engine.cohort(session.cohort_ids(round), round)
+            session.server, session.engine.cohort(session.draw_cohort(round), round)
         )
     real, moments, centre = answer(session, 0, o.rounds)
     session.trainer.load(session.server.weights)

@@ -32,11 +32,11 @@ from fedssl import evaluate
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.evaluate import knn, linear
+from fedssl.evaluate.evaluator import ModelEvaluator
 from fedssl.federation.client import Client
-from fedssl.runs import checkpoint, run, session
+from fedssl.runs import build, checkpoint, run, split
 from fedssl.runs.metrics import Metrics
 from fedssl.runs.progress import Progress
-from fedssl.runs.session import Session
 from fedssl.training.trainer import Replay
 
 RECIPE = "fedema/table3/fedbyol/cifar10-noniid"
@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "compiling": ((Replay, "__init__"),),
     "logging": ((Metrics, "write"), (Progress, "update")),
     "checkpoint": ((checkpoint, "write"),),
-    "judging": ((Session, "judge"),),
+    "judging": ((ModelEvaluator, "evaluate"),),
     "features": ((evaluate, "extract"),),
     "kNN": ((knn, "accuracy"),),
     "linear": ((linear, "accuracy"),),
@@ -123,12 +123,12 @@ def noise(images: int, test: int) -> Dataset:
 
 def carry_out(config: Config, dataset: Dataset | None) -> tuple[Clock, float]:
     """A whole run, and how long it took."""
-    clock, real = Clock(), session.load_data
+    clock, real = Clock(), split.load_run_dataset
 
     def load(config: Config, size: int | None = None) -> Dataset:
         return dataset or real(config, size)
 
-    given = mock.patch.object(session, "load_data", load)
+    given = mock.patch.object(build, "load_run_dataset", load)
     with tempfile.TemporaryDirectory() as folder, given, clock.watching():
         start = now(False)
         run.run(config, Path(folder) / "run")

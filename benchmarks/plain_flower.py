@@ -20,16 +20,16 @@ from fedssl.config import Config
 from fedssl.data.random import key, mix
 from fedssl.engines.flower.engine import quiet
 from fedssl.objectives.base import MomentObjective
-from fedssl.runs.session import Session, build_network, prepare
+from fedssl.runs.build import Experiment, build_experiment, build_network
 
 Arrays = dict[str, Tensor]
-_loaded: dict[str, Session] = {}
+_loaded: dict[str, Experiment] = {}
 
 
-def session_of(config: Config) -> Session:
+def session_of(config: Config) -> Experiment:
     """Data and model code; read once in each process, as tutorials do."""
     if "session" not in _loaded:
-        _loaded["session"] = prepare(config)
+        _loaded["session"] = build_experiment(config)
     return _loaded["session"]
 
 

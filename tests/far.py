@@ -20,7 +20,7 @@ from fedssl.engines.remote.engine import STATES, RemoteEngine
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.driver import run_round
 from fedssl.runs import run
-from fedssl.runs.session import Session, prepare
+from fedssl.runs.build import Experiment, build_experiment
 
 Tamper = Callable[[Message, Message], Message | None]
 
@@ -104,12 +104,12 @@ def through_bytes(content: RecordDict) -> RecordDict:
 
 def far_session(
     config: Config, folder: Path, nodes: int = 2, tamper: Tamper | None = None
-) -> tuple[Session, Here]:
+) -> tuple[Experiment, Here]:
     """A session whose clients are behind messages."""
     tree = configuration.to_tree(config)
     tree["engine"]["name"] = "flower"
     far = configuration.build(tree)
-    session = prepare(far)
+    session = build_experiment(far)
     engine = session.engine
     assert isinstance(engine, RemoteEngine)
     engine.open(folder)
@@ -118,19 +118,19 @@ def far_session(
     return session, grid
 
 
-def go(session: Session, rounds: int) -> list[Cohort]:
+def go(session: Experiment, rounds: int) -> list[Cohort]:
     """Some rounds, and their cohorts."""
     cohorts = []
     for _ in range(rounds):
         server = session.server
-        cohort = session.engine.cohort(session.cohort_ids(server.round), server.round)
+        cohort = session.engine.cohort(session.draw_cohort(server.round), server.round)
         result = run_round(session.algorithm, server, cohort)
         assert result.skipped is None
         cohorts.append(cohort)
     return cohorts
 
 
-def one_round(session: Session, folder: Path) -> dict[str, Any]:
+def one_round(session: Experiment, folder: Path) -> dict[str, Any]:
     """One round as a run has it, with its line for the metrics."""
 
     class Silent:
@@ -145,6 +145,6 @@ def one_round(session: Session, folder: Path) -> dict[str, Any]:
     return line | {"said": silent.said}
 
 
-def states_of(session: Session) -> dict[int, dict[str, np.ndarray]]:
+def states_of(session: Experiment) -> dict[int, dict[str, np.ndarray]]:
     states = session.engine.states
     return {k: {n: t.numpy() for n, t in states.on_host(k).items()} for k in states}

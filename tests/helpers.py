@@ -22,8 +22,9 @@ from fedssl.data.dataset import Groups, Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.runs.build import build_network
 from fedssl.runs.metrics import read
-from fedssl.runs.session import build_network, pooled
+from fedssl.runs.split import pool_clients
 from fedssl.training import trainer as training
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
@@ -119,7 +120,7 @@ def engine_of(
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     algorithm_class = configuration.variant("algorithm", config.algorithm.name)
     if algorithm_class.pools_data:
-        config, groups = pooled(config, groups, len(groups))
+        config, groups = pool_clients(config, groups, len(groups))
     algorithm = algorithm_class(config.algorithm, objective)
     algorithm.found(len(groups), config)
     images = split.images[0]

@@ -19,7 +19,7 @@ from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Split
 from fedssl.data.random import key, mix, permutation
-from fedssl.runs.session import build_network
+from fedssl.runs.build import build_network
 
 State = dict[str, Tensor]
 

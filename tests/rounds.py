@@ -14,7 +14,7 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import flatten
 
@@ -85,7 +85,7 @@ def assert_both_engines_agree(folder: Path, *words: str) -> None:
         configuration.read_recipe(None),
         [*common, *batches, "algorithm.name=fedavg", "engine.merge=off", *words],
     )
-    near, (far, _) = prepare(config), far_session(config, folder)
+    near, (far, _) = build_experiment(config), far_session(config, folder)
     go(near, 2)
     go(far, 2)
     assert relative(near.server.weights, near.trainer.initial) > 1e-3
@@ -103,5 +103,5 @@ def assert_refused(sentence: str, *words: str) -> None:
     """These settings are answered before the first round, in one line that begins so."""
     common = ("algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1")
     with pytest.raises(UserError) as refused:
-        prepare(configuration.resolve(configuration.read_recipe(None), [*common, *words]))
+        build_experiment(configuration.resolve(configuration.read_recipe(None), [*common, *words]))
     assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)

@@ -17,8 +17,8 @@ from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
 from fedssl.federation.server import learning_rates
 from fedssl.runs import run
+from fedssl.runs.build import Experiment
 from fedssl.runs.progress import Progress
-from fedssl.runs.session import Session
 from fedssl.training.plan import Plan
 from fedssl.training.trainer import precision_on
 
@@ -61,10 +61,11 @@ def test_a_samples_random_state_is_its_clients_whoever_is_merged_with_it() -> No
 def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, server = engine_of(settings(), made_split(), groups_of(*[2] * 20))
-    session = Session(settings(), None, engine, server, 5)  # type: ignore[arg-type]
-    wanted = [session.cohort_ids(round).tolist() for round in range(3)]
-    asked, events, real = [], [], session.cohort_ids
+    config = settings("cohort.size=5")
+    engine, server = engine_of(config, made_split(), groups_of(*[2] * 20))
+    session = Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
+    wanted = [session.draw_cohort(round).tolist() for round in range(3)]
+    asked, events, real = [], [], session.draw_cohort
 
     def drawn(round: int) -> np.ndarray:
         events.append(f"draw {round}")
@@ -74,7 +75,7 @@ def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
         asked.append(ids.tolist())
         return LocalCohort(engine, ids, round)
 
-    monkeypatch.setattr(session, "cohort_ids", drawn)
+    monkeypatch.setattr(session, "draw_cohort", drawn)
     monkeypatch.setattr(engine, "cohort", cohort)
     monkeypatch.setattr(torch.Tensor, "__float__", lambda t: events.append("read") or t.item())
     for _ in range(3):
@@ -84,9 +85,10 @@ def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
 
 
 def test_cohorts_differ_from_round_to_round_and_everyone_is_asked() -> None:
-    engine, server = engine_of(settings(), made_split(), groups_of(*[2] * 20))
-    session = Session(settings(), None, engine, server, 5)  # type: ignore[arg-type]
-    cohorts = [session.cohort_ids(r) for r in range(40)]
+    config = settings("cohort.size=5")
+    engine, server = engine_of(config, made_split(), groups_of(*[2] * 20))
+    session = Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
+    cohorts = [session.draw_cohort(r) for r in range(40)]
     assert all(len(set(c.tolist())) == 5 for c in cohorts)
     assert len({tuple(c.tolist()) for c in cohorts}) > 30
     assert set(np.concatenate(cohorts).tolist()) == set(range(20))

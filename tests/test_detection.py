@@ -22,7 +22,7 @@ from fedssl.contrib.detection import Settings, Shapes, detector, load
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
 from fedssl.runs import run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.files import save, write_json
 
@@ -235,8 +235,8 @@ def test_detection_starts_where_pretraining_ended(
     assert ours.keys() == learned.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in learned.items())
     assert not torch.equal(fresh["stem.0.weight"], learned["stem.0.weight"])
-    session = prepare(settings)
-    before = session.body(session.trainer.initial).encoder.state_dict()
+    session = build_experiment(settings)
+    before = session.evaluator.tower(session.trainer.initial).encoder.state_dict()
     assert not torch.equal(before["stem.0.weight"], learned["stem.0.weight"])  # it has learned
 
 

@@ -30,7 +30,7 @@ from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
 from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run
-from fedssl.runs.session import Session, prepare
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.util import tables
 from fedssl.util.errors import TrainingError, UserError
 
@@ -50,8 +50,8 @@ def trained(out: Path, *words: str) -> Path:
     return out
 
 
-def reopened(folder: Path) -> Session:
-    session = prepare(config.build(config.read_yaml(folder / "config.yaml")))
+def reopened(folder: Path) -> Experiment:
+    session = build_experiment(config.build(config.read_yaml(folder / "config.yaml")))
     session.engine.open(folder)
     assert checkpoint.read(folder, session)
     return session
@@ -108,7 +108,7 @@ def test_an_encoder_gives_the_bits_that_the_run_is_judged_by(
     folder: Path, images: torch.Tensor, tmp_path: Path
 ) -> None:
     session = reopened(folder)
-    judged = extract(session.body(session.global_weights()).encoder, images)
+    judged = extract(session.evaluator.tower(session.models.global_model()).encoder, images)
     encoder = load_encoder(folder)
     assert not encoder.training and not any(m.training for m in encoder.modules())
     assert torch.equal(encoder.embed(images), judged)
@@ -157,9 +157,9 @@ def test_files_are_read_as_training_reads_a_folder(tmp_path: Path, halves: bool)
 def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
     session = reopened(two_towers)
     assert session.dataset.test is not None
-    session.trainer.load(session.global_weights())
+    session.trainer.load(session.models.global_model())
     for tower, images in enumerate(session.dataset.test.images):
-        expected = extract(copy.deepcopy(session.encoder(tower).encoder).float(), images)
+        expected = extract(copy.deepcopy(session.tower(tower).encoder).float(), images)
         assert torch.equal(load_encoder(two_towers, tower=tower).embed(images), expected)
     lines = list(export.export(two_towers, "safetensors", tmp_path / "both"))
     assert sum("largest difference to torch 0" in line for line in lines) == 2
@@ -231,7 +231,7 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
 ) -> None:
     def started(path: Path, *words: str) -> list[torch.Tensor]:
         given = [*SMALL, *words, f"encoder.init={path}"]
-        network = prepare(config.resolve(config.read_recipe(None), given)).trainer.network
+        network = build_experiment(config.resolve(config.read_recipe(None), given)).trainer.network
         encoders = [tower.get_submodule("encoder") for tower in network.towers]
         return [next(encoder.parameters()) for encoder in encoders]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fedssl import config
+from fedssl.runs.build import build_experiment
 from fedssl.runs.metrics import Metrics
-from fedssl.runs.session import prepare
 from fedssl.util.errors import UserError
 
 
@@ -33,7 +33,7 @@ def test_the_first_round_that_reached_an_accuracy(tmp_path: Path) -> None:
 def test_targets_need_the_accuracy_of_all_labels() -> None:
     words = ["evaluate.every=1", "evaluate.monitor=linear@100", "evaluate.targets=70"]
     with pytest.raises(UserError, match=r"evaluate.targets=.*of all labels"):
-        prepare(config.resolve(config.read_recipe(None), words))
+        build_experiment(config.resolve(config.read_recipe(None), words))
 
 
 def test_an_algorithms_own_overhead_is_not_the_runs(tmp_path: Path) -> None:

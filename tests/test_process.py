@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fedssl import cli, config, train
-from fedssl.runs import session
+from fedssl.runs import build
 from fedssl.util.errors import UserError
 from fedssl.util.process import ALLOCATING, WAITING
 
@@ -74,6 +74,6 @@ def test_threads_wait_briefly_unless_the_user_says_otherwise(
 
 def test_a_session_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(session, "keep_memory", lambda: calls.append(True))
-    session.prepare(config.resolve(config.read_recipe(None), ["rounds=1"]))
+    monkeypatch.setattr(build, "keep_memory", lambda: calls.append(True))
+    build.build_experiment(config.resolve(config.read_recipe(None), ["rounds=1"]))
     assert calls

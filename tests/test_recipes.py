@@ -19,7 +19,7 @@ from fedssl.data.partition import partition
 from fedssl.evaluate import SHARES, collaborative
 from fedssl.evaluate.linear import Training
 from fedssl.runs import run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
@@ -181,7 +181,7 @@ def test_every_combination_can_start(folder: Path, tmp_path: Path) -> None:
         words = ["engine.threads=1", f"data.cache={tmp_path}"]
         if tree["data"]["name"] == "folder":
             words.append(f"data.root={folder}")
-        prepare(config.resolve(tree, words))
+        build_experiment(config.resolve(tree, words))
 
 
 SHAPES = {

@@ -12,7 +12,7 @@ import yaml
 from helpers import fault_of
 
 from fedssl import cli, config
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 SMALL = (
@@ -26,7 +26,7 @@ SMALL = (
 def open_run(words: str) -> None:
     predictive = "name=simclr" not in words and "name=moco" not in words
     head = ["objective.predictor=24,16"] if predictive else []
-    prepare(config.resolve(config.read_recipe(None), [*SMALL, *head, *words.split()]))
+    build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *head, *words.split()]))
 
 
 # The last word is at fault.

@@ -18,7 +18,7 @@ from fedssl.config import Config
 from fedssl.deploy import app as deploy
 from fedssl.deploy import instructions, rehearsal
 from fedssl.runs import metrics, run
-from fedssl.runs.session import Session, assemble
+from fedssl.runs.build import Experiment, assemble
 from fedssl.util import tables
 
 SITES, IMAGES = 3, 8
@@ -128,8 +128,8 @@ def test_messages_count_the_same(words: str, keys: int, tmp_path: Path) -> None:
             assert 0 <= own[way] / 5 - said[task] <= keys
 
 
-def rehearsed(config: Config, session: Session) -> rehearsal.Moved:
-    def again(weights: bool) -> Session:
+def rehearsed(config: Config, session: Experiment) -> rehearsal.Moved:
+    def again(weights: bool) -> Experiment:
         return assemble(config, session.dataset, session.engine.groups, weights=weights)
 
     moved = rehearsal.site_bytes(again(True), lambda: again(False))

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from fedssl import config
 from fedssl.federation.client import Client
 from fedssl.runs import checkpoint, run
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.reevaluate import evaluate
-from fedssl.runs.session import Session, prepare
+from fedssl.runs.validate import list_warnings
 from fedssl.util.errors import UserError
 
 SMALL = (
@@ -151,7 +152,7 @@ def files(out: Path) -> dict[str, int]:
     return {p.name: p.stat().st_mtime_ns for p in (out / checkpoint.CLIENTS).iterdir()}
 
 
-def rounds(session: Session, out: Path, *cohorts: tuple[int, ...]) -> list[dict[str, int]]:
+def rounds(session: Experiment, out: Path, *cohorts: tuple[int, ...]) -> list[dict[str, int]]:
     """The client files after each round's checkpoint."""
     listed = []
     for ids in cohorts:
@@ -163,7 +164,7 @@ def rounds(session: Session, out: Path, *cohorts: tuple[int, ...]) -> list[dict[
 
 
 def test_only_clients_that_changed_are_written_and_old_files_go(tmp_path: Path) -> None:
-    session = prepare(small("moco algorithm.name=fedavg"))
+    session = build_experiment(small("moco algorithm.name=fedavg"))
     checkpoint.write(tmp_path, session)
     first, second, third = rounds(session, tmp_path, (0, 1), (1, 2), (2, 4))
     assert set(first) == {"0-1.safetensors", "1-1.safetensors"}
@@ -174,7 +175,7 @@ def test_only_clients_that_changed_are_written_and_old_files_go(tmp_path: Path) 
     checkpoint.write(tmp_path, session)
     assert files(tmp_path) == third  # nothing changed since
 
-    again = prepare(small("moco algorithm.name=fedavg"))
+    again = build_experiment(small("moco algorithm.name=fedavg"))
     assert checkpoint.read(tmp_path, again)
     assert sorted(again.engine.states) == [0, 1, 2, 4] and not again.engine.states.changed
     for k in range(5):
@@ -188,23 +189,23 @@ def test_only_clients_that_changed_are_written_and_old_files_go(tmp_path: Path) 
 
 
 def test_half_written_client_files_do_not_disturb(tmp_path: Path) -> None:
-    session = prepare(small("moco algorithm.name=fedavg"))
+    session = build_experiment(small("moco algorithm.name=fedavg"))
     rounds(session, tmp_path, (0, 1))
     folder = tmp_path / checkpoint.CLIENTS
     for name in ("0-2.safetensors.new", "0-2.safetensors", "3-2.safetensors"):
         (folder / name).write_bytes(b"half of a fi")
-    again = prepare(small("moco algorithm.name=fedavg"))
+    again = build_experiment(small("moco algorithm.name=fedavg"))
     assert checkpoint.read(tmp_path, again) and sorted(again.engine.states) == [0, 1]
     (listed,) = rounds(again, tmp_path, (0, 2))
     assert set(listed) == {f"{name}.safetensors" for name in ("0-2", "1-1", "2-2")}
 
 
 def test_a_client_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
-    session = prepare(small("moco algorithm.name=fedavg"))
+    session = build_experiment(small("moco algorithm.name=fedavg"))
     rounds(session, tmp_path, (0, 1))
     file = tmp_path / checkpoint.CLIENTS / "1-1.safetensors"
     file.write_bytes(b"half of a fi")
-    again = prepare(small("moco algorithm.name=fedavg"))
+    again = build_experiment(small("moco algorithm.name=fedavg"))
     with pytest.raises(UserError, match=r"1-1\.safetensors: not a checkpoint"):
         checkpoint.read(tmp_path, again)
     file.unlink()
@@ -216,7 +217,7 @@ def test_a_client_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
 # layers do not have to any plain dictionary that lacks it, and then finds it unexpected.
 def test_an_encoder_with_batch_norm_is_a_start_for_another_run(tmp_path: Path) -> None:
     run.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path / "a")
-    session = prepare(small(f"byol algorithm.name=fedavg encoder.init={tmp_path / 'a'}"))
+    session = build_experiment(small(f"byol algorithm.name=fedavg encoder.init={tmp_path / 'a'}"))
     stored = load_file(tmp_path / "a" / "encoder.safetensors")
     named = session.trainer.flat.named(session.trainer.initial)
     assert any("running_var" in name for name in stored)
@@ -335,7 +336,7 @@ def test_a_run_goes_on_with_images_that_were_moved(
     run.run(of_sites(f"data.root={first}", *words), tmp_path / "whole")
     real = run.one_round
 
-    def until_the_third(session: Session, *rest: Any) -> dict[str, Any]:
+    def until_the_third(session: Experiment, *rest: Any) -> dict[str, Any]:
         if session.server.round == 2:
             raise KeyboardInterrupt
         return real(session, *rest)
@@ -410,7 +411,7 @@ def test_moved_images_are_refused_unless_they_are_known_to_be_the_same(
     with pytest.raises(UserError, match=unknown):  # of an older version
         run.run(settings, out, resume=True)
     with pytest.raises(UserError, match=unknown):  # where nothing is known of the images, either
-        run.check_moved(settings, out, replace(prepare(settings).dataset, files={}))
+        run.check_moved(settings, out, replace(build_experiment(settings).dataset, files={}))
     assert (out / "config.yaml").read_bytes() == before
     save_file(load_file(state), state, notes)
     run.run(settings, out, resume=True)
@@ -441,9 +442,9 @@ def test_clients_of_an_older_version_are_compared_by_number(sites: Path) -> None
 
 def test_a_deployments_server_notes_no_images_of_clients(sites: Path, tmp_path: Path) -> None:
     words = (f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}")
-    session = prepare(of_sites(*words))
+    session = build_experiment(of_sites(*words))
     for names, noted in ((None, True), (["a", "b", "c"], False)):
-        session.site_names = names
+        session.of_sites = names is not None
         checkpoint.write(tmp_path, session)
         with safe_open(tmp_path / checkpoint.FILE, framework="pt") as file:
             assert ("files" in file.metadata()) == noted
@@ -466,9 +467,9 @@ def test_a_run_of_folders_says_what_it_takes_them_for(
     said = "folders: no classes, 3 clients (east, north, south); data.levels says what folders mean"
     assert said in capsys.readouterr().err
     words = (f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}", "partition.name=iid")
-    made = prepare(of_sites(*words, "partition.clients=2", "data.levels=class"))
+    made = build_experiment(of_sites(*words, "partition.clients=2", "data.levels=class"))
     said = "folders: 3 classes (east, north, south), 2 made clients; data.levels says"
-    assert next(note for note in made.notes() if note.startswith(said))
+    assert next(note for note in list_warnings(made) if note.startswith(said))
 
 
 @pytest.mark.parametrize("unused", ["val", "valid", "validation"])
@@ -478,11 +479,13 @@ def test_a_folder_beside_train_that_nothing_looks_into_is_named(
     for split in ("train", unused):
         shutil.copytree(sites / "photos", tmp_path / "set" / split)
     words = (f"data.root={tmp_path / 'set'}", f"data.cache={tmp_path / 'cache'}")
-    notes = list(prepare(of_sites(*words)).notes())
+    notes = list(list_warnings(build_experiment(of_sites(*words))))
     where = f"data.root={tmp_path / 'set'}:"
     assert f"{where} {unused}/ is not used; rename it to test to judge with it" in notes
     shutil.copytree(sites / "photos", tmp_path / "set/test")
-    notes = list(prepare(of_sites(*words)).notes())
+    notes = list(list_warnings(build_experiment(of_sites(*words))))
     assert f"{where} train/ is trained on, test/ judges, and {unused}/ is not used" in notes
     shutil.rmtree(tmp_path / "set" / unused)
-    assert not [note for note in prepare(of_sites(*words)).notes() if note.startswith(where)]
+    assert not [
+        note for note in list_warnings(build_experiment(of_sites(*words))) if note.startswith(where)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from fedssl import config
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_share
 from fedssl.runs import run
+from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
-from fedssl.runs.session import prepare
+from fedssl.runs.validate import list_warnings
 from fedssl.util.errors import UserError
 
 SMALL = (
@@ -33,12 +35,12 @@ def small(*words: str) -> config.Config:
 
 
 def test_judging_at_another_size_and_without_labels() -> None:
-    same, other = prepare(small()), prepare(small("evaluate.size=24"))
-    assert other.judged_splits[0].images[0].shape[2:] == (24, 24)
+    same, other = build_experiment(small()), build_experiment(small("evaluate.size=24"))
+    assert other.evaluator.dataset.train.images[0].shape[2:] == (24, 24)
     weights = same.trainer.initial
-    assert same.judge(weights) != other.judge(weights)
-    unlabeled = prepare(small("evaluate.size=24", "evaluate.protocols=unlabeled"))
-    assert unlabeled.judge(weights)["effective_rank"] > 1
+    assert same.evaluator.evaluate(weights) != other.evaluator.evaluate(weights)
+    unlabeled = build_experiment(small("evaluate.size=24", "evaluate.protocols=unlabeled"))
+    assert unlabeled.evaluator.evaluate(weights)["effective_rank"] > 1
 
 
 def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> None:
@@ -48,19 +50,27 @@ def test_more_neighbours_than_there_are_is_said_unless_nobody_chose_them() -> No
         "evaluate.protocols=knn,knn@10,linear@10",
         "evaluate.monitor=knn@50",
     )
-    notes = list(prepare(small(*few, "evaluate.k=60")).notes())
+    notes = list(list_warnings(build_experiment(small(*few, "evaluate.k=60"))))
     assert notes == [
         "evaluate.k=60: knn@10 has only 10 labelled samples; all vote",
         "evaluate.k=60: knn@50 has only 50 labelled samples; all vote",
     ]
-    assert not list(prepare(small(*few)).notes())
-    assert not list(prepare(small(QUIET, "evaluate.protocols=linear@10", "evaluate.k=60")).notes())
+    assert not list(list_warnings(build_experiment(small(*few))))
+    assert not list(
+        list_warnings(
+            build_experiment(small(QUIET, "evaluate.protocols=linear@10", "evaluate.k=60"))
+        )
+    )
 
 
 def test_rounds_that_never_come_are_said() -> None:
     for rounds, every, said in ((3, 4, True), (4, 4, False), (0, 4, False), (3, 0, False)):
-        notes = list(prepare(small(QUIET, f"rounds={rounds}", f"evaluate.every={every}")).notes())
-        line = "evaluate.every=4: there are 3 rounds, so only the end is judged"
+        notes = list(
+            list_warnings(
+                build_experiment(small(QUIET, f"rounds={rounds}", f"evaluate.every={every}"))
+            )
+        )
+        line = "evaluate.every=4: there are 3 rounds, so only the end is evaluated"
         assert notes == [line] * said
 
 
@@ -88,24 +98,24 @@ def test_a_class_of_which_there_are_too_few_is_called_by_its_name(
     where = ("data.name=folder", f"data.root={tmp_path / 'photos'}", f"data.cache={tmp_path}")
     given = ("partition.name=iid", "partition.clients=2", "cohort.size=2", *where, word)
     with pytest.raises(UserError) as error:
-        prepare(small(*given))
+        build_experiment(small(*given))
     assert line in str(error.value) and "class newt has 2; " in str(error.value)
 
 
 def test_the_second_tower_is_judged_by_its_own_weights() -> None:
     words = ("encoder.towers=2", "data.halves=true")
-    first = prepare(small(*words))
-    second = prepare(small(*words, "evaluate.tower=second"))
+    first = build_experiment(small(*words))
+    second = build_experiment(small(*words, "evaluate.tower=second"))
     weights = first.trainer.initial
-    scores = first.judge(weights), second.judge(weights)
+    scores = first.evaluator.evaluate(weights), second.evaluator.evaluate(weights)
     assert scores[0] != scores[1]
     spoilt = weights.clone()
     named = first.trainer.flat.named(spoilt)
     for name, tensor in named.items():
         if name.startswith("towers.1."):
             tensor.zero_()
-    assert first.judge(spoilt) == scores[0]
-    assert second.judge(spoilt)["knn_top1"] < 30
+    assert first.evaluator.evaluate(spoilt) == scores[0]
+    assert second.evaluator.evaluate(spoilt)["knn_top1"] < 30
 
 
 def test_rows_of_untrained_and_given_weights(tmp_path: Path) -> None:
@@ -118,7 +128,7 @@ def test_rows_of_untrained_and_given_weights(tmp_path: Path) -> None:
 
 def test_two_towers_start_from_their_own_files(tmp_path: Path) -> None:
     run.run(small("encoder.towers=2"), tmp_path / "a")
-    first, second = prepare(
+    first, second = build_experiment(
         small("encoder.towers=2", f"encoder.init={tmp_path / 'a'}")
     ).trainer.network.towers
     a, b = (next(tower.encoder.parameters()) for tower in (first, second))
@@ -127,16 +137,23 @@ def test_two_towers_start_from_their_own_files(tmp_path: Path) -> None:
 
 def test_standalone_is_judged_by_its_clients_models() -> None:
     words = ("algorithm.name=standalone", "partition.name=iid", "partition.clients=8")
-    session = prepare(small(*words, "server.lr=0.05"))
+    session = build_experiment(small(*words, "server.lr=0.05"))
     for round in range(3):
         session.server.round = round
-        cohort = session.engine.cohort(session.cohort_ids(round), round)
+        cohort = session.engine.cohort(session.draw_cohort(round), round)
         session.algorithm.round(session.server, cohort)
-    personal = session.personal(3)
+    personal = session.models.personal_models(3)
     assert len(personal) == 3
-    scores = [session.judge(weights)["knn_top1"] for weights in session.personal(5).values()]
-    assert session.judge_result()["knn_top1"] == pytest.approx(sum(scores) / 5)
-    assert session.judge_result() != session.judge(session.trainer.initial)
+    scores = [
+        session.evaluator.evaluate(weights)["knn_top1"]
+        for weights in session.models.personal_models(5).values()
+    ]
+    assert session.evaluator.evaluate_result(session.models)["knn_top1"] == pytest.approx(
+        sum(scores) / 5
+    )
+    assert session.evaluator.evaluate_result(session.models) != session.evaluator.evaluate(
+        session.trainer.initial
+    )
 
 
 @pytest.mark.parametrize("cases", [False, True])
@@ -145,7 +162,7 @@ def test_the_heads_accuracy_by_hand(cases: bool) -> None:
     settings = config.resolve(
         config.read_recipe(None), ["rounds=1", "evaluate.baselines=[]", *words]
     )
-    session = prepare(settings)
+    session = build_experiment(settings)
     test = session.dataset.test
     assert test is not None and test.labels is not None
     order = torch.argsort(test.labels, stable=True)[:348]
@@ -154,10 +171,10 @@ def test_the_heads_accuracy_by_hand(cases: bool) -> None:
     if cases:  # a case has one label
         labels = labels[::2].repeat_interleave(2)
     made = Split((test.images[0][order],), labels, cases=groups)
-    session.judged_splits = (session.dataset.train, made)
-    score = session.judge(session.trainer.initial)["head_top1"]
+    session.evaluator.dataset = replace(session.dataset, test=made)
+    score = session.evaluator.evaluate(session.trainer.initial)["head_top1"]
     with torch.no_grad():
-        logits = session.encoder().eval()(made.images[0].float() / 255)
+        logits = session.tower().eval()(made.images[0].float() / 255)
     if cases:
         logits, labels = (logits[::2] + logits[1::2]) / 2, labels[::2]
     assert score == pytest.approx(100 * float((logits.argmax(1) == labels).double().mean()))
@@ -168,7 +185,7 @@ def test_the_heads_accuracy_by_hand(cases: bool) -> None:
     [
         (("encoder.norm=batch", "partition.samples=1"), "encoder.norm=batch: needs batches"),
         (("encoder.norm=batch", "algorithm.batch=1"), "encoder.norm=batch: needs batches"),
-        (("partition.samples=1", "cohort.size=1"), "cohort.size=1: a round may hold only 1"),
+        (("partition.samples=1", "cohort.size=1"), "cohort.size=1: a round may have only 1"),
         (
             ("objective.name=supervised", "algorithm.name=fedavg", "encoder.towers=2"),
             "encoder.towers=2",
@@ -179,22 +196,22 @@ def test_the_heads_accuracy_by_hand(cases: bool) -> None:
 def test_what_could_not_learn_is_refused(words: tuple[str, ...], sentence: str) -> None:
     given = [w for w in SMALL if not ("supervised" in "".join(words) and "projector" in w)]
     with pytest.raises(UserError, match=sentence):
-        prepare(config.resolve(config.read_recipe(None), [*given, *words]))
+        build_experiment(config.resolve(config.read_recipe(None), [*given, *words]))
 
 
 def test_a_cpu_may_have_a_number() -> None:
-    assert prepare(small("device=cpu:0")).trainer.device == torch.device("cpu", 0)
+    assert build_experiment(small("device=cpu:0")).trainer.device == torch.device("cpu", 0)
 
 
 def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = prepare(small())
+    session = build_experiment(small())
 
     def broken(*_: object) -> None:
         raise ValueError("a bug")
 
     monkeypatch.setattr(session.algorithm, "encode", broken)
     with pytest.raises(ValueError, match="a bug"):
-        session.algorithm.round(session.server, session.engine.cohort(session.cohort_ids(0), 0))
+        session.algorithm.round(session.server, session.engine.cohort(session.draw_cohort(0), 0))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +222,9 @@ def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.M
 def test_held_out_images_are_nobodys(partition: str) -> None:
     """FedEMA, appendix B.3: what semi fine-tunes on was not pretrained on."""
     words = ["data.holdout=0.1", f"partition.name={partition.split()[0]}", partition.split()[1]]
-    session = prepare(config.resolve(config.read_recipe(None), [*words, "cohort.size=null"]))
+    session = build_experiment(
+        config.resolve(config.read_recipe(None), [*words, "cohort.size=null"])
+    )
     train = session.dataset.train
     assert train.labels is not None
     out = draw_share(train.labels, 0.1, 10, 0).numpy()
@@ -230,7 +249,7 @@ def test_the_norm_layers_of_a_run_judged_on_other_data(tmp_path: Path) -> None:
 def test_head_is_refused_as_a_monitor_of_what_has_none() -> None:
     words = ["evaluate.every=1", "evaluate.monitor=head"]
     with pytest.raises(UserError, match="head"):
-        prepare(config.resolve(config.read_recipe(None), words))
+        build_experiment(config.resolve(config.read_recipe(None), words))
 
 
 def test_centralized_training_is_judged_on_the_clients_of_the_partition() -> None:
@@ -238,6 +257,6 @@ def test_centralized_training_is_judged_on_the_clients_of_the_partition() -> Non
         "algorithm.name=centralized", "partition.name=classes", "partition.clients=5",
         "cohort.size=null", "evaluate.protocols=per-client", "rounds=0",
     ]  # fmt: skip
-    session = prepare(config.resolve(config.read_recipe(None), words))
-    session.judge_clients()
-    assert len(session.client_scores["global"]) == 5
+    session = build_experiment(config.resolve(config.read_recipe(None), words))
+    session.evaluator.evaluate_clients(session.models)
+    assert len(session.evaluator.client_scores["global"]) == 5

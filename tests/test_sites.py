@@ -13,8 +13,8 @@ from PIL import Image
 from fedssl import config
 from fedssl.deploy.sites import Introduction, server_session
 from fedssl.runs import run
+from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
-from fedssl.runs.session import prepare
 from fedssl.util import tables
 from fedssl.util.errors import UserError
 
@@ -98,7 +98,7 @@ def test_a_site_that_is_too_small_is_named(words: str, said: str, tmp_path: Path
             made.save(tmp_path / "images" / name / f"{image}.png")
     plain = ["data.levels=client", "evaluate.protocols=unlabeled"]
     with pytest.raises(UserError, match=re.escape(said)):
-        prepare(settings(tmp_path / "images", tmp_path, *plain, *words.split()))
+        build_experiment(settings(tmp_path / "images", tmp_path, *plain, *words.split()))
 
 
 def test_a_server_names_the_site_that_is_too_small() -> None:

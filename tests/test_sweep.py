@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from fedssl import cli, config
 from fedssl.runs import checkpoint, loggers, run, sweep
-from fedssl.runs.session import Session, assemble, prepare
+from fedssl.runs.build import Experiment, assemble, build_experiment
 from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
@@ -523,11 +523,11 @@ def test_of_two_sweeps_in_a_folder_one_is_refused(
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
     """The sessions that a check has made."""
-    made: list[Session] = []
+    made: list[Experiment] = []
 
-    def kept(*arguments: Any, **keys: Any) -> Session:
+    def kept(*arguments: Any, **keys: Any) -> Experiment:
         made.append(assemble(*arguments, **keys))
         return made[-1]
 
@@ -536,14 +536,16 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 
 @pytest.mark.parametrize("name", config.VARIANTS["objective"])
-def test_a_check_makes_the_same_network_without_weights(name: str, checked: list[Session]) -> None:
+def test_a_check_makes_the_same_network_without_weights(
+    name: str, checked: list[Experiment]
+) -> None:
     headless = name in ("rotation", "mae", "supervised")
     words = [word for word in SMALL if not (headless and word.startswith("objective."))]
     words += ["algorithm.name=fedavg", f"objective.name={name}"]
     words += ["encoder.name=vit-tiny", "encoder.patch=4"] * (name == "mae")
     settings = config.resolve(config.read_recipe(None), words)
     sweep.check({"a": settings})
-    (session,), real = checked, prepare(settings)
+    (session,), real = checked, build_experiment(settings)
     tensors = (session.trainer.flat.vector, session.server.weights, *session.trainer.images)
     assert all(tensor.is_meta for tensor in tensors)
     assert session.trainer.flat.layers == real.trainer.flat.layers
@@ -578,7 +580,7 @@ class Own(fedavg.FedAvg):
 
 @pytest.mark.parametrize("key", ["objective", "algorithm", "encoder"])
 def test_code_that_is_not_ours_may_look_at_weights(
-    key: str, tmp_path: Path, checked: list[Session]
+    key: str, tmp_path: Path, checked: list[Experiment]
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
@@ -613,14 +615,14 @@ def test_a_logger_that_is_missing_is_found_before_the_first_run(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Session]) -> None:
+def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Experiment]) -> None:
     words = ["encoder.groups=8", f"encoder.init={tmp_path / 'encoder.safetensors'}"]
-    first = prepare(config.build(tree(words[0])))
+    first = build_experiment(config.build(tree(words[0])))
     state = {name: tensor + 1 for name, tensor in first.encoder().encoder.state_dict().items()}
     save_file(state, tmp_path / "encoder.safetensors")
     settings = config.build(tree(*words))
     sweep.check({"a": settings})
-    assert torch.equal(checked[0].trainer.initial, prepare(settings).trainer.initial)
+    assert torch.equal(checked[0].trainer.initial, build_experiment(settings).trainer.initial)
     name = next(iter(state))
     save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
     with pytest.raises(UserError, match=rf"^b: encoder.init=.*\(1,\) for {name}"):

@@ -26,9 +26,9 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.privacy.exchanges import list_exchanges
-from fedssl.runs import checkpoint, run
-from fedssl.runs import session as session_module
-from fedssl.runs.session import prepare
+from fedssl.runs import checkpoint, run, split
+from fedssl.runs.build import build_experiment
+from fedssl.runs.validate import list_warnings
 from fedssl.training import trainer as training
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, flatten
@@ -433,17 +433,17 @@ def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_sharing_nothing_is_gathered_and_secure_sums_are_possible() -> None:
     off = ("algorithm.remote=off", "algorithm.lambda=0", "engine.name=flower")
-    session = prepare(small(*off, "privacy.secure=true", "cohort.size=5"))
+    session = build_experiment(small(*off, "privacy.secure=true", "cohort.size=5"))
     assert session.algorithm.gathers == ()
 
 
 def test_robust_means_do_not_cover_features() -> None:
     with pytest.raises(UserError, match=r"cohort\.average=median with algorithm\.name=ccl"):
-        prepare(small("cohort.average=median"))
+        build_experiment(small("cohort.average=median"))
 
 
 def test_neighbours_matter_only_to_matching() -> None:
-    prepare(small("algorithm.lambda=0", "algorithm.features=3"))
+    build_experiment(small("algorithm.lambda=0", "algorithm.features=3"))
 
 
 def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
@@ -503,12 +503,12 @@ def small(*words: str) -> config.Config:
 def test_a_resumed_run_has_the_same_weights_and_banks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cut = prepare(small()), prepare(small())
+    whole, cut = build_experiment(small()), build_experiment(small())
     for session in (whole, cut):
         for _ in range(2):
             one_round(session)
     checkpoint.write(tmp_path, cut)
-    again = prepare(small())
+    again = build_experiment(small())
     assert checkpoint.read(tmp_path, again)
     for session in (whole, again):
         for _ in range(2):
@@ -521,7 +521,7 @@ def test_a_resumed_run_has_the_same_weights_and_banks(
 
 def one_round(session: Any) -> None:
     server = session.server
-    step(session.engine, server, server.round, *session.cohort_ids(server.round))
+    step(session.engine, server, server.round, *session.draw_cohort(server.round))
     server.round += 1
 
 
@@ -553,22 +553,26 @@ def test_a_whole_run_with_keys_of_the_system(tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_line(words: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        prepare(small(*words.split()))
+        build_experiment(small(*words.split()))
     assert "\n" not in str(error.value)
 
 
 def test_as_many_images_as_are_mixed_are_enough() -> None:
-    session = prepare(small("algorithm.mix=16"))
+    session = build_experiment(small("algorithm.mix=16"))
     one_round(session)
     assert {len(bank) for bank in banks(session.server).values()} == {16}
 
 
 def test_one_client_alone_is_told_that_nothing_is_remote() -> None:
     alone = ("partition.clients=1", "cohort.size=1")
-    assert any("no remote features" in note for note in prepare(small(*alone)).notes())
+    assert any(
+        "no remote features" in note for note in list_warnings(build_experiment(small(*alone)))
+    )
     off = ("algorithm.remote=off", "algorithm.lambda=0")
     for words in ((), (*alone, *off)):
-        assert not any("no remote features" in note for note in prepare(small(*words)).notes())
+        assert not any(
+            "no remote features" in note for note in list_warnings(build_experiment(small(*words)))
+        )
 
 
 def test_other_objectives_are_refused() -> None:
@@ -601,7 +605,7 @@ def ratios(session: Any) -> dict[int, float]:
 def test_what_is_known_of_a_queue_that_is_longer_than_a_round() -> None:
     """Keys of earlier rounds stay in it: 16 images, 12 of them and both views a round."""
     words = ("partition.name=classes", "partition.classes=4", "cohort.size=null")
-    session = prepare(small(*words, "objective.queue=60", "algorithm.features=16"))
+    session = build_experiment(small(*words, "objective.queue=60", "algorithm.features=16"))
     for _ in range(4):
         one_round(session)
     states: Any = session.engine.states
@@ -625,7 +629,7 @@ EXCLUSIVE = (
     ],
 )
 def test_false_negatives_of_exclusive_classes(words: str, expected: float) -> None:
-    session = prepare(small(*EXCLUSIVE, *words.split()))
+    session = build_experiment(small(*EXCLUSIVE, *words.split()))
     assert ratios(session) == pytest.approx(dict.fromkeys(range(5), 1 / 2))  # no banks yet: 1/m
     for _ in range(2):
         assert ratios(session) == pytest.approx(dict.fromkeys(range(5), expected), abs=1e-12)
@@ -637,7 +641,7 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
 ) -> None:
     """Counted image by image, with mixed classes, unequal clients, and rounds that some miss."""
     words = ("partition.name=dirichlet", "partition.alpha=1", "algorithm.mix=2")
-    session = prepare(small(*words, f"algorithm.remote={remote}", "algorithm.features=7"))
+    session = build_experiment(small(*words, f"algorithm.remote={remote}", "algorithm.features=7"))
     assert session.dataset.train.labels is not None
     labels, trainer, groups = (
         session.dataset.train.labels.tolist(),
@@ -676,12 +680,12 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
 
 
 def test_without_labels_nothing_is_counted(tmp_path: Path) -> None:
-    session = prepare(small())
+    session = build_experiment(small())
     session.trainer.census = session.server.census = None
     one_round(session)
     assert "false_negatives" not in session.server.client_log
     states: Any = session.engine.states
-    assert "origins" not in states[int(session.cohort_ids(0)[0])]
+    assert "origins" not in states[int(session.draw_cohort(0)[0])]
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -689,14 +693,14 @@ def test_images_without_a_label_count_only_where_a_client_holds_them(
     held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one such image among the clients' no ratio is known; elsewhere it does not matter."""
-    loaded = session_module.load_data(small("partition.fraction=0.9"))
+    loaded = split.load_run_dataset(small("partition.fraction=0.9"))
     labels = loaded.train.labels
     assert labels is not None
-    groups = session_module.client_data(small("partition.fraction=0.9"), loaded)
+    groups = split.split_clients(small("partition.fraction=0.9"), loaded)
     free = np.setdiff1d(np.arange(len(labels)), groups.members)
     labels[int(groups.members[0] if held else free[0])] = -1
-    monkeypatch.setattr(session_module, "load_data", lambda config: loaded)
-    session = prepare(small("partition.fraction=0.9"))
+    monkeypatch.setattr("fedssl.runs.build.load_run_dataset", lambda config: loaded)
+    session = build_experiment(small("partition.fraction=0.9"))
     one_round(session)
     assert ("false_negatives" in session.server.client_log) != held
 
@@ -718,7 +722,10 @@ def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(training, "SELDOM", 3)
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(5))
     given = ("cohort.size=null", "precision=fp64", *words.split())
-    plain, fast = prepare(small(*given)), prepare(small(*given, "engine.compile=on"))
+    plain, fast = (
+        build_experiment(small(*given)),
+        build_experiment(small(*given, "engine.compile=on")),
+    )
     for _ in range(4):
         one_round(plain)
         one_round(fast)
@@ -739,7 +746,7 @@ def test_no_more_shapes_are_compiled_than_torch_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(training, "SELDOM", 0)
     words = ("partition.name=dirichlet", "partition.clients=12", "algorithm.mix=1")
     more = ("algorithm.share_plain=true", "cohort.size=null", "algorithm.batch=2")
-    session = prepare(small(*words, *more, "engine.compile=on"))
+    session = build_experiment(small(*words, *more, "engine.compile=on"))
     for _ in range(3):
         one_round(session)
     assert len(session.trainer._replays) == training.MOST_SHAPES
@@ -747,7 +754,7 @@ def test_no_more_shapes_are_compiled_than_torch_takes(monkeypatch: pytest.Monkey
 
 def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    session = prepare(small("engine.compile=on"))
+    session = build_experiment(small("engine.compile=on"))
     for _ in range(2):
         one_round(session)
     assert not session.trainer._replays

@@ -18,8 +18,9 @@ from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
+from fedssl.evaluate.evaluator import MOST_EVALUATED
 from fedssl.runs import run
-from fedssl.runs.session import JUDGED_CLIENTS, prepare
+from fedssl.runs.build import build_experiment
 from fedssl.training.trainer import Pull
 from fedssl.util import tables
 
@@ -140,24 +141,30 @@ SMALL = (
     ids=["ditto", "fedavg", "fedbn", "standalone"],
 )
 def test_every_client_is_judged_by_each_model_there_is(words: list[str], models: set[str]) -> None:
-    session = prepare(configuration.resolve(configuration.read_recipe(None), [*SMALL, *words]))
-    untrained = session.judge_untrained()  # one model is everybody's
+    session = build_experiment(
+        configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
+    )
+    untrained = session.evaluator.evaluate_untrained(
+        session.untrained()
+    )  # one model is everybody's
     assert untrained.keys() == {f"per-client_{what}" for what in ("top1", "worst", "spread")}
-    scores = list(session._client_scores(session.trainer.initial))
+    scores = list(session.evaluator._score_clients(session.trainer.initial))
     assert untrained["per-client_top1"] == pytest.approx(float(np.mean(scores)))
     step(session.engine, session.server, 0)
-    results = session.judge_clients()
+    results = session.evaluator.evaluate_clients(session.models)
     assert results.keys() == {
         f"per-client_{model}_{what}" for model in models for what in ("top1", "worst", "spread")
     }
     if models == {"global", "personal"}:
         path = session.algorithm.personal
         for k in range(4):
-            own = session.personal_weights(k)
+            own = session.models.personal_model(k)
             assert own is not None
             if path is not None:
                 assert torch.equal(own, session.engine.states.get_leaf(k, path))  # type: ignore[arg-type]
-        scores = [session._client_scores(session.personal_weights(k))[k] for k in range(4)]  # type: ignore[arg-type]
+        scores = [
+            session.evaluator._score_clients(session.models.personal_model(k))[k] for k in range(4)
+        ]  # type: ignore[arg-type]
         assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
         assert results["per-client_personal_worst"] == min(scores)
 
@@ -187,16 +194,16 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     words = (f"algorithm.name={tmp_path / 'some.py'}:Some", "partition.clients=8", "seed=4")
     more = ("evaluate.protocols=linear,per-client", "client.lr=3", "algorithm.local_steps=3")
     tree = configuration.read_recipe(None)
-    session = prepare(configuration.resolve(tree, [*SMALL, *words, *more]))
-    assert 0 not in choose(key(4, "judged"), 8, JUDGED_CLIENTS)
+    session = build_experiment(configuration.resolve(tree, [*SMALL, *words, *more]))
+    assert 0 not in choose(key(4, "judged"), 8, MOST_EVALUATED)
     step(session.engine, session.server, 0)
     own = session.engine.states.get_leaf(0, ("own",))
     assert own is not None
-    results = session.judge_result()
-    assert results["linear_top1"] == session.judge(own)["linear_top1"]
-    alone = session._client_scores(own)[0]
+    results = session.evaluator.evaluate_result(session.models)
+    assert results["linear_top1"] == session.evaluator.evaluate(own)["linear_top1"]
+    alone = session.evaluator._score_clients(own)[0]
     assert results["per-client_personal_top1"] == alone
-    other = session._client_scores(session.trainer.initial)[0]
+    other = session.evaluator._score_clients(session.trainer.initial)[0]
     assert alone != other
 
 
@@ -214,7 +221,7 @@ def test_a_model_has_one_probe_for_both_protocols(
     words: list[str], fits: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = [*SMALL, *words, "evaluate.protocols=[linear,per-client,linear@40]"]
-    session = prepare(configuration.resolve(configuration.read_recipe(None), both))
+    session = build_experiment(configuration.resolve(configuration.read_recipe(None), both))
     step(session.engine, session.server, 0)
     fitted: list[linear.Head] = []
     fit = linear.fit
@@ -224,11 +231,16 @@ def test_a_model_has_one_probe_for_both_protocols(
         return fitted[-1]
 
     monkeypatch.setattr(linear, "fit", noted)
-    untrained, result = session.judge_untrained(), session.judge_result()
+    untrained, result = (
+        session.evaluator.evaluate_untrained(session.untrained()),
+        session.evaluator.evaluate_result(session.models),
+    )
     assert len(fitted) == fits + few
-    alone = session.judge_clients()  # every model again, with a probe of its own
+    alone = session.evaluator.evaluate_clients(
+        session.models
+    )  # every model again, with a probe of its own
     assert alone.items() <= result.items() and len({*alone.values()}) > 1
-    scores = session._client_scores(session.trainer.initial)
+    scores = session.evaluator._score_clients(session.trainer.initial)
     assert untrained["per-client_top1"] == pytest.approx(float(scores.mean()))
     assert len(fitted) == 2 * fits + few
 
@@ -264,7 +276,7 @@ def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
     one, other = ((tmp_path / n / "encoder.safetensors").read_bytes() for n in summaries)
     assert one == other
     trained = load_file(tmp_path / "ditto" / "encoder.safetensors")
-    untrained = prepare(settings).encoder().encoder.state_dict()
+    untrained = build_experiment(settings).encoder().encoder.state_dict()
     assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
     lines = [json.loads(line) for line in (tmp_path / "ditto" / "metrics.jsonl").open()]
     assert all({"knn_top1", "global_knn_top1"} <= line.keys() for line in lines)

@@ -28,7 +28,7 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint, reevaluate, run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 SIZES = (4, 7, 5, 6, 8)
@@ -371,18 +371,18 @@ def small(*words: str) -> Config:
 
 @pytest.mark.parametrize("policy", ["average", "local"])
 def test_each_client_is_judged_by_its_clusters_model(policy: str) -> None:
-    session = prepare(small(f"algorithm.norm_policy={policy}", "cohort.size=null"))
+    session = build_experiment(small(f"algorithm.norm_policy={policy}", "cohort.size=null"))
     engine: Any = session.engine
     step(engine, session.server, 0)
-    results = session.judge_clients()
+    results = session.evaluator.evaluate_clients(session.models)
     found, scores = models(engine, session.server), []
     for k in range(5):
         expected = found[k % 2]
         if policy == "local":
             expected[session.trainer.kept] = engine.states[k]["norm"]
-        own = session.personal_weights(k)
+        own = session.models.personal_model(k)
         assert own is not None and torch.equal(own, expected)
-        scores.append(session._client_scores(expected)[k])
+        scores.append(session.evaluator._score_clients(expected)[k])
     assert results["per-client_personal_top1"] == pytest.approx(np.nanmean(scores))
     assert results.keys() >= {"per-client_global_top1", "per-client_personal_worst"}
 
@@ -457,7 +457,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
     from far import small as far_small
 
     config = far_small(*BYOL, "algorithm.name=featarc", "server.momentum=0.5", *words.split())
-    near, (far, _) = prepare(config), far_session(config, tmp_path)
+    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
     here, there = go(near, 3), go(far, 3)
     assert near.server.client_log == far.server.client_log and near.server.client_log["cluster"]
     for name in (0, 1):
@@ -469,7 +469,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
         for name_, value in state.items():
             other = states_of(far)[client][name_]
             np.testing.assert_allclose(other, value, rtol=1e-9, atol=1e-12)
-    mine, other_ = near.personal(5), far.personal(5)
+    mine, other_ = near.models.personal_models(5), far.models.personal_models(5)
     assert mine.keys() == other_.keys() and len(mine) >= 3
     assert all(relative(other_[k], mine[k]) < 1e-10 for k in mine)
 
@@ -487,7 +487,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
 )
 def test_refusals(words: str, says: str) -> None:
     with pytest.raises(UserError) as error:
-        prepare(small(*words.split()))
+        build_experiment(small(*words.split()))
     assert says in str(error.value) and "\n" not in str(error.value)
 
 

@@ -27,8 +27,9 @@ from fedssl.federation.client import Client
 from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint, run
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.reevaluate import evaluate
-from fedssl.runs.session import Session, held_out, prepare, public_images
+from fedssl.runs.split import held_out_images, public_images
 from fedssl.util.errors import UserError
 from fedssl.util.trees import flatten
 
@@ -315,7 +316,7 @@ def small(*words: str) -> config.Config:
 
 @pytest.mark.parametrize("more", ["seed=1", "data.holdout=0.2", OFF])
 def test_public_images_are_nobodys(more: str) -> None:
-    session = prepare(small(more))
+    session = build_experiment(small(more))
     public = public_images(session.config, session.dataset)
     assert session.public is not None and session.public.members.tolist() == public.tolist()
     members = session.engine.groups.members
@@ -331,13 +332,13 @@ def test_public_images_are_nobodys(more: str) -> None:
 
 
 def test_what_is_held_out_is_not_public() -> None:
-    session = prepare(small("data.holdout=0.3"))
-    held = held_out(session.config, session.dataset)
+    session = build_experiment(small("data.holdout=0.3"))
+    held = held_out_images(session.config, session.dataset)
     assert len(held) and not {*held} & {*public_images(session.config, session.dataset)}
 
 
 def test_the_sessions_base_model_learns() -> None:
-    session = begun(prepare(small()))
+    session = begun(build_experiment(small()))
     assert session.public is not None
     trainer, images = session.trainer, session.server.state["public"]
     trainer.load(trainer.initial)
@@ -386,7 +387,7 @@ def test_a_resumed_run_is_the_unbroken_one_and_trains_no_base_model(
     assert {name for name in mine if "banks" in name} == {f"server/banks/{k}" for k in range(5)}
 
 
-def begun(session: Session) -> Session:
+def begun(session: Experiment) -> Experiment:
     session.algorithm.prepare(session.server, session.public)
     return session
 
@@ -413,7 +414,7 @@ def test_both_engines_give_the_same(words: str, tmp_path: Path) -> None:
     import far
 
     settings = far.small(*FAR, *words.split())
-    near = begun(prepare(settings))
+    near = begun(build_experiment(settings))
     away = begun(far.far_session(settings, tmp_path)[0])
     both = list(zip(far.go(near, 3), far.go(away, 3), strict=True))
     assert relative(away.server.weights, near.server.weights) < 1e-10
@@ -476,7 +477,7 @@ def test_a_bad_bank_is_refused_and_costs_only_itself(
 )
 def test_bad_input_is_one_line(words: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        prepare(small(*words.split()))
+        build_experiment(small(*words.split()))
     assert "\n" not in str(error.value)
 
 

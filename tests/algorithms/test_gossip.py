@@ -22,7 +22,7 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.runs import run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -209,7 +209,7 @@ def test_bad_files(text: str, tmp_path: Path) -> None:
     path = tmp_path / "edges"
     path.write_text(text)
     with pytest.raises(UserError, match=BAD[text]):
-        prepare(words_of(f"algorithm.topology={path}"))
+        build_experiment(words_of(f"algorithm.topology={path}"))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_bad_files(text: str, tmp_path: Path) -> None:
 )
 def test_refusals(words: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
-        prepare(words_of(*words.split()))
+        build_experiment(words_of(*words.split()))
     assert "\n" not in str(error.value)
 
 
@@ -269,7 +269,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
     from far import BYOL, far_session, go, small, states_of
 
     config = small(*BYOL, "algorithm.name=gossip", "algorithm.topology=tree", *words.split())
-    near, (far, _) = prepare(config), far_session(config, tmp_path)
+    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
     here, there = go(near, 3), go(far, 3)
     assert relative(models(far.server), models(near.server)) < 1e-10
     assert relative(far.server.weights, near.server.weights) < 1e-10

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedssl.config import Config
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.server import Server
-from fedssl.runs.session import Session
+from fedssl.runs.build import Experiment
 
 SIZES = (6, 9)
 
@@ -27,9 +27,9 @@ def made(config: Config) -> tuple[LocalEngine, Server]:
     return engine_of(config, made_split(), groups_of(*SIZES))
 
 
-def session_of(config: Config, engine: LocalEngine, server: Server) -> Session:
+def session_of(config: Config, engine: LocalEngine, server: Server) -> Experiment:
     """Enough of one for its weights: without a data set."""
-    return Session(config, None, engine, server, 2)  # type: ignore[arg-type]
+    return Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
 
 
 def norm_names(engine: LocalEngine) -> set[str]:
@@ -117,13 +117,13 @@ def test_the_global_model_of_local_norms_has_their_mean(
     config = policy("local", f"algorithm.weight={weight}")
     engine, server = made(config)
     session = session_of(config, engine, server)
-    assert torch.equal(session.global_weights(), engine.trainer.initial)
+    assert torch.equal(session.models.global_model(), engine.trainer.initial)
     step(engine, server, 0)
     first, second = (next_start(engine, server, k) for k in range(2))
-    for name, tensor in engine.trainer.flat.named(session.global_weights()).items():
+    for name, tensor in engine.trainer.flat.named(session.models.global_model()).items():
         mean = (counts[0] * first[name] + counts[1] * second[name]) / sum(counts)
         torch.testing.assert_close(tensor, mean, rtol=1e-12, atol=1e-14)
-        own = session.personal_weights(1)
+        own = session.models.personal_model(1)
         assert own is not None
         assert torch.equal(engine.trainer.flat.named(own)[name], second[name])
 
@@ -134,7 +134,7 @@ def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
     step(engine, server, 0)
     session = session_of(config, engine, server)
     first, second = (next_start(engine, server, k) for k in range(2))
-    found = engine.trainer.flat.named(session.global_weights())
+    found = engine.trainer.flat.named(session.models.global_model())
     for name in norm_names(engine):
         assert relative(found[name], (first[name] + second[name]) / 2) < 1e-12
     assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))

@@ -29,7 +29,9 @@ from fedssl.data.sources import STYLES, altered, assign, clusters
 from fedssl.evaluate import per_client
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower, build
-from fedssl.runs.session import check_deployment, client_data, load_data, prepare
+from fedssl.runs.build import build_experiment
+from fedssl.runs.split import load_run_dataset, split_clients
+from fedssl.runs.validate import check_deployment, list_warnings
 from fedssl.util.errors import UserError
 
 ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
@@ -49,7 +51,7 @@ def made(count: int = 40, channels: int = 1, size: int = 8) -> Dataset:
 def held_sources(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     found = assign(config, dataset)
     assert found.of is not None
-    return counts(client_data(config, dataset, found), found.of.numpy())
+    return counts(split_clients(config, dataset, found), found.of.numpy())
 
 
 # Rotation and style ----------------------------------------------------------------------------
@@ -158,11 +160,11 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
     )
     plain = load_dataset(config.data, config.seed)
     before = plain.train.images[0].clone()
-    session = prepare(config)
+    session = build_experiment(config)
     own, test = session.trainer.images[0].cpu(), session.dataset.test
     assert test is not None and plain.test is not None
     assert torch.equal(test.images[0], plain.test.images[0])
-    assert torch.equal(session.judged_splits[0].images[0], own)
+    assert torch.equal(session.evaluator.dataset.train.images[0], own)
     for k in range(4):
         part = torch.from_numpy(session.engine.groups[k])
         if words is ROTATION:
@@ -179,19 +181,24 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
 def test_each_client_is_judged_on_test_images_like_its_own(size: int) -> None:
     words = ("partition.clients=4", "cohort.size=null", "data.size=8", "evaluate.client_test=iid")
     config = resolved(*ROTATION, *words, f"evaluate.size={size}", "evaluate.protocols=per-client")
-    session = prepare(config)
+    session = build_experiment(config)
     plain = load_dataset(config.data, config.seed, size).test
     assert plain is not None and plain.labels is not None
     for k in range(4):
-        mine = torch.from_numpy(session.client_tests[k])
+        mine = torch.from_numpy(session.evaluator.client_tests[k])
         wanted = torch.rot90(plain.images[0][mine], k, (2, 3))
-        assert len(mine) > 50 and torch.equal(session.client_test_images[mine], wanted)
-    found, encoder = session._client_scores(session.trainer.initial), session.encoder().encoder
-    train = session.judged_splits[0]
+        assert len(mine) > 50 and torch.equal(session.evaluator.client_test_images[mine], wanted)
+    found, encoder = (
+        session.evaluator._score_clients(session.trainer.initial),
+        session.tower().encoder,
+    )
+    train = session.evaluator.dataset.train
     assert train.labels is not None
-    features = (extract(encoder, x) for x in (train.images[0], session.client_test_images))
+    features = (
+        extract(encoder, x) for x in (train.images[0], session.evaluator.client_test_images)
+    )
     known = (next(features), train.labels, next(features), plain.labels)
-    wanted_scores = per_client.scores(*known, session.client_tests, 10, "logistic", 0)
+    wanted_scores = per_client.scores(*known, session.evaluator.client_tests, 10, "logistic", 0)
     np.testing.assert_allclose(found, wanted_scores)
 
 
@@ -208,9 +215,9 @@ def test_test_images_have_a_clients_sources_in_their_shares() -> None:
 
 def test_other_sizes_to_judge_at_are_altered_alike() -> None:
     config = resolved(*ROTATION, "partition.clients=4", "cohort.size=null", "evaluate.size=12")
-    train, _ = prepare(config).judged_splits
+    train = build_experiment(config).evaluator.dataset.train
     plain = load_dataset(config.data, config.seed, 12).train.images[0]
-    of = assign(config, load_data(config)).of
+    of = assign(config, load_run_dataset(config)).of
     assert of is not None and train.images[0].shape[-1] == 12
     for i in range(40):
         assert torch.equal(train.images[0][i], torch.rot90(plain[i], int(of[i]), (1, 2)))
@@ -228,7 +235,7 @@ def test_held_out_and_public_images_keep_their_source() -> None:
     """The partition sees the sources of the images that are left, not of the first ones."""
     config = resolved(*ROTATION, "partition.clients=4", "data.holdout=0.3")
     dataset = made(200)
-    groups = client_data(config, dataset)
+    groups = split_clients(config, dataset)
     of = assign(config, dataset).of
     assert of is not None
     assert len(groups.members) < 200
@@ -297,10 +304,10 @@ def patterns(count: int = 60) -> Dataset:
 
 def test_clusters_of_an_untrained_encoder_need_no_labels() -> None:
     config, dataset = resolved(*CLUSTERS, "partition.clients=3"), patterns()
-    groups = client_data(config, dataset)
+    groups = split_clients(config, dataset)
     assert sorted(set((groups[k] % 3).tolist()).pop() for k in range(3)) == [0, 1, 2]
     assert groups.sizes.tolist() == [20] * 3
-    assert np.array_equal(client_data(config, dataset).members, groups.members)
+    assert np.array_equal(split_clients(config, dataset).members, groups.members)
 
 
 def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,14 +380,14 @@ def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 )
 def test_refusals_before_training_are_one_line(words: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        prepare(resolved(*words.split(), "cohort.size=null"))
+        build_experiment(resolved(*words.split(), "cohort.size=null"))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["dirichlet", "skew", "classes"])
 def test_labels_that_are_not_there(name: str) -> None:
     with pytest.raises(UserError, match=f"name={name}: needs labels.*partition.source=features"):
-        client_data(resolved(f"partition.name={name}"), patterns())
+        split_clients(resolved(f"partition.name={name}"), patterns())
 
 
 def test_a_deployment_refuses_sources() -> None:
@@ -487,8 +494,8 @@ def test_the_command_says_what_is_uneven(capsys: pytest.CaptureFixture[str]) -> 
     words = ["partition.name=dirichlet", "partition.clients=20", "partition.alpha=0.02"]
     assert main(["partition", *words, "partition.balanced=true"]) == 0
     assert "most balanced one is kept" in capsys.readouterr().err
-    session = prepare(resolved(*words, "partition.balanced=true", "cohort.size=null"))
-    assert any("most balanced one is kept" in note for note in session.notes())
+    session = build_experiment(resolved(*words, "partition.balanced=true", "cohort.size=null"))
+    assert any("most balanced one is kept" in note for note in list_warnings(session))
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "nowhere/a.png"])

@@ -21,7 +21,7 @@ from fedssl.engines.remote.codec import Malformed, Packed, pack, unpack, unpack_
 from fedssl.engines.remote.site import Request, Site
 from fedssl.engines.store import History
 from fedssl.federation.aggregate import TooFewReplies
-from fedssl.runs.session import Session, prepare
+from fedssl.runs.build import Experiment, build_experiment
 
 BAD = 3  # the client that misbehaves; one client a node
 
@@ -115,7 +115,7 @@ def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     assert reason in line["faults"][str(BAD)] and "descend" in line["faults"][str(BAD)]
     assert any("no reply of 3" in said for said in line["said"])
     # The round is that of the others, with the moments of all.
-    near = prepare(small("engine.merge=off"))
+    near = build_experiment(small("engine.merge=off"))
     cohort = near.engine.cohort(np.arange(5), 0)
     near.algorithm.round(near.server, Without(cohort, BAD, "descend"))
     assert relative(far.server.weights, near.server.weights) < 1e-10
@@ -136,7 +136,7 @@ def test_who_is_missing_makes_no_others_bytes_fewer(task: str, tmp_path: Path) -
         far, _ = far_session(small("engine.timeout=1"), folder, nodes=5, tamper=tamper)
         lines.append(traffic(one_round(far, folder)))
     whole, less = lines
-    assert whole == traffic(one_round(prepare(small()), tmp_path))
+    assert whole == traffic(one_round(build_experiment(small()), tmp_path))
     for name, moved in whole["exchanges"].items():
         there = 4 if TASKS.index(name) >= TASKS.index(task) else 5
         assert less["exchanges"][name] == {key: n * there / 5 for key, n in moved.items()}
@@ -239,14 +239,14 @@ def test_a_state_that_no_file_holds_is_said_to_the_server(
     assert said.startswith("encode: refused: algorithm.name=dcco: client.state['count'] is of type")
 
 
-def site_of(session: Session, folder: Path) -> Site:
+def site_of(session: Experiment, folder: Path) -> Site:
     return Site(session, folder)
 
 
 @pytest.mark.parametrize("task", ["start", "round", "mu", "__init__", "nonsense"])
 def test_a_site_answers_only_what_the_algorithm_declares(task: str, tmp_path: Path) -> None:
     """Methods of the algorithm that are no exchanges would tell the client's own network."""
-    session = prepare(small(*BYOL, "algorithm.name=fedema"))
+    session = build_experiment(small(*BYOL, "algorithm.name=fedema"))
     network = pack(session.trainer.initial)["."]
     for weight in ("samples", None):
         request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
@@ -255,7 +255,7 @@ def test_a_site_answers_only_what_the_algorithm_declares(task: str, tmp_path: Pa
 
 
 def test_a_mean_is_not_given_as_a_single_reply_nor_the_other_way(tmp_path: Path) -> None:
-    session = prepare(small(*BYOL, "algorithm.name=fedema"))
+    session = build_experiment(small(*BYOL, "algorithm.name=fedema"))
     network = pack(session.trainer.initial)["."]
     for task, weight in (("train", None), ("report", "samples")):
         request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})

@@ -17,7 +17,7 @@ from fedssl.algorithms.ccl import CCL
 from fedssl.engines.remote.codec import Malformed, pack, unpack_like
 from fedssl.engines.remote.engine import STATES
 from fedssl.runs import checkpoint
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.trees import flatten
 
 CASES = [
@@ -63,7 +63,7 @@ def words_of(case: str) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_both_engines_give_the_same_weights_states_and_log(case: str, tmp_path: Path) -> None:
     config = small(*words_of(case), "engine.merge=off")
-    near = prepare(config)
+    near = build_experiment(config)
     far, grid = far_session(config, tmp_path)
     both = list(zip(go(near, 3), go(far, 3), strict=True))
     assert relative(far.server.weights, near.server.weights) < 1e-10 or "standalone" in case
@@ -96,7 +96,7 @@ def test_both_engines_give_the_same_weights_states_and_log(case: str, tmp_path: 
 @pytest.mark.parametrize("case", ["algorithm.name=dcco", "byol algorithm.name=fedema"])
 def test_in_float32_they_are_equal_to_rounding(case: str, tmp_path: Path) -> None:
     config = small(*words_of(case), "precision=fp32", "engine.merge=off")
-    near, (far, _) = prepare(config), far_session(config, tmp_path)
+    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
     go(near, 3)
     go(far, 3)
     assert relative(far.server.weights, near.server.weights) < 1e-5
@@ -104,11 +104,13 @@ def test_in_float32_they_are_equal_to_rounding(case: str, tmp_path: Path) -> Non
 
 def test_personal_models_and_kept_norms_are_judged_from_the_states(tmp_path: Path) -> None:
     config = small(*words_of("byol algorithm.name=ditto algorithm.norm_policy=local"))
-    near, (far, _) = prepare(config), far_session(config, tmp_path)
+    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
     go(near, 2)
     go(far, 2)
-    torch.testing.assert_close(far.global_weights(), near.global_weights(), rtol=1e-9, atol=1e-12)
-    mine, theirs = near.personal(5), far.personal(5)
+    torch.testing.assert_close(
+        far.models.global_model(), near.models.global_model(), rtol=1e-9, atol=1e-12
+    )
+    mine, theirs = near.models.personal_models(5), far.models.personal_models(5)
     assert mine.keys() == theirs.keys() and len(mine) == 5
     for client, weights in mine.items():
         torch.testing.assert_close(theirs[client], weights, rtol=1e-9, atol=1e-12)
@@ -129,7 +131,7 @@ def test_a_bad_bank_costs_only_itself(
 ) -> None:
     """The models of its client were averaged: the round counts, whatever cohort.minimum is."""
     config = small(*words_of("ccl algorithm.features=5"), "cohort.minimum=5")
-    near, (far, _) = prepare(config), far_session(config, tmp_path, nodes=5)
+    near, (far, _) = build_experiment(config), far_session(config, tmp_path, nodes=5)
     go(near, 1)
     spoil, reason = BAD_BANKS[kind]
     share = CCL.share
@@ -176,7 +178,7 @@ def test_updates_in_half_precision(tmp_path: Path) -> None:
 
 def test_a_line_of_the_metrics_is_the_same(tmp_path: Path) -> None:
     config = small("engine.merge=off")
-    near, (far, _) = prepare(config), far_session(config, tmp_path)
+    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
     mine, theirs = one_round(near, tmp_path), one_round(far, tmp_path)
     assert mine.keys() == theirs.keys()
     changing = {"seconds", "loss"}
@@ -189,7 +191,7 @@ def test_noise_is_added_to_sums_of_clipped_contributions_here_too(tmp_path: Path
     """With hardly any noise both engines agree; clipping happens at the client."""
     words = ("privacy.noise=1e-7", "privacy.clip=0.01", "objective.bound=1")
     config = small(*words)
-    near, (far, grid) = prepare(config), far_session(config, tmp_path)
+    near, (far, grid) = build_experiment(config), far_session(config, tmp_path)
     sent: list[float] = []
 
     def look(asked: Message, reply: Message) -> Message:

@@ -20,7 +20,7 @@ from fedssl.engines.remote.engine import STATES
 from fedssl.engines.remote.site import Request, SecureStep, Site
 from fedssl.engines.store import History
 from fedssl.privacy import survivors_needed
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 SECURE = "privacy.secure=true"
@@ -89,7 +89,7 @@ def test_dropouts_cost_only_themselves(step: str, lost: tuple[int, ...], tmp_pat
     vector = 8 * (len(far.server.weights) + 3)  # with the loss, the weight and a check
     assert (moved["replied"], moved["reached"]) == (there, there)
     assert vector < moved["up"] / there < vector + 2000
-    near = prepare(small("engine.merge=off"))
+    near = build_experiment(small("engine.merge=off"))
     cohort = near.engine.cohort(np.arange(5), 0)
     moments = _moments(near, cohort)
     if step != "unmask":
@@ -145,7 +145,7 @@ def test_a_spoiled_vector_skips_the_round(tmp_path: Path) -> None:
 
 def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> None:
     config = small("engine.name=flower", SECURE)
-    session = prepare(config)
+    session = build_experiment(config)
     network = pack(session.trainer.initial)["."]
     request = Request(
         "locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", 1, {"0/.": network}
@@ -158,7 +158,7 @@ def test_a_site_is_not_summed_twice(tmp_path: Path) -> None:
     """Two sums of the same encodings would tell of a client that drops out between them."""
     step = SecureStep("keys", "sum", 3)
     for words, asks in (((SECURE,), step), (("objective.bound=1",), None)):
-        session = prepare(small("engine.name=flower", *words))
+        session = build_experiment(small("engine.name=flower", *words))
         request = Request("locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", secure=asks)
         (reply,) = Site(session, tmp_path).answer(request).values()
         assert reply.fault is not None and "not among what this site answers" in reply.fault
@@ -173,7 +173,7 @@ def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: 
 
 
 def test_a_site_takes_no_part_in_a_sum_of_two(tmp_path: Path) -> None:
-    site = Site(prepare(small("engine.name=flower", SECURE)), tmp_path)
+    site = Site(build_experiment(small("engine.name=flower", SECURE)), tmp_path)
     site._check_threshold(3, 3)
     with pytest.raises(UserError, match="not met by 2 of 2"):
         site._check_threshold(2, 2)
@@ -200,7 +200,7 @@ def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> No
 )
 def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> None:
     with pytest.raises(UserError, match=text):
-        prepare(small(*words))
+        build_experiment(small(*words))
 
 
 @pytest.mark.parametrize(

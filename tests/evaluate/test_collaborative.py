@@ -16,11 +16,13 @@ from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
 from fedssl.deploy.sites import Introduction, server_session
 from fedssl.evaluate import collaborations, collaborative, finetune
-from fedssl.evaluate.collaborative import draw
+from fedssl.evaluate.collaborative import FineTuning, draw
+from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat import Flat
 from fedssl.runs import run
+from fedssl.runs.build import assemble, build_experiment
 from fedssl.runs.reevaluate import evaluate
-from fedssl.runs.session import assemble, prepare
+from fedssl.runs.validate import list_warnings
 from fedssl.util.errors import UserError
 
 SPEC = "collaborative@50%"
@@ -148,7 +150,7 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     monkeypatch.setattr(collaborative, "ROUNDS", 3)
     monkeypatch.setattr(collaborative, "BATCH", 5)
     session = made(f"encoder.norm={norm}", "seed=3", sizes=sizes)
-    encoder = session.body(session.trainer.initial).encoder
+    encoder = session.evaluator.tower(session.trainer.initial).encoder
     drawn = draw(session.config, session.clients, session.dataset.train, 0.5)
     assert drawn.sizes.tolist() == [n // 2 for n in sizes]
     head = nn.Linear(encoder.features, 4, dtype=torch.float64)
@@ -157,9 +159,9 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     images = session.dataset.train.images[0].double() / 255
     start = copy.deepcopy(encoder).double()
     body, top = slow(start, images, session.dataset.train.labels, drawn, head, 3)
-    score = session.judge(session.trainer.initial)[f"{SPEC}_top1"]
-    nested = session.tuned[SPEC]
-    found = nested.trainer.flat.named(collaborative.train(nested, encoder))
+    score = session.evaluator.evaluate(session.trainer.initial)[f"{SPEC}_top1"]
+    nested = session.evaluator._federations[SPEC]
+    found = nested.engine.trainer.flat.named(nested.train(encoder))
     expected = Flat(body).named()
     assert (expected["layers.0.weight"] - encoder.layers[0].weight).abs().max() > 1e-4
     for name, tensor in expected.items():
@@ -181,12 +183,14 @@ def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm
     monkeypatch.setattr(collaborative, "ROUNDS", 0)
     session = made(f"encoder.norm={norm}", "precision=fp32")
     weights = session.trainer.initial + 0.01 * torch.arange(len(session.trainer.initial)).sin()
-    judged = session.judge(session.trainer.initial)  # what was judged before leaves nothing
+    judged = session.evaluator.evaluate(
+        session.trainer.initial
+    )  # what was judged before leaves nothing
     assert judged == {f"{SPEC}_top1": 25.0}
-    encoder = session.body(weights).encoder
-    nested = session.tuned[SPEC]
-    collaborative.train(nested, session.body(session.trainer.initial).encoder)
-    found = nested.trainer.flat.named(collaborative.train(nested, encoder))
+    encoder = session.evaluator.tower(weights).encoder
+    nested = session.evaluator._federations[SPEC]
+    nested.train(session.evaluator.tower(session.trainer.initial).encoder)
+    found = nested.engine.trainer.flat.named(nested.train(encoder))
     for name, tensor in Flat(encoder).named().items():
         assert torch.equal(found[f"towers.0.encoder.{name}"], tensor)
     assert not found["towers.0.head.layer.weight"].any()
@@ -197,14 +201,14 @@ def test_every_judgement_starts_anew_and_changes_nothing_here(short):
     session = made("encoder.norm=batch", "client.momentum=0.9", sizes=(20, 20))
     other = session.trainer.initial * 0.5
     before, random = session.trainer.initial.clone(), torch.get_rng_state()
-    first = session.judge(session.trainer.initial)
-    session.judge(other)
-    nested = session.tuned[SPEC]
-    assert session.judge(session.trainer.initial) == first
-    assert session.tuned[SPEC] is nested
-    encoder = session.body(before).encoder
+    first = session.evaluator.evaluate(session.trainer.initial)
+    session.evaluator.evaluate(other)
+    nested = session.evaluator._federations[SPEC]
+    assert session.evaluator.evaluate(session.trainer.initial) == first
+    assert session.evaluator._federations[SPEC] is nested
+    encoder = session.evaluator.tower(before).encoder
     start = copy.deepcopy(encoder.state_dict())
-    weights = [collaborative.train(nested, encoder) for _ in range(2)]
+    weights = [nested.train(encoder) for _ in range(2)]
     assert torch.equal(*weights)
     assert all(torch.equal(start[n], v) for n, v in encoder.state_dict().items())
     assert torch.equal(session.trainer.initial, before)
@@ -214,16 +218,17 @@ def test_every_judgement_starts_anew_and_changes_nothing_here(short):
 def test_a_trained_encoder_is_worth_more_than_a_random_one(monkeypatch):
     """At equal steps: one that has already been tuned on other labels starts far ahead."""
     monkeypatch.setattr(collaborative, "ROUNDS", 8)
-    session = prepare(digits("evaluate.protocols=collaborative@40%"))
+    session = build_experiment(digits("evaluate.protocols=collaborative@40%"))
     with monkeypatch.context() as untrained:
-        untrained.setattr(collaborative, "accuracy", lambda session, encoder: 0.0)
-        session.judge(session.trainer.initial)
-    random = session.body(session.trainer.initial).encoder
-    nested = session.tuned["collaborative@40%"]
-    trained = nested.body(collaborative.train(nested, random)).encoder
+        untrained.setattr(FineTuning, "accuracy", lambda self, encoder: 0.0)
+        session.evaluator.evaluate(session.trainer.initial)
+    random = session.evaluator.tower(session.trainer.initial).encoder
+    nested = session.evaluator._federations["collaborative@40%"]
+    nested.engine.trainer.load(nested.train(random))
+    trained = copy.deepcopy(nested.engine.trainer.network.towers[0].encoder).float()
     monkeypatch.setattr(collaborative, "ROUNDS", 4)
-    session = prepare(digits())
-    scores = [session._fine_tune(e, "collaborative@10%", 0.1) for e in (random, trained)]
+    session = build_experiment(digits())
+    scores = [session.evaluator._fine_tune(e, "collaborative@10%", 0.1) for e in (random, trained)]
     assert scores[1] > scores[0] + 20
 
 
@@ -272,7 +277,7 @@ def nested(monkeypatch):
         seen.append((session, encoder))
         return float(len(seen))
 
-    monkeypatch.setattr(collaborative, "accuracy", score)
+    monkeypatch.setattr(FineTuning, "accuracy", score)
     return seen
 
 
@@ -282,20 +287,21 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
     dataset = Dataset("made", train, made_split(8), CLASSES)
     words = ("evaluate.protocols=collaborative@10%", "evaluate.monitor=collaborative@10%")
     session = assemble(settings(*words, "cohort.size=4"), dataset, groups_of(20, 10, 3, 3))
-    assert [note for note in session.notes() if not note.startswith("dcco: ")] == [
+    assert [note for note in list_warnings(session) if not note.startswith("dcco: ")] == [
         "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
         "collaborative@10%: small clients label more than their share, in all 15.4 % of the images",
     ]
-    session.judge(session.trainer.initial)
+    session.evaluator.evaluate(session.trainer.initial)
     ((own, _),) = nested
-    assert own.engine.groups.sizes.tolist() == [2, 1, 1] and own.cohort == 3
-    assert list(made(sizes=(20, 20)).notes()) == []
+    assert own.engine.groups.sizes.tolist() == [2, 1, 1]
+    assert cohort_size(own.engine.trainer.config, 3) == 3
+    assert list(list_warnings(made(sizes=(20, 20)))) == []
 
 
 def test_centralized_training_is_tuned_in_the_partition(nested):
     words = ("algorithm.name=centralized", "partition.name=classes", "partition.clients=5")
-    session = prepare(digits(*words))
-    session.judge(session.trainer.initial)
+    session = build_experiment(digits(*words))
+    session.evaluator.evaluate(session.trainer.initial)
     ((own, _),) = nested
     assert len(own.engine.groups) == 5
     labels = own.dataset.train.labels.numpy()
@@ -304,15 +310,15 @@ def test_centralized_training_is_tuned_in_the_partition(nested):
 
 
 def test_held_out_images_are_nobodys(nested):
-    session = prepare(digits("data.holdout=0.5"))
-    session.judge(session.trainer.initial)
+    session = build_experiment(digits("data.holdout=0.5"))
+    session.evaluator.evaluate(session.trainer.initial)
     assert len(nested[0][0].dataset.train) == 70  # 10 % of 143 or 144 for each of five
 
 
 def test_the_judged_tower_sees_its_own_images(nested):
     words = ("encoder.towers=2", "data.halves=true", "evaluate.tower=second")
-    session = prepare(digits(*words))
-    session.judge(session.trainer.initial)
+    session = build_experiment(digits(*words))
+    session.evaluator.evaluate(session.trainer.initial)
     ((own, encoder),) = nested
     part = draw(session.config, session.clients, session.dataset.train, 0.1).members
     for ours, whole in ((own.dataset.train, part), (own.dataset.test, slice(None))):
@@ -320,31 +326,33 @@ def test_the_judged_tower_sees_its_own_images(nested):
         assert len(ours.images) == 1
         assert torch.equal(ours.images[0], split.images[1][whole])
         assert torch.equal(ours.labels, split.labels[whole])
-    second = session.encoder(1).encoder
+    second = session.tower(1).encoder
     assert torch.equal(next(encoder.parameters()), next(second.parameters()))
-    assert len(own.trainer.network.towers) == 1
+    assert len(own.engine.trainer.network.towers) == 1
 
 
 def test_images_have_the_size_of_judging_and_the_network_stays(nested, short):
-    session = prepare(digits("evaluate.size=24", "encoder.name=resnet14"))
-    session.judge(session.trainer.initial)
+    session = build_experiment(digits("evaluate.size=24", "encoder.name=resnet14"))
+    session.evaluator.evaluate(session.trainer.initial)
     ((own, _),) = nested
     assert own.dataset.train.images[0].shape[2:] == (24, 24)
     assert own.dataset.test.images[0].shape[2:] == (24, 24)
     large = replace(session.dataset, train=made_split(20, size=96), test=made_split(8, size=96))
     session = assemble(session.config, large, groups_of(20))
-    assert session.encoder().encoder.stem[0].kernel_size == (7, 7)
-    session.judged_splits = (made_split(20), made_split(8))
-    session.judge(session.trainer.initial)
-    assert nested[1][0].encoder().encoder.stem[0].kernel_size == (7, 7)
+    assert session.tower().encoder.stem[0].kernel_size == (7, 7)
+    session.evaluator.dataset = replace(session.dataset, train=made_split(20), test=made_split(8))
+    session.evaluator.evaluate(session.trainer.initial)
+    assert nested[1][0].engine.trainer.network.towers[0].encoder.stem[0].kernel_size == (7, 7)
 
 
 def test_personal_models_are_averaged(nested):
     words = ("algorithm.name=standalone", "objective.name=simclr", "objective.projector=32,16")
-    session = prepare(digits(*words, "evaluate.protocols=collaborative@10%,collaborative@5%"))
+    session = build_experiment(
+        digits(*words, "evaluate.protocols=collaborative@10%,collaborative@5%")
+    )
     session.server.round = 0
     session.algorithm.round(session.server, session.engine.cohort(np.arange(5), 0))
-    result = session.judge_result()
+    result = session.evaluator.evaluate_result(session.models)
     assert result == {"collaborative@10%_top1": 5.0, "collaborative@5%_top1": 6.0}
     sessions = [own for own, _ in nested]
     assert len(sessions) == 10 and len({id(s) for s in sessions}) == 2
@@ -437,11 +445,8 @@ def test_a_deployments_server_refuses_before_the_first_round():
     words = ("engine.name=flower", "engine.sites=2", f"evaluate.protocols={SPEC}")
     with pytest.raises(UserError) as caught:
         server_session(settings(*words), sites)
-    assert str(caught.value) == (
-        f"evaluate.protocols={SPEC}: fine-tunes on the clients' images, which a deployment's "
-        "server does not have; leave it out"
-    )
-    assert server_session(settings(*words[:2]), sites).site_names == ["ward 0", "ward 1"]
+    assert (caught.value.key, caught.value.value) == ("evaluate.protocols", SPEC)
+    assert server_session(settings(*words[:2]), sites).names == ["ward 0", "ward 1"]
 
 
 def test_collaborations_are_found_in_both_keys():

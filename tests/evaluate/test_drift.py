@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
 from fedssl.runs import run
-from fedssl.runs.session import Session, assemble
+from fedssl.runs.build import Experiment, assemble
 from fedssl.util.errors import UserError
 
 WORDS = (
@@ -24,13 +24,13 @@ WORDS = (
 )
 
 
-def session(*words: str, sizes: tuple[int, ...] = (8, 12, 20)) -> Session:
+def session(*words: str, sizes: tuple[int, ...] = (8, 12, 20)) -> Experiment:
     train = made_split(sum(sizes))
     dataset = Dataset("made", train, made_split(12), tuple("abcd"))
     return assemble(settings(*WORDS, *words), dataset, groups_of(*sizes))
 
 
-def one_round(made: Session) -> dict[str, object]:
+def one_round(made: Experiment) -> dict[str, object]:
     class Quiet:
         def say(self, text: str) -> None: ...
 
@@ -68,10 +68,10 @@ def test_distances_are_those_of_the_models() -> None:
         for a, b in ((0, 1), (0, 2), (1, 2))
     ]
     assert line["between_clients_weight_distance"] == pytest.approx(np.mean(apart))
-    encoder = made.body(watched[1]).encoder
+    encoder = made.evaluator.tower(watched[1]).encoder
     images = made.dataset.train.images[0].float() / 255
     with torch.no_grad():
-        features = encoder(images) - made.body(made.server.weights).encoder(images)
+        features = encoder(images) - made.evaluator.tower(made.server.weights).encoder(images)
     found: dict[str, float] = line["local_feature_distance"]  # type: ignore[assignment]
     assert found["1"] == pytest.approx(float(features.norm(dim=1).mean()), rel=1e-5)
 
@@ -85,13 +85,13 @@ def test_where_there_are_several_global_models_each_client_is_compared_with_its_
     line = one_round(made)
     watched, kept, states = made.trainer.watched, made.trainer.kept, made.engine.states
     assert watched is not None and kept is not None
-    numbers = [made.number_of(k) for k in range(3)]
+    numbers = [made.models.number_of(k) for k in range(3)]
     assert set(numbers) == {0, 1}
     for number in (0, 1):
         members = [k for k in range(3) if numbers[k] == number]
         norms = [own for k in members if (own := states.get_leaf(k, ("norm",))) is not None]
         mean = torch.stack(norms).mean(dim=0)
-        model, other = made.global_weights(number), made.global_weights(1 - number)
+        model, other = made.models.global_model(number), made.models.global_model(1 - number)
         torch.testing.assert_close(model[kept], mean)
         for k in members:
             expected = sum(drift.layer_distances(made.trainer.flat, watched[k], model).values())
@@ -153,9 +153,12 @@ def test_the_pictures_clients_have_their_names(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algorithm.local_epochs=null", "algorithm.batch=null"], "a merged cohort has none"),
-        (["algorithm.name=centralized"], "algorithm.name=centralized has no clients"),
-        (["engine.name=flower"], "these never come here whole"),
+        (
+            ["algorithm.local_epochs=null", "algorithm.batch=null"],
+            "a merged cohort",
+        ),
+        (["algorithm.name=centralized"], "centralized has no clients"),
+        (["engine.name=flower"], "never come here whole"),
     ],
 )
 def test_where_there_are_no_local_models_it_is_refused(words: list[str], message: str) -> None:

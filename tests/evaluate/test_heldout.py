@@ -14,7 +14,8 @@ from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_share
 from fedssl.evaluate import heldout, linear
-from fedssl.runs.session import client_data, held_out, load_data, prepare
+from fedssl.runs.build import build_experiment
+from fedssl.runs.split import held_out_images, load_dataset, split_clients
 from fedssl.util.errors import UserError
 
 SPEC = "heldout@20%"
@@ -24,10 +25,10 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
     words = ["data.holdout=0.2", "partition.name=iid", "partition.clients=3", "seed=5"]
     words += [f"evaluate.protocols={SPEC}", "cohort.size=3"]
     settings = config.resolve(config.read_recipe("default"), words)
-    dataset = load_data(settings)
-    kept = held_out(settings, dataset)
-    assert len(kept) > 200 and not set(kept) & set(client_data(settings, dataset).members)
-    session = prepare(settings)
+    dataset = load_dataset(settings)
+    kept = held_out_images(settings, dataset)
+    assert len(kept) > 200 and not set(kept) & set(split_clients(settings, dataset).members)
+    session = build_experiment(settings)
     seen = []
 
     def spy(features: torch.Tensor, labels: torch.Tensor, *rest: int) -> float:
@@ -35,11 +36,11 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
         return 50.0
 
     monkeypatch.setattr(heldout, "accuracy", spy)
-    assert session.judge(session.trainer.initial) == {f"{SPEC}_top1": 50.0}
+    assert session.evaluator.evaluate(session.trainer.initial) == {f"{SPEC}_top1": 50.0}
     ((features, labels, rest),) = seen
     assert rest == (10, 5) and dataset.train.labels is not None
     assert np.array_equal(labels, dataset.train.labels[kept])
-    encoder = session.body(session.trainer.initial).encoder
+    encoder = session.evaluator.tower(session.trainer.initial).encoder
     images = dataset.train.images[0][kept]
     expected = evaluate.extract(encoder, images, device=session.trainer.device)
     torch.testing.assert_close(features, expected)
@@ -51,16 +52,18 @@ def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyP
     words = ["objective.name=supervised", "algorithm.name=centralized", "algorithm.batch=64"]
     words += ["data.holdout=0.3", f"evaluate.protocols=[head,{SPEC}]", "partition.name=iid"]
     words += ["partition.clients=3", "cohort.size=null", "seed=5"]
-    session = prepare(config.resolve(config.read_recipe("default"), words))
+    session = build_experiment(config.resolve(config.read_recipe("default"), words))
     weights = session.trainer.initial
     train = session.dataset.train
     assert train.labels is not None
     kept = draw_share(train.labels, 0.2, 10, 5)
-    logits = evaluate.extract(session.body(weights), train.images[0][kept], device="cpu")
+    logits = evaluate.extract(session.evaluator.tower(weights), train.images[0][kept], device="cpu")
     right = (logits.argmax(1) == train.labels[kept]).double()
-    judged = session.judge(weights)
+    judged = session.evaluator.evaluate(weights)
     assert judged[f"{SPEC}_top1"] == pytest.approx(100 * float(right.mean()))
-    alone = session.judge(weights, (SPEC,))  # while it trains, where head is not watched
+    alone = session.evaluator.evaluate(
+        weights, (SPEC,)
+    )  # while it trains, where head is not watched
     assert alone == {f"{SPEC}_top1": judged[f"{SPEC}_top1"]}
 
 
@@ -89,7 +92,7 @@ def split() -> Split:
 def test_no_test_image_is_needed() -> None:
     settings, encoder = Evaluate(protocols=(SPEC,)), nn.Flatten()
     found = [
-        evaluate.judge(
+        evaluate.evaluate_encoder(
             encoder, split(), test, 3, settings, 0, "cpu", views=lambda *_: None, holdout=0.2
         )
         for test in (None, replace(split(), labels=None))

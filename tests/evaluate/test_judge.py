@@ -6,7 +6,7 @@ from torch import nn
 from fedssl import evaluate
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
-from fedssl.evaluate import check, judge, parse, protocols
+from fedssl.evaluate import check, evaluate_encoder, parse, protocols
 from fedssl.util.errors import UserError
 
 SHARE = "collaborative@10%"
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
 
 def run(settings, train, test, classes=3, seed=0, modality=0, encoder=None):
     encoder = encoder or Encoder().eval()
-    return judge(
+    return evaluate_encoder(
         encoder, train, test, classes, settings, seed, "cpu", views=views, modality=modality
     )
 

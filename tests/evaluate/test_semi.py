@@ -9,7 +9,7 @@ from torch import nn
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_labels, draw_share
-from fedssl.evaluate import check, finetune, judge, linear, semi
+from fedssl.evaluate import check, evaluate_encoder, finetune, linear, semi
 from fedssl.evaluate.features import Labelled, extract, units
 from fedssl.util.errors import UserError
 
@@ -229,7 +229,9 @@ def sides(n=300, unlabelled=0):
 
 def run(specs, train, test, holdout=0.0, **settings):
     settings = Evaluate(protocols=specs, **settings)
-    return judge(blind(), train, test, 3, settings, 5, "cpu", views=None, holdout=holdout)
+    return evaluate_encoder(
+        blind(), train, test, 3, settings, 5, "cpu", views=None, holdout=holdout
+    )
 
 
 def test_the_labels_are_part_of_what_no_client_was_given(monkeypatch):

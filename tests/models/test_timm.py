@@ -24,7 +24,7 @@ from fedssl.models.flat import Flat
 from fedssl.models.network import build, initialize, load_encoders, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, adopt
 from fedssl.runs import checkpoint, run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 # Batch norm with the activation inside, batch norm alone, and layer norm.
@@ -129,15 +129,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_fedavg_trains_it_and_the_run_is_what_load_encoder_gives(folder: Path) -> None:
-    session = prepare(config.build(config.read_yaml(folder / "config.yaml")))
+    session = build_experiment(config.build(config.read_yaml(folder / "config.yaml")))
     session.engine.open(folder)
     assert checkpoint.read(folder, session) and not session.engine.merges
-    weights = session.global_weights()
+    weights = session.models.global_model()
     moved = (weights != session.trainer.initial).double().mean()
     assert moved > 0.9
     assert session.dataset.test is not None
     images = session.dataset.test.images[0][:20]
-    expected = session.body(weights).encoder(images.float() / 255).detach()
+    expected = session.evaluator.tower(weights).encoder(images.float() / 255).detach()
     assert torch.equal(load_encoder(folder).embed(images), expected)
 
 
@@ -182,13 +182,13 @@ def test_graphs_of_it_agree(format: str, name: str, tmp_path: Path) -> None:
 
 def test_dcco_merges_it_where_there_is_no_batch_norm(tmp_path: Path) -> None:
     settings = small(f"encoder.name=timm/{NAMES[2]}", "algorithm.name=dcco")
-    session = prepare(settings)
+    session = build_experiment(settings)
     assert session.engine.merges
     run.run(settings, tmp_path / "run")
     state = load_file(tmp_path / "run" / "encoder.safetensors")
     theirs = timm.create_model(NAMES[2], num_classes=0, in_chans=1, img_size=32)
     theirs.load_state_dict(state, strict=True)
-    started = session.encoder().encoder.state_dict()
+    started = session.tower().encoder.state_dict()
     assert not torch.equal(state["pos_embed"], started["pos_embed"].cpu())
     list(export.export(tmp_path / "run", "hf", tmp_path / "hub"))
     local = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True, num_classes=0)

@@ -21,7 +21,7 @@ from fedssl.models.network import initialize
 from fedssl.models.norms import NORMS
 from fedssl.models.vit import ViT, positions
 from fedssl.runs import run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 VIT = ("encoder.name=vit-tiny", "encoder.groups=8")
@@ -130,9 +130,9 @@ def test_a_run_exports_an_encoder_that_another_starts_from(tmp_path: Path) -> No
     assert json.loads((tmp_path / "run" / "encoder.json").read_text())["features"] == 192
     stored = load_file(tmp_path / "run" / "encoder.safetensors")
     init = f"encoder.init={tmp_path / 'run'}"
-    network = prepare(configuration.resolve(recipe, [*words, init])).trainer.network
+    network = build_experiment(configuration.resolve(recipe, [*words, init])).trainer.network
     found = network.towers[0].encoder.state_dict()
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)
     with pytest.raises(UserError, match=r"encoder\.init=.*embed\.weight"):
-        prepare(configuration.resolve(recipe, [*words, init, "encoder.patch=2"]))
+        build_experiment(configuration.resolve(recipe, [*words, init, "encoder.patch=2"]))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import step
 
 from fedssl import config
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 
 SMALL = (
     "data.size=8", "data.labels=500", "augment.name=digits", "encoder.norm=batch",
@@ -32,15 +32,15 @@ FIVE = (
 
 def learned(*words: str) -> tuple[float, float]:
     """Spread and kNN accuracy (of the encoder's features) at the end."""
-    session = prepare(config.resolve(config.read_recipe(None), [*SMALL, *words]))
+    session = build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *words]))
     for round in range(session.config.rounds):
         step(session.engine, session.server, round)
     assert session.dataset.test is not None
     weights = session.server.weights
     with torch.no_grad():
-        z = session.body(weights)(session.dataset.test.images[0].float() / 255)
+        z = session.evaluator.tower(weights)(session.dataset.test.images[0].float() / 255)
     spread = float(F.normalize(z, dim=1).std(0).mean()) * z.shape[1] ** 0.5
-    return spread, session.judge(weights)["knn_top1"]
+    return spread, session.evaluator.evaluate(weights)["knn_top1"]
 
 
 # Measured over seeds 0 to 3, spread and kNN in percent (untrained: 0.23 to 0.36, 87.5 to 91.6):

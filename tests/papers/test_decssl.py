@@ -7,7 +7,7 @@ from helpers import step
 
 from fedssl import config
 from fedssl.data.places import DEBIAN_FASHION
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 
 
 @pytest.mark.skipif(not DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")
@@ -21,10 +21,12 @@ def test_label_skew_costs_self_supervision_less_than_supervision() -> None:
             words = ["data.labels=600", "data.size=16", "rounds=2", "algorithm.batch=60"]
             words += ["engine.threads=1"]
             settings = config.resolve(recipe, [*words, f"evaluate.protocols={measure}"])
-            session = prepare(settings)
+            session = build_experiment(settings)
             for round in range(settings.rounds):
                 step(session.engine, session.server, round)
-            found.append(session.judge(session.global_weights())[f"{measure}_top1"])
+            found.append(
+                session.evaluator.evaluate(session.models.global_model())[f"{measure}_top1"]
+            )
         return found[0] - found[1]
 
     supervised, own = lost("dec-sl", "head"), lost("dec-ssl", "linear")

@@ -32,8 +32,8 @@ from fedssl.objectives.vicreg import VICReg
 from fedssl.privacy import noise
 from fedssl.privacy.noise import Noisy
 from fedssl.runs import run
+from fedssl.runs.build import build_experiment
 from fedssl.runs.progress import Progress
-from fedssl.runs.session import prepare
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.trees import Tree, add_up, flatten
 
@@ -116,8 +116,8 @@ def test_short_contributions_are_left_alone_and_long_ones_keep_their_direction()
 
 def test_each_client_is_clipped_by_itself() -> None:
     """A merged cohort would be clipped as if it were one client."""
-    assert not prepare(small("privacy.noise=1", "objective.bound=1")).engine.merges
-    assert prepare(small("objective.bound=1")).engine.merges
+    assert not build_experiment(small("privacy.noise=1", "objective.bound=1")).engine.merges
+    assert build_experiment(small("objective.bound=1")).engine.merges
 
 
 def test_all_leaves_are_clipped_as_one_vector() -> None:
@@ -235,8 +235,8 @@ def test_a_weight_without_sense_skips_the_round_and_is_counted() -> None:
 def test_noise_and_cohorts_do_not_come_from_the_seed() -> None:
     results = []
     for _ in range(2):
-        session = prepare(small("privacy.noise=1", "objective.bound=1"))
-        drawn = [tuple(session.cohort_ids(r).tolist()) for r in range(20)]
+        session = build_experiment(small("privacy.noise=1", "objective.bound=1"))
+        drawn = [tuple(session.draw_cohort(r).tolist()) for r in range(20)]
         session.algorithm.round(session.server, session.engine.cohort(np.arange(3), 0))
         results.append((session.server.weights, drawn))
     assert not torch.equal(results[0][0], results[1][0])
@@ -583,7 +583,7 @@ def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> N
 )
 def test_refused_in_one_line(words: str, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)) as error:
-        prepare(small(*words.split()))
+        build_experiment(small(*words.split()))
     assert "\n" not in str(error.value)
 
 

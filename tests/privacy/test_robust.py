@@ -20,7 +20,7 @@ from fedssl.federation.aggregate import Aggregator, TooFewReplies
 from fedssl.privacy import robust
 from fedssl.privacy.robust import Robust
 from fedssl.runs import run
-from fedssl.runs.session import prepare
+from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import NothingToAverage, Tree, flatten
 
@@ -181,14 +181,14 @@ def test_too_few_replies_skip_the_round(name: str, need: int) -> None:
 )
 def test_refused_in_one_line(words: str, sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)) as error:
-        prepare(config.resolve(config.read_recipe(None), [*SMALL, *words.split()]))
+        build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *words.split()]))
     assert "\n" not in str(error.value)
 
 
 def test_the_smallest_cohorts_that_are_enough() -> None:
     for words in (["cohort.average=trimmed", "cohort.hostile=2", "cohort.size=5"],
                   ["cohort.average=krum", "cohort.hostile=1", "cohort.size=5"]):  # fmt: skip
-        session = prepare(config.resolve(config.read_recipe(None), [*SMALL, *words]))
+        session = build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *words]))
         assert isinstance(session.engine.aggregator, Robust) and not session.engine.merges
 
 

@@ -27,8 +27,9 @@ from fedssl.privacy import secure
 from fedssl.privacy.exchanges import build_algorithm
 from fedssl.report import curves, exchanges
 from fedssl.runs import run
+from fedssl.runs.build import build_experiment
 from fedssl.runs.record import Run
-from fedssl.runs.session import prepare
+from fedssl.runs.validate import list_warnings
 from fedssl.util.trees import Tree, flatten
 
 MOMENTS = load("benchmarks/moments.py")
@@ -341,7 +342,8 @@ def test_a_run_of_another_algorithm_says_it_of_changes(tmp_path: Path) -> None:
     said = f"replies of one image (all 12 clients) {ATTACKED}"
     run.run(config, out)
     assert any(
-        note.startswith(f"fedavg: {said} (docs/privacy.md); ") for note in prepare(config).notes()
+        note.startswith(f"fedavg: {said} (docs/privacy.md); ")
+        for note in list_warnings(build_experiment(config))
     )
     assert verdict(out).endswith(f". But {said}.")
     assert f"**Single images**: {said}." in card(out)
@@ -352,9 +354,11 @@ def test_a_run_with_secure_sums_over_few_images_says_it(tmp_path: Path) -> None:
     few = small(*hidden, "partition.samples=1", "partition.clients=12")
     said = "sums that may be of 5 images (5 clients) can tell the encoding of each"
     helps = "more than 6 images in a sum (more clients a round, or more images of each)"
-    assert f"dcco: {said} (docs/privacy.md); this helps: {helps}" in prepare(few).notes()
+    assert f"dcco: {said} (docs/privacy.md); this helps: {helps}" in list_warnings(
+        build_experiment(few)
+    )
     many = small(*hidden, "partition.samples=2", "partition.clients=12")
-    assert not any("sums that may be" in note for note in prepare(many).notes())
+    assert not any("sums that may be" in note for note in list_warnings(build_experiment(many)))
     out = tmp_path / "run"
     run.run(small("partition.samples=1", "partition.clients=12"), out)
     (out / "config.yaml").write_text(configuration.dump(few))  # Flower's processes take long
@@ -406,7 +410,7 @@ def test_it_names_the_key_of_that_partition() -> None:
 
 
 def helped(config: Config) -> list[str]:
-    return [note for note in prepare(config).notes() if "this helps: " in note]
+    return [note for note in list_warnings(build_experiment(config)) if "this helps: " in note]
 
 
 def verdict(out: Path) -> str:
@@ -428,12 +432,14 @@ def test_nothing_is_said_where_it_does_not_happen() -> None:
         ["partition.samples=2", "algorithm.name=fedavg"],
         ["partition.samples=1", "algorithm.name=standalone", "objective.name=simsiam"],
     ):
-        assert not any("replies of" in note for note in prepare(small(*words)).notes())
+        assert not any(
+            "replies of" in note for note in list_warnings(build_experiment(small(*words)))
+        )
 
 
 def test_a_deployments_server_names_the_sites() -> None:
     sites = [Introduction(n, n, k, (1,), 16, 16) for n, k in (("a", 99), ("ward", 4), ("c", 67))]
-    notes = list(server_session(deploy.settle("default", SITES), sites).notes())
+    notes = list(list_warnings(server_session(deploy.settle("default", SITES), sites)))
     said = "dcco: replies of at most 4 images (1 of 3 clients: ward) can tell the encoding of each"
     assert [note for note in notes if note.startswith(said)]
 

@@ -22,8 +22,9 @@ from fedssl.data import standard
 from fedssl.data.places import use_local_copy
 from fedssl.evaluate.features import extract
 from fedssl.report import looks
+from fedssl.runs.build import build_experiment
 from fedssl.runs.record import Run
-from fedssl.runs.session import client_data, prepare
+from fedssl.runs.split import split_clients
 
 SIMCLR = ("objective.name=simclr", "algorithm.name=fedavg")
 
@@ -38,10 +39,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gallery_is_of_the_run_and_of_its_untrained_network(trained: Path) -> None:
-    session = prepare(Run(trained).settings, trains=False)
+    session = build_experiment(Run(trained).settings, trains=False)
     assert session.dataset.test is not None
     images, labels = session.dataset.test.images[0], session.dataset.test.labels
-    body = session.body(session.untrained())
+    body = session.evaluator.tower(session.untrained())
     before = extract(body.encoder, images)
     body.encoder.load_state_dict(load_file(trained / "encoder.safetensors"))
     after = extract(body.encoder, images)
@@ -63,7 +64,7 @@ def test_the_gallery_is_of_the_run_and_of_its_untrained_network(trained: Path) -
 
 def test_thumbnails_are_the_test_images_in_order(trained: Path) -> None:
     sprite = look_of(trained).sprite
-    test = prepare(Run(trained).settings, trains=False).dataset.test
+    test = build_experiment(Run(trained).settings, trains=False).dataset.test
     assert test is not None
     sheet = np.array(Image.open(io.BytesIO(base64.b64decode(sprite.uri.partition(",")[2]))))
     for k in (0, 17, len(test) - 1):
@@ -95,8 +96,8 @@ def test_without_scikit_learn_the_map_is_of_principal_components(
 def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
     part = looks.partition(looks.Data(Run(trained)))
     settings = Run(trained).settings
-    dataset = prepare(settings, trains=False).dataset
-    groups = client_data(settings, dataset)
+    dataset = build_experiment(settings, trains=False).dataset
+    groups = split_clients(settings, dataset)
     assert dataset.train.labels is not None and part.held is not None
     for k in range(len(groups)):
         held = torch.bincount(dataset.train.labels[groups[k]], minlength=10)

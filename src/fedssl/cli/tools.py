@@ -55,11 +55,12 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.data import picture, sources
     from fedssl.data.load import load_dataset
     from fedssl.data.partition import client_names, table, uneven
-    from fedssl.runs.session import client_data, pick_device
+    from fedssl.runs.split import split_clients
+    from fedssl.util.devices import pick_device
 
     dataset = load_dataset(settings.data, settings.seed)
     found = sources.assign(settings, dataset, pick_device(settings.device))
-    groups = client_data(settings, dataset, found)
+    groups = split_clients(settings, dataset, found)
     labels = None if found.of is None else found.of.numpy()
     names = client_names(settings.partition, groups, dataset)
     print(table(groups, labels, found.names, len(dataset.train), names, found.word))

@@ -17,25 +17,25 @@ from fedssl.evaluate.features import extract
 from fedssl.models.flat import Flat
 
 if TYPE_CHECKING:
-    from fedssl.runs.session import Session
+    from fedssl.runs.build import Experiment
 
 IMAGES = 500  # training images, the same for all models, whose features are compared
 SIDE, DOT = 900, 4  # of the picture, in pixels
 COLOURS = ("#222222", "#e6862d", "#3f7fbf", "#4c9f4c", "#b5539c", "#8c6d46", "#d0433b", "#30a0a0")
 
 
-def measure(session: Session) -> dict[str, Any]:
+def measure(experiment: Experiment) -> dict[str, Any]:
     """Each client's distances to its new global model, and those between clients, for the metrics.
 
     Weights: the sum over convolutions and linear layers of the L2 norm of their difference.
     Features: the mean L2 distance over images, and 1 where CKA sees the same geometry.
     """
-    seen, flat = session.trainer.watched, session.trainer.flat
+    seen, flat = experiment.trainer.watched, experiment.trainer.flat
     if not seen:
         return {}
-    central, its = centres(session), {str(k): centre_of(session, k) for k in seen}
+    central, its = centres(experiment), {str(k): centre_of(experiment, k) for k in seen}
     layers = {str(k): layer_distances(flat, own, central[its[str(k)]]) for k, own in seen.items()}
-    features = looks(session)
+    features = looks(experiment)
     shared = {name: features.pop(name) for name in central}
     pairs = [sum(layer_distances(flat, a, b).values()) for a, b in combinations(seen.values(), 2)]
     names = next(iter(layers.values()))
@@ -48,16 +48,21 @@ def measure(session: Session) -> dict[str, Any]:
     }
 
 
-def centre_of(session: Session, client: int) -> str:
+def centre_of(experiment: Experiment, client: int) -> str:
     """The name of the global model that a client trains: one of several with FeatARC."""
-    number = session.number_of(client)
+    number = experiment.models.number_of(client)
     return f"global {number}" if number else "global"
 
 
-def centres(session: Session) -> dict[str, Tensor]:
+def centres(experiment: Experiment) -> dict[str, Tensor]:
     """The global models of the clients that are watched."""
-    numbers = {centre_of(session, k): session.number_of(k) for k in session.trainer.watched or ()}
-    return {name: session.global_weights(number) for name, number in sorted(numbers.items())}
+    numbers = {
+        centre_of(experiment, k): experiment.models.number_of(k)
+        for k in experiment.trainer.watched or ()
+    }
+    return {
+        name: experiment.models.global_model(number) for name, number in sorted(numbers.items())
+    }
 
 
 def layer_distances(flat: Flat, a: Tensor, b: Tensor) -> dict[str, float]:
@@ -70,16 +75,18 @@ def layer_distances(flat: Flat, a: Tensor, b: Tensor) -> dict[str, float]:
     return {layer: float(square.sqrt()) for layer, square in squares.items()}
 
 
-def looks(session: Session) -> dict[str, Tensor]:
+def looks(experiment: Experiment) -> dict[str, Tensor]:
     """Features of the same images under the global models and the local ones."""
-    images = session.dataset.train.images[session.modality]
-    chosen = choose(key(session.config.seed, "drift"), len(images), IMAGES)
+    images = experiment.dataset.train.images[experiment.evaluator.modality]
+    chosen = choose(key(experiment.config.seed, "drift"), len(images), IMAGES)
     part = images[torch.as_tensor(chosen)]
-    assert session.trainer.watched is not None
-    models = centres(session)
-    models |= {str(client): weights for client, weights in session.trainer.watched.items()}
+    assert experiment.trainer.watched is not None
+    models = centres(experiment)
+    models |= {str(client): weights for client, weights in experiment.trainer.watched.items()}
     return {
-        name: extract(session.body(weights).encoder, part, device=session.trainer.device)
+        name: extract(
+            experiment.evaluator.tower(weights).encoder, part, device=experiment.trainer.device
+        )
         for name, weights in models.items()
     }
 

@@ -63,7 +63,7 @@ def altered(config: Config, dataset: Dataset) -> Dataset:
     """Turned or stylized training images, where clients differ in that (Dec-SSL, B.4).
 
     It is a copy: the files and the cache keep the images as they are. So does the test split: it is
-    for judging what holds for all; of a client's own test images see ``Session``.
+    for judging what holds for all; of a client's own test images see ``ModelEvaluator``.
     """
     params, train = config.partition, dataset.train
     if not isinstance(params, SourceParams) or not alters(params):

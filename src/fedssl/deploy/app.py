@@ -24,8 +24,9 @@ from fedssl.deploy.sites import Introduction, nothing
 from fedssl.evaluate import collaborations
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.exchanges import build_algorithm
+from fedssl.runs.build import assemble
 from fedssl.runs.deployed import PACKAGE
-from fedssl.runs.session import assemble, public_images
+from fedssl.runs.split import public_images
 from fedssl.util import plugins
 from fedssl.util.errors import UserError
 

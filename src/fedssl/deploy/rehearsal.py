@@ -16,7 +16,7 @@ from fedssl.federation.aggregate import Aggregator, Weight
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.traffic import Argument
 from fedssl.privacy import SumsOnly
-from fedssl.runs.session import Session
+from fedssl.runs.build import Experiment
 from fedssl.util.trees import Tree
 
 
@@ -29,7 +29,7 @@ class Moved:
     first: dict[str, int]  # up, in exchanges of a run's first round alone
 
 
-def site_bytes(session: Session, without_weights: Callable[[], Session]) -> Moved | None:
+def site_bytes(session: Experiment, without_weights: Callable[[], Experiment]) -> Moved | None:
     """What a site moves, by a ``session`` of the server or by the same without weights.
 
     The latter first: it takes no memory, however many sites there are, but has no values, which
@@ -43,7 +43,7 @@ def site_bytes(session: Session, without_weights: Callable[[], Session]) -> Move
     return None
 
 
-def _rehearse(session: Session) -> Moved:
+def _rehearse(session: Experiment) -> Moved:
     """Everyone's first round, and one site's second: by then the server has what it passes on."""
     engine, server, algorithm = session.engine, session.server, session.algorithm
     assert isinstance(engine, RemoteEngine)

@@ -20,8 +20,8 @@ from fedssl.config import Config, Evaluate
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.folders import check_all_used
 from fedssl.data.load import load_dataset
+from fedssl.runs.build import Experiment, assemble, build_site
 from fedssl.runs.deployed import SITES
-from fedssl.runs.session import Session, assemble
 from fedssl.util.errors import UserError
 from fedssl.util.files import LONGEST, write_text
 
@@ -62,7 +62,7 @@ def state_folder(data: str) -> Path:
     return home / f"{name}{mark}"
 
 
-def site_session(config: Config, data: str) -> Session:
+def site_session(config: Config, data: str) -> Experiment:
     """A site's session: all of its images are one client's.
 
     Of the server's machine and its judging nothing holds here; weights come with each request.
@@ -88,9 +88,7 @@ def site_session(config: Config, data: str) -> Session:
     except UserError as error:
         raise _in_its_words(error) from None
     dataset = replace(dataset, test=None, clients=())
-    total = len(dataset.train)
-    one = Groups(np.arange(total), np.array([0, total]))
-    return assemble(config, dataset, one, config.engine.sites)
+    return build_site(config, dataset)
 
 
 def _in_its_words(error: UserError) -> UserError:
@@ -107,7 +105,7 @@ def _in_its_words(error: UserError) -> UserError:
     return UserError(text, told)
 
 
-def introduce(session: Session, data: str) -> Introduction:
+def introduce(session: Experiment, data: str) -> Introduction:
     """What a site tells of itself."""
     images = session.dataset.train.images
     labelled = session.trainer.objective.needs_labels
@@ -145,7 +143,7 @@ def record(data: str, line: Mapping[str, Any]) -> None:
         file.write(json.dumps({"time": when, **line}) + "\n")
 
 
-def server_session(config: Config, sites: Sequence[Introduction]) -> Session:
+def server_session(config: Config, sites: Sequence[Introduction]) -> Experiment:
     """The server's session: the network, and clients of which it knows the sizes.
 
     With ``data.root`` (labelled images at the server) encoders are judged there; else not at all.
@@ -163,7 +161,7 @@ def server_session(config: Config, sites: Sequence[Introduction]) -> Session:
     sizes = np.array([site.samples for site in sites])
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     groups = Groups(np.zeros(offsets[-1], dtype=np.int64), offsets)
-    return assemble(config, dataset, groups, site_names=numbered([site.name for site in sites]))
+    return assemble(config, dataset, groups, numbered([site.name for site in sites]))
 
 
 def numbered(names: Sequence[str]) -> list[str]:

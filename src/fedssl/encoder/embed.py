@@ -27,7 +27,7 @@ from tqdm import tqdm
 from fedssl.data.decode import decode_file, decode_files, list_failures, show_progress
 from fedssl.data.image_files import find_images, image_extensions
 from fedssl.encoder.load import ImageEncoder, load_encoder
-from fedssl.runs.session import pick_device
+from fedssl.util.devices import pick_device
 from fedssl.util.errors import UserError
 from fedssl.util.outputs import check_page, replacing
 

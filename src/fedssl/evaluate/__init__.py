@@ -1,4 +1,4 @@
-"""How an encoder is judged: one file a protocol, and ``judge`` to run those a recipe names."""
+"""Evaluate an encoder: one file a protocol, and ``evaluate_encoder`` to run several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as i
 ACCURACIES = ("knn", "linear")  # what evaluate.targets are compared with
 SHARES = ("semi", "heldout", "collaborative")  # these take a share of them, as in semi@10%
 # head is the accuracy of a network's own classifier, and the other two need the clients: whoever
-# trained them measures all three, not judge.
+# trained them measures all three, not ``evaluate_encoder``.
 NAMES = (*FEW_LABEL, *SHARES, "head", "per-client", "unlabeled")
 
 
@@ -222,7 +222,7 @@ def _check_targets(settings: Evaluate, monitored: tuple[str, ...]) -> None:
         )
 
 
-def judge(
+def evaluate_encoder(
     encoder: nn.Module,
     train: Split,
     test: Split | None,

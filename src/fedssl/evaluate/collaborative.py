@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,16 +18,16 @@ from fedssl.config import Augment, Cohort, Config, Evaluate, Optimizer, Privacy
 from fedssl.data import random
 from fedssl.data.augment import PRESETS
 from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.engines.base import Engine
+from fedssl.evaluate.features import extract, pool_cases, top1
 from fedssl.evaluate.linear import zero_head
 from fedssl.federation.driver import run_round
+from fedssl.federation.sampling import draw_cohort
 from fedssl.federation.server import Server
 from fedssl.models.flat import Flat
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
 from fedssl.util.errors import UserError
-
-if TYPE_CHECKING:
-    from fedssl.runs.session import Session
 
 Ints = NDArray[np.int64]
 
@@ -167,23 +167,32 @@ def classifier(encoder: nn.Module, classes: int) -> Network:
     return Network([Tower(copy.deepcopy(encoder), Scaled(head, math.sqrt(HEAD)))])
 
 
-def accuracy(session: Session, encoder: nn.Module) -> float:
-    """Top-1 in percent of the averaged model's own classifier.
+class FineTuning:
+    """The federation in which clients fine-tune; ``dataset`` has their labelled images."""
 
-    ``session`` is the federation of few labels; every call starts it anew.
-    """
-    return session.judge(train(session, encoder))["head_top1"]
+    def __init__(self, engine: Engine, dataset: Dataset) -> None:
+        self.engine = engine
+        self.dataset = dataset
 
+    def accuracy(self, encoder: nn.Module) -> float:
+        """Return the averaged model's top-1 in percent. Every call starts anew."""
+        trainer, test = self.engine.trainer, self.dataset.test
+        assert test is not None and test.labels is not None
+        trainer.load(self.train(encoder))
+        tower = copy.deepcopy(trainer.network.towers[0]).float().eval()
+        logits = extract(tower, test.images[0], device=trainer.device)
+        scores, labels = pool_cases(logits, test.labels, test.cases)
+        return top1(scores.argmax(dim=1), labels)
 
-def train(session: Session, encoder: nn.Module) -> Tensor:
-    """The weights after all rounds from this encoder."""
-    network = classifier(encoder, len(session.dataset.classes))
-    session.trainer.load(Flat(network).vector)
-    server = Server(session.trainer)
-    while server.round < session.config.rounds:
-        ids = session.cohort_ids(server.round)
-        run_round(session.algorithm, server, session.engine.cohort(ids, server.round))
-    return server.weights
+    def train(self, encoder: nn.Module) -> Tensor:
+        """Return the weights after all rounds from this encoder."""
+        engine, config = self.engine, self.engine.trainer.config
+        engine.trainer.load(Flat(classifier(encoder, len(self.dataset.classes))).vector)
+        server = Server(engine.trainer)
+        while server.round < config.rounds:
+            ids = draw_cohort(config, len(engine.groups), server.round)
+            run_round(engine.algorithm, server, engine.cohort(ids, server.round))
+        return server.weights
 
 
 def _labels(split: Split) -> Ints:

@@ -13,7 +13,7 @@ def accuracy(features: Tensor, labels: Tensor, classes: int, seed: int) -> float
 
     The probe is always DCCO's (appendix B), whatever ``evaluate.preset`` says: its number of steps
     is fixed, and it is asked for often. A network that is judged by its own classifier (``head``)
-    needs no probe: there all of these images judge the classifier (``Session.judge``).
+    needs no probe: there all of these images judge the classifier (``ModelEvaluator``).
     """
     first = _every_other(labels)
     halves = [(first, ~first), (~first, first)]

@@ -29,8 +29,10 @@ from fedssl.data.random import choose, key
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower
 from fedssl.models.weights import load_weights
+from fedssl.runs.build import build_network
 from fedssl.runs.record import Run
-from fedssl.runs.session import build_network, client_data, load_data, pick_device
+from fedssl.runs.split import load_run_dataset, split_clients
+from fedssl.util.devices import pick_device
 from fedssl.util.errors import UserError
 
 MOST_IMAGES = 1000
@@ -117,7 +119,7 @@ class Data:
 
     def sized(self, config: Config, size: int | None = None) -> Dataset:
         """The data set at another size; a page downloads nothing."""
-        return load_data(replace(config, data=use_local_copy(config.data)), size)
+        return load_run_dataset(replace(config, data=use_local_copy(config.data)), size)
 
 
 def tried(what: Callable[[], T]) -> T | str:
@@ -136,7 +138,7 @@ def partition(data: Data) -> Part:
     try:
         config, dataset = data.settings(), data.dataset()
         found = sources.assign(config, dataset, pick_device("auto"))
-        groups = client_data(config, dataset, found)
+        groups = split_clients(config, dataset, found)
     except (Empty, UserError, OSError) as reason:
         if not known:
             raise

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
+from fedssl.runs.build import Experiment
 from fedssl.runs.record import LOCK as LOCK
-from fedssl.runs.session import Session
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import save, writing
 from fedssl.util.trees import Tree, flatten, unflatten
@@ -25,42 +25,46 @@ FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
 
 
-def write(out: Path, session: Session) -> None:
+def write(out: Path, experiment: Experiment) -> None:
     """Save everything that the next round depends on.
 
     Clients whose state changed get new files, named after the round; the server's file, which says
     which ones count, is moved into place after them; then what no longer counts goes. So a
     reader finds one moment of the run, whenever the writer is killed.
     """
-    server, states = session.server, session.engine.states
+    server, states = experiment.server, experiment.engine.states
     tree: dict[str, Tree] = {
         "weights": server.weights,
         "rule": cast("dict[str, Tree]", server.rule_state),
         "server": server.state,
-        "average": cast("dict[str, Tree]", session.engine.aggregator.save_state()),
+        "average": cast("dict[str, Tree]", experiment.engine.aggregator.save_state()),
     }
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
-    _check_finite(tensors, session, out)
+    _check_finite(tensors, experiment, out)
     for client in sorted(states.changed):
         own = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
-        _check_finite(own, session, out)
+        _check_finite(own, experiment, out)
         save(_client_file(out, client, server.round), own, {})
         states.versions[client] = server.round
     states.changed.clear()
     versions = {str(client): version for client, version in states.versions.items()}
-    notes = {"round": str(server.round), "clients": json.dumps(versions), **session.engine.notes()}
-    notes["classes"] = json.dumps(session.dataset.classes)
-    if session.site_names is None:  # else they are elsewhere
-        notes["files"] = json.dumps(dict(session.dataset.files))
+    notes = {
+        "round": str(server.round),
+        "clients": json.dumps(versions),
+        **experiment.engine.notes(),
+    }
+    notes["classes"] = json.dumps(experiment.dataset.classes)
+    if not experiment.of_sites:  # else they are elsewhere
+        notes["files"] = json.dumps(dict(experiment.dataset.files))
     save(out / FILE, tensors, notes)
-    session.engine.committed(server.round)
+    experiment.engine.committed(server.round)
     _remove_old(out, states.versions)
 
 
-def forget_clients(out: Path, session: Session) -> None:
+def forget_clients(out: Path, experiment: Experiment) -> None:
     """After the last round: states that nothing will be read from (a network's size each)."""
-    session.engine.states.forget()
-    write(out, session)
+    experiment.engine.states.forget()
+    write(out, experiment)
 
 
 def _client_file(out: Path, client: int, version: int) -> Path:
@@ -74,11 +78,11 @@ def _remove_old(out: Path, versions: dict[int, int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _check_finite(tensors: dict[str, Tensor], session: Session, out: Path) -> None:
+def _check_finite(tensors: dict[str, Tensor], experiment: Experiment, out: Path) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        config = session.config
+        config = experiment.config
         raise TrainingError(
-            f"round {session.server.round}: the weights are no longer finite; lower server.lr "
+            f"round {experiment.server.round}: the weights are no longer finite; lower server.lr "
             f"(now {config.server.lr}) or client.lr (now {config.client.lr}){_pulls(config)}. "
             f"{kept(out)}"
         )
@@ -100,13 +104,13 @@ def kept(out: Path) -> str:
     return f"No checkpoint had been written yet in {out}"
 
 
-def read(out: Path, session: Session) -> bool:
-    """Bring a session to where its checkpoint was; false if there is none yet."""
+def read(out: Path, experiment: Experiment) -> bool:
+    """Bring an experiment to where its checkpoint was; false if there is none yet."""
     path = out / FILE
     if not path.exists():
         return False
     tensors, metadata = _load(path)
-    device, server = session.trainer.device, session.server
+    device, server = experiment.trainer.device, experiment.server
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
     weights = cast(Tensor, tree["weights"])
     if weights.shape != server.weights.shape:
@@ -123,11 +127,11 @@ def read(out: Path, session: Session) -> bool:
     server.weights = weights
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
-    session.engine.resume(metadata, server.round)
-    session.engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
+    experiment.engine.resume(metadata, server.round)
+    experiment.engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
     for client, version in json.loads(metadata.get("clients", "{}")).items():
         own, _ = _load(_client_file(out, int(client), version))
-        session.engine.states.restore(int(client), own, version)
+        experiment.engine.states.restore(int(client), own, version)
     return True
 
 

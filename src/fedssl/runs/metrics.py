@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,26 @@ FILE = "metrics.jsonl"
 LARGEST = 2**63  # of whole numbers: what arrays hold
 SHARED = {"up": "replied", "down": "reached"}  # the clients that an exchange's bytes are of
 BOARD_POINTS = 2000  # loggers show no more, and a point costs as much as a small round
+
+
+class Overhead:
+    """Seconds spent on something other than rounds, by purpose, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def timed(self, purpose: str) -> Iterator[None]:
+        """Count the time spent within."""
+        started = time.perf_counter()
+        yield
+        self._seconds[purpose] += time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds so far, and start again at zero."""
+        taken = {purpose: round(seconds, 6) for purpose, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
 
 
 class Metrics:

@@ -16,9 +16,10 @@ from fedssl.data.load import convert_channels, load_dataset
 from fedssl.data.places import name_images
 from fedssl.evaluate import parse, protocols
 from fedssl.runs import checkpoint
+from fedssl.runs.build import build_evaluation
 from fedssl.runs.record import Run, section
 from fedssl.runs.run import check_clients
-from fedssl.runs.session import deployed, prepare
+from fedssl.runs.validate import is_deployed, list_evaluation_warnings
 from fedssl.util.errors import UserError
 from fedssl.util.tables import models
 from fedssl.util.text import shorten_list
@@ -56,7 +57,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     # What watched the rounds says nothing here, and need not suit the protocols or the data.
     settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
     given = {word.partition("=")[0] for word in words if word.startswith("data.")} - SAME_IMAGES
-    sites = deployed(settings)
+    sites = is_deployed(settings)
     if sites and not given:  # it was trained on images that are elsewhere: the server's are others
         given = {"data.root"}
     dataset, classes = None, None
@@ -74,25 +75,27 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
             _say_levels(run, levels, settings.data, dataset.classes)
         dataset = _fitting(run, settings.data, dataset)
         settings, classes = _of_other_classes(settings, dataset, checkpoint.classes(run))
-    session = prepare(settings, trains=False, dataset=dataset, classes=classes)
-    if sites:
-        session.site_names = [row["name"] for row in Run(run).clients]
-    if not given and checkpoint.of_other_images(run, session.dataset):
-        check_clients(session, run, "evaluate", "judge on other images with data.root=…")
-    if not given and checkpoint.of_other_images(run, session.dataset, "test"):
+    experiment = build_evaluation(settings, dataset, classes)
+    experiment.of_sites = sites
+    if not given and checkpoint.of_other_images(run, experiment.dataset):
+        check_clients(experiment, run, "evaluate", "judge on other images with data.root=…")
+    if not given and checkpoint.of_other_images(run, experiment.dataset, "test"):
         said = "the test images are not those that the run had; its summary.json has those'"
         print(f"fedssl: evaluate: {said} numbers", file=sys.stderr)
-    session.engine.open(run)
-    if not checkpoint.read(run, session):
+    experiment.engine.open(run)
+    if not checkpoint.read(run, experiment):
         raise UserError(f"{run}: has no checkpoint yet; let it run, or resume it")
-    done, rounds = session.server.round, settings.rounds
+    done, rounds = experiment.server.round, settings.rounds
     if done < rounds:
         print(f"fedssl: evaluate: round {done} of {rounds}: it has not ended", file=sys.stderr)
-    for note in session.judging_notes():
+    for note in list_evaluation_warnings(experiment):
         print(f"fedssl: evaluate: {note}", file=sys.stderr)
-    rows = {"untrained": session.judge_untrained(), "result": session.judge_result()}
-    _append(run, {"rounds": session.server.round, "changed": list(words), "rows": rows})
-    shown = models("result", rows["result"], session.judges)
+    rows = {
+        "untrained": experiment.evaluator.evaluate_untrained(experiment.untrained()),
+        "result": experiment.evaluator.evaluate_result(experiment.models),
+    }
+    _append(run, {"rounds": experiment.server.round, "changed": list(words), "rows": rows})
+    shown = models("result", rows["result"], experiment.models.result)
     return {"untrained": rows["untrained"], **shown}
 
 

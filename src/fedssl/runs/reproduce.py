@@ -22,9 +22,9 @@ from fedssl.evaluate import check_heldout, chooser
 from fedssl.runs import metrics, run, sweep
 from fedssl.runs.record import read_json
 from fedssl.runs.run import Interrupted as Interrupted
-from fedssl.runs.session import pick_device
 from fedssl.training.trainer import precision_on
 from fedssl.util import tables
+from fedssl.util.devices import name_device, pick_device
 from fedssl.util.errors import TrainingError, UserError, going_on
 from fedssl.util.files import write_text, writing
 
@@ -263,7 +263,7 @@ def _so_far(job: Job) -> dict[str, Any]:
     device = pick_device(job.settings.device)
     return {
         **(metrics.Metrics.totals(job.folder, {}) if any(metrics.read(job.folder)) else {}),
-        "device": run._device_name(device),
+        "device": name_device(device),
         "precision": precision_on(device, job.settings.precision),
         "torch": torch.__version__,
         "fedssl": __version__,

@@ -30,12 +30,14 @@ from fedssl.federation.driver import RoundResult, run_round
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, loggers
 from fedssl.runs.api import give_back
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.deployed import SITES, format_command
-from fedssl.runs.metrics import Metrics, for_one, read
+from fedssl.runs.metrics import Metrics, Overhead, for_one, read
 from fedssl.runs.progress import Progress
 from fedssl.runs.record import Run
-from fedssl.runs.session import Session, deployed, prepare
+from fedssl.runs.validate import is_deployed, list_warnings
 from fedssl.util import plugins
+from fedssl.util.devices import name_device
 from fedssl.util.errors import CONTINUE, TrainingError, UserError, go_on
 from fedssl.util.files import save, write_json, write_text, writing
 
@@ -58,7 +60,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
         folders[out / "baselines" / name] = config.with_algorithm(settings, name)
     # All are checked before the first leaves anything on the disk.
     try:
-        sessions = {
+        experiments = {
             folder: open_run(own, folder, resume and (folder == out or started(folder)))
             for folder, own in folders.items()
         }
@@ -71,16 +73,18 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
                 checkpoint.locked(folder / checkpoint.LOCK, f"--out {folder}", WAIT)
             )
         for folder, own in folders.items():
-            start_folder(sessions[folder], own, folder, resume)
+            start_folder(experiments[folder], own, folder, resume)
         metrics = {
-            folder: stack.enter_context(_metrics(session, folders[folder], folder))
-            for folder, session in sessions.items()
+            folder: stack.enter_context(_metrics(experiment, folders[folder], folder))
+            for folder, experiment in experiments.items()
         }
         with _stop_signals() as stop, plugins.blamed(CONTINUE):
-            for folder, session in sessions.items():
-                work = functools.partial(train, session, folder, stop, metrics[folder])
-                session.engine.drive(work)
-        summaries = {folder: finish(session, folder) for folder, session in sessions.items()}
+            for folder, experiment in experiments.items():
+                work = functools.partial(train, experiment, folder, stop, metrics[folder])
+                experiment.engine.drive(work)
+        summaries = {
+            folder: finish(experiment, folder) for folder, experiment in experiments.items()
+        }
         for folder, summary in summaries.items():
             metrics[folder].conclude(summary)
     summary = summaries.pop(out)
@@ -90,25 +94,25 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     return summary
 
 
-def carry_out(session: Session, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
-    """One run of a session whose clients are elsewhere."""
-    start_folder(session, settings, out, resume)
-    with _metrics(session, settings, out) as metrics:
+def carry_out(experiment: Experiment, settings: Config, out: Path, resume: bool) -> dict[str, Any]:
+    """One run of a experiment whose clients are elsewhere."""
+    start_folder(experiment, settings, out, resume)
+    with _metrics(experiment, settings, out) as metrics:
         with _stop_signals() as stop, plugins.blamed(CONTINUE):
-            session.engine.drive(functools.partial(train, session, out, stop, metrics))
-        summary = finish(session, out)
+            experiment.engine.drive(functools.partial(train, experiment, out, stop, metrics))
+        summary = finish(experiment, out)
         metrics.conclude(summary)
     return summary
 
 
 def _metrics(
-    session: Session, settings: Config, out: Path
+    experiment: Experiment, settings: Config, out: Path
 ) -> contextlib.AbstractContextManager[Metrics]:
-    return contextlib.closing(Metrics(out, session.server.round, settings.rounds, settings))
+    return contextlib.closing(Metrics(out, experiment.server.round, settings.rounds, settings))
 
 
-def open_run(settings: Config, out: Path, resume: bool) -> Session:
-    """A session for a folder that is free, or that holds the same run when resuming."""
+def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
+    """A experiment for a folder that is free, or that holds the same run when resuming."""
     check_here(settings, out)
     check_folder(settings, out, resume)
     loggers.require(settings)
@@ -116,25 +120,25 @@ def open_run(settings: Config, out: Path, resume: bool) -> Session:
         from fedssl.engines.flower import engine as flower
 
         flower.require()
-    started = time.perf_counter()
-    with plugins.blamed():
-        session = prepare(settings)
-    session.overhead["prepare"] = time.perf_counter() - started
+    overhead = Overhead()
+    with plugins.blamed(), overhead.timed("prepare"):
+        experiment = build_experiment(settings)
+    experiment.overhead = overhead
     if resume:
         what = "=".join(name_images(settings.data))
-        check_clients(session, out, what, "start a new run in another folder")
-        if checkpoint.of_other_images(out, session.dataset, "test"):
+        check_clients(experiment, out, what, "start a new run in another folder")
+        if checkpoint.of_other_images(out, experiment.dataset, "test"):
             raise UserError(
                 f"{what}: the test images are not those of {out}; put them back as they were, or "
                 "judge it on others by fedssl evaluate"
             )
-        check_moved(settings, out, session.dataset)
-    return session
+        check_moved(settings, out, experiment.dataset)
+    return experiment
 
 
 def check_here(settings: Config, out: Path | None = None) -> None:
     """Refuse clients that are real sites: only Flower reaches these. ``out``: of a run."""
-    if not deployed(settings):
+    if not is_deployed(settings):
         return
     fix = "write an app for them with fedssl deploy init, or leave it out"
     if out is not None and (out / SITES).exists():
@@ -209,7 +213,7 @@ def _taken(out: Path) -> UserError:
     )
 
 
-def start_folder(session: Session, settings: Config, out: Path, resume: bool) -> None:
+def start_folder(experiment: Experiment, settings: Config, out: Path, resume: bool) -> None:
     """Write the configuration as it is given, and go to the checkpoint if there is one."""
     with writing(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
@@ -217,9 +221,9 @@ def start_folder(session: Session, settings: Config, out: Path, resume: bool) ->
             _note(settings, out)
         else:
             _claim(out, config.dump(config.placed(settings)))
-            write_json(out / "clients.json", clients(session))
-    session.engine.open(out)
-    if resume and not checkpoint.read(out, session) and any(read(out)):
+            write_json(out / "clients.json", clients(experiment))
+    experiment.engine.open(out)
+    if resume and not checkpoint.read(out, experiment) and any(read(out)):
         print(f"fedssl: no checkpoint in {out}: it starts again at round 1", file=sys.stderr)
 
 
@@ -238,18 +242,18 @@ def _claim(out: Path, text: str) -> None:
         raise
 
 
-def clients(session: Session) -> list[dict[str, Any]]:
+def clients(experiment: Experiment) -> list[dict[str, Any]]:
     """Who is behind the numbers of clients in metrics, personal models and states."""
-    each = zip(session.names, session.clients.sizes.tolist(), strict=True)
+    each = zip(experiment.names, experiment.clients.sizes.tolist(), strict=True)
     return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
 
 
-def check_clients(session: Session, out: Path, what: str, otherwise: str) -> None:
+def check_clients(experiment: Experiment, out: Path, what: str, otherwise: str) -> None:
     """A run that goes on, or is judged again, has the clients and the images that it had.
 
     Clients' states are kept by number, and which images are held out goes by their order.
     """
-    both = Run(out).clients, clients(session)
+    both = Run(out).clients, clients(experiment)
     if [row["name"] for row in both[0]] == list(map(str, range(len(both[0])))):
         # Numbers, or of an older version that knew no better: names would say that all are new.
         both = both[0], [{**row, "name": str(row["client"])} for row in both[1]]
@@ -264,7 +268,7 @@ def check_clients(session: Session, out: Path, what: str, otherwise: str) -> Non
         had = f"had {old} images in {out}" if name in before else f"was not in {out}"
         has = f"has {new}" if name in after else "is not there"
         raise UserError(f"{what}: {called([name], 0)} {had} and {has} now; {fix}")
-    if checkpoint.of_other_images(out, session.dataset):
+    if checkpoint.of_other_images(out, experiment.dataset):
         raise UserError(
             f"{what}: the training images are not those of {out} (some were added, removed, "
             f"renamed or replaced); {fix}"
@@ -322,34 +326,34 @@ def note_place(settings: Config, out: Path) -> None:
     _note(replace(before, data=data), out)
 
 
-def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> None:
+def train(experiment: Experiment, out: Path, stop: list[int], metrics: Metrics) -> None:
     """The loop over rounds."""
-    server, settings = session.server, session.config
+    server, settings = experiment.server, experiment.config
     saved, cost = time.monotonic(), 0.0
     title = plugins.label(settings.algorithm.name)
     shown = Progress(title, settings.rounds, server.round)
     with contextlib.closing(shown) as progress, _without_hints():
-        for note in session.notes():
+        for note in list_warnings(experiment):
             progress.say(note)
-        compiles = session.trainer.compiles or session.trainer.compiles_passes
+        compiles = experiment.trainer.compiles or experiment.trainer.compiles_passes
         if compiles and server.round < settings.rounds:
             progress.say("compiling the training step, once: a minute or two")
             torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
         if not (out / checkpoint.FILE).exists():
-            with session.timed("prepare"):
-                session.algorithm.prepare(server, session.public)
-            session.algorithm.check_state("server", server.state)
-            with session.timed("checkpoint"):
-                checkpoint.write(out, session)  # one to go back to, from the first round on
+            with experiment.overhead.timed("prepare"):
+                experiment.algorithm.prepare(server, experiment.public)
+            experiment.algorithm.check_state("server", server.state)
+            with experiment.overhead.timed("checkpoint"):
+                checkpoint.write(out, experiment)  # one to go back to, from the first round on
         while server.round < settings.rounds:
-            line = one_round(session, out, progress)
+            line = one_round(experiment, out, progress)
             every, monitor = settings.evaluate.every, settings.evaluate.monitor
             # At the end all protocols run anyway.
             more = monitor is not None or server.round < settings.rounds
-            if every and server.round % every == 0 and more and session.judged:
-                with session.timed("evaluate"):
-                    line |= session.judge_result(monitor)
-            others = session.take_overhead()
+            if every and server.round % every == 0 and more and experiment.evaluator.is_possible:
+                with experiment.overhead.timed("evaluate"):
+                    line |= experiment.evaluator.evaluate_result(experiment.models, monitor)
+            others = experiment.overhead.take()
             metrics.write(line | ({"overhead": others} if others else {}))
             # Large states take their time: at most a fiftieth of the run goes into writing them.
             wait = settings.checkpoint.seconds and max(settings.checkpoint.seconds, 50 * cost)
@@ -357,14 +361,14 @@ def train(session: Session, out: Path, stop: list[int], metrics: Metrics) -> Non
                 wait = 0  # what was released must not be forgotten
             if time.monotonic() - saved >= wait or stop or server.round == settings.rounds:
                 started = time.monotonic()
-                with session.timed("checkpoint"):
-                    checkpoint.write(out, session)
+                with experiment.overhead.timed("checkpoint"):
+                    checkpoint.write(out, experiment)
                 saved = time.monotonic()
                 cost = saved - started
             if stop and server.round < settings.rounds:
                 raise Interrupted
             progress.update(server.round, line["loss"], line["images"], line["skipped"])
-    session.engine.rest()
+    experiment.engine.rest()
 
 
 @contextlib.contextmanager
@@ -376,65 +380,65 @@ def _without_hints() -> Iterator[None]:
         yield
 
 
-def one_round(session: Session, out: Path, progress: Progress) -> dict[str, Any]:
+def one_round(experiment: Experiment, out: Path, progress: Progress) -> dict[str, Any]:
     """Run one round; return its line for the metrics."""
-    server, started = session.server, time.perf_counter()
-    if session.trainer.watched is not None:
-        session.trainer.watched.clear()
-    cohort = session.engine.cohort(draw(session, server.round), server.round)
+    server, started = experiment.server, time.perf_counter()
+    if experiment.trainer.watched is not None:
+        experiment.trainer.watched.clear()
+    cohort = experiment.engine.cohort(draw(experiment, server.round), server.round)
     try:
-        with session.trainer.tuned():
-            result = run_round(session.algorithm, server, cohort)
+        with experiment.trainer.tuned():
+            result = run_round(experiment.algorithm, server, cohort)
     except torch.OutOfMemoryError:
-        raise _no_memory(session, out) from None
+        raise _no_memory(experiment, out) from None
     if result.skipped is not None:
         progress.say(f"round {result.number} skipped: {result.skipped}")
     for warning in result.warnings:
         progress.say(f"round {result.number}: {warning}")
     for client, fault in result.faults.items():
-        progress.say(f"round {result.number}: no reply of {session.names[client]}: {fault}")
-    draw(session, server.round)  # a GPU is still at work; reading the loss waits for it
+        progress.say(f"round {result.number}: no reply of {experiment.names[client]}: {fault}")
+    draw(experiment, server.round)  # a GPU is still at work; reading the loss waits for it
     # Where clients are seen only through noise, no loss leaves them.
     loss = None if result.loss is None else float(result.loss)
     if loss is not None and not math.isfinite(loss):
         raise TrainingError(
             f"round {result.number}: the loss is {loss}; training is unstable with these "
-            f"settings (server.lr={session.config.server.lr}, "
-            f"client.lr={session.config.client.lr}); lower one or both. {checkpoint.kept(out)}"
+            f"settings (server.lr={experiment.config.server.lr}, "
+            f"client.lr={experiment.config.client.lr}); lower one or both. {checkpoint.kept(out)}"
         )
     faults = {str(client): fault for client, fault in result.faults.items()}
     return {
         "round": result.number,
         "loss": loss,
         "seconds": round(time.perf_counter() - started, 6),
-        "images": _images(session, result),
+        "images": _images(experiment, result),
         "clients": len(result.asked),
         "missing": result.missing,
         "skipped": result.skipped is not None,
         **({"faults": faults} if faults else {}),
         **traffic_line(result),
-        **session.engine.aggregator.compute_privacy(),
+        **experiment.engine.aggregator.compute_privacy(),
         **{name: float(value) for name, value in result.log.items() if name != "loss"},
         **{name: {str(k): v for k, v in each.items()} for name, each in result.client_log.items()},
-        **drift.measure(session),
+        **drift.measure(experiment),
     }
 
 
-def _no_memory(session: Session, out: Path) -> UserError:
+def _no_memory(experiment: Experiment, out: Path) -> UserError:
     """What to lower; a run's batch is its own, so that takes a new one."""
-    chunk, batch = session.config.engine.chunk, session.config.algorithm.batch
+    chunk, batch = experiment.config.engine.chunk, experiment.config.algorithm.batch
     now = "all images of a client" if batch is None else batch
     fix = f"lower algorithm.batch (now {now}) and start a new run in another folder"
-    if session.engine.merges:
+    if experiment.engine.merges:
         fix = f"lower engine.chunk (now {chunk}), then {CONTINUE}. {checkpoint.kept(out)}"
-    return UserError(f"device={session.trainer.device}: out of memory; {fix}")
+    return UserError(f"device={experiment.trainer.device}: out of memory; {fix}")
 
 
-def draw(session: Session, round: int) -> NDArray[np.int64]:
+def draw(experiment: Experiment, round: int) -> NDArray[np.int64]:
     """Who takes part in a round; remembered until then, so that it can be drawn ahead."""
-    if session.drawn is None or session.drawn[0] != round:
-        session.drawn = (round, session.cohort_ids(round))
-    return session.drawn[1]
+    if experiment.drawn is None or experiment.drawn[0] != round:
+        experiment.drawn = (round, experiment.draw_cohort(round))
+    return experiment.drawn[1]
 
 
 def traffic_line(result: RoundResult) -> dict[str, Any]:
@@ -460,94 +464,104 @@ def traffic_line(result: RoundResult) -> dict[str, Any]:
     }
 
 
-def _images(session: Session, result: RoundResult) -> int:
-    sizes = session.engine.groups.sizes[result.answered]
-    plan, passes = session.trainer.plan, session.algorithm.passes
+def _images(experiment: Experiment, result: RoundResult) -> int:
+    sizes = experiment.engine.groups.sizes[result.answered]
+    plan, passes = experiment.trainer.plan, experiment.algorithm.passes
     if plan.batch is None:
         return int(sizes.sum()) * plan.count(1) * passes
     return sum(plan.images(int(size)) for size in sizes) * passes
 
 
-def finish(session: Session, out: Path) -> dict[str, Any]:
+def finish(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Judge the result and an untrained network, and write encoder and summary."""
     rows = {}
-    with session.timed("evaluate"):
-        if session.judged:
-            rows["untrained"] = session.judge_untrained()
-        if session.judged and session.config.encoder.init is not None:
-            rows["initial"] = session.judge(session.trainer.initial)
-        result = session.judge_result() if session.judged else {}
-    export(session, out)
-    if session.trainer.watched:
-        drift.picture(drift.looks(session), session.names, out / "local-features.png")
-    totals = Metrics.totals(out, session.take_overhead())
-    settings = session.config.evaluate
-    watched = settings.monitor or (session.protocols if session.judged else ())
+    with experiment.overhead.timed("evaluate"):
+        if experiment.evaluator.is_possible:
+            rows["untrained"] = experiment.evaluator.evaluate_untrained(experiment.untrained())
+        if experiment.evaluator.is_possible and experiment.config.encoder.init is not None:
+            rows["initial"] = experiment.evaluator.evaluate(experiment.trainer.initial)
+        result = (
+            experiment.evaluator.evaluate_result(experiment.models)
+            if experiment.evaluator.is_possible
+            else {}
+        )
+    export(experiment, out)
+    if experiment.trainer.watched:
+        drift.picture(drift.looks(experiment), experiment.names, out / "local-features.png")
+    totals = Metrics.totals(out, experiment.overhead.take())
+    settings = experiment.config.evaluate
+    watched = settings.monitor or (
+        experiment.evaluator.protocols if experiment.evaluator.is_possible else ()
+    )
     measure = "linear_top1" if "linear" in watched else "knn_top1"
     reached = Metrics.first_rounds(out, settings.targets, measure, result)
     summary: dict[str, Any] = {
         **result,
-        "rounds": session.server.round,
+        "rounds": experiment.server.round,
         **totals,
-        **session.engine.aggregator.compute_privacy(),
+        **experiment.engine.aggregator.compute_privacy(),
         **reached,
-        **({"per_client": session.client_scores} if session.client_scores else {}),
-        "judged": session.judges,
+        **(
+            {"per_client": experiment.evaluator.client_scores}
+            if experiment.evaluator.client_scores
+            else {}
+        ),
+        "judged": experiment.models.result,
         "result": result,
         **rows,
-        "norm_layers": norm_layers(session),
-        "merged": session.engine.merges,
-        "seed": session.config.seed,
-        "parameters": session.trainer.flat.parameters,
-        "device": _device_name(session.trainer.device),
-        "precision": session.trainer.precision,
+        "norm_layers": norm_layers(experiment),
+        "merged": experiment.engine.merges,
+        "seed": experiment.config.seed,
+        "parameters": experiment.trainer.flat.parameters,
+        "device": name_device(experiment.trainer.device),
+        "precision": experiment.trainer.precision,
         "torch": torch.__version__,
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
-    if session.algorithm.personal is None and session.trainer.kept is None:
-        checkpoint.forget_clients(out, session)
+    if experiment.algorithm.personal is None and experiment.trainer.kept is None:
+        checkpoint.forget_clients(out, experiment)
     return summary
 
 
-def norm_layers(session: Session) -> str:
+def norm_layers(experiment: Experiment) -> str:
     """Whose normalization layers the judged models have."""
-    if session.trainer.kept is None:
+    if experiment.trainer.kept is None:
         return "the model's own"
     own, mean = "each client's own", "the mean of the clients'"
-    if session.judges == "global":
+    if experiment.models.result == "global":
         return mean
-    return f"{own}; of the global model {mean}" if session.algorithm.has_global else own
+    return f"{own}; of the global model {mean}" if experiment.algorithm.has_global else own
 
 
-def shared_norms(session: Session) -> bool:
+def shared_norms(experiment: Experiment) -> bool:
     """Whether the global model's normalization layers are a mean that training never made."""
-    return session.trainer.kept is not None and session.algorithm.has_global
+    return experiment.trainer.kept is not None and experiment.algorithm.has_global
 
 
-def export(session: Session, out: Path) -> None:
+def export(experiment: Experiment, out: Path) -> None:
     """The encoder that is the result, with a note that says what it is."""
-    towers = session.config.encoder.towers
-    weights, model = session.global_weights(), session.algorithm.model
-    if shared_norms(session):
+    towers = experiment.config.encoder.towers
+    weights, model = experiment.models.global_model(), experiment.algorithm.model
+    if shared_norms(experiment):
         model += ", normalization layers: the mean of its clients'"
-    personal = session.personal(MOST_PERSONAL_FILES)
+    personal = experiment.models.personal_models(MOST_PERSONAL_FILES)
     for client, own in personal.items():
-        _save_towers(session, own, out / "personal", f"client-{client}", towers)
-    if not session.algorithm.has_global:
+        _save_towers(experiment, own, out / "personal", f"client-{client}", towers)
+    if not experiment.algorithm.has_global:
         first, weights = next(iter(personal.items()))
         model = f"personal, client {first}: there is no global model"
-    _save_towers(session, weights, out, "encoder", towers)
+    _save_towers(experiment, weights, out, "encoder", towers)
     files = [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]]
     for name in files:
         (out / name).chmod(0o644)  # unlike clients' models, it is for others to read
-    images = session.dataset.train.images
+    images = experiment.dataset.train.images
     note = {
         "model": model,
-        "algorithm": plugins.label(session.config.algorithm.name),
-        "objective": plugins.label(session.config.objective.name),
-        "encoder": config.to_tree(session.config.encoder),
-        "features": session.encoder().encoder.features,
+        "algorithm": plugins.label(experiment.config.algorithm.name),
+        "objective": plugins.label(experiment.config.objective.name),
+        "encoder": config.to_tree(experiment.config.encoder),
+        "features": experiment.tower().encoder.features,
         "channels": [i.shape[1] for i in images],
         "size": list(images[0].shape[2:]),
         "input": "pixels divided by 255, no further normalization",
@@ -558,17 +572,13 @@ def export(session: Session, out: Path) -> None:
 
 
 def _save_towers(
-    session: Session, weights: torch.Tensor, out: Path, name: str, towers: int
+    experiment: Experiment, weights: torch.Tensor, out: Path, name: str, towers: int
 ) -> None:
-    session.trainer.load(weights)
+    experiment.trainer.load(weights)
     for tower, suffix in enumerate(SUFFIXES[:towers]):
-        state = session.encoder(tower).encoder.state_dict()
+        state = experiment.tower(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
         save(out / f"{name}{suffix}.safetensors", tensors, {})
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ from fedssl.data.dataset import Dataset
 from fedssl.data.load import load_dataset
 from fedssl.data.places import name_images
 from fedssl.runs import checkpoint, loggers, run
+from fedssl.runs.build import assemble
 from fedssl.runs.record import Run
-from fedssl.runs.session import assemble, client_data
+from fedssl.runs.split import split_clients
 from fedssl.util import plugins, tables
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import LONGEST, write_text, writing
@@ -243,7 +244,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
                 if place not in loaded:
                     loaded[place] = load_dataset(*place)
                 data = sources.altered(own, loaded[place])
-                groups = client_data(own, data)
+                groups = split_clients(own, data)
                 for settings in (own, *(config.with_algorithm(own, name) for name in names)):
                     assemble(settings, data, groups, weights=_needs_weights(settings))
         except UserError as error:

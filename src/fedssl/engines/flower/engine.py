@@ -455,9 +455,9 @@ def _listed(content: RecordDict) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def _session(text: str, data: str | None) -> Any:
     """Network and data, once a process."""
-    from fedssl.runs.session import prepare
+    from fedssl.runs.build import build_experiment
 
-    return prepare(_config(text)) if data is None else site_session(_config(text), data)
+    return build_experiment(_config(text)) if data is None else site_session(_config(text), data)
 
 
 @functools.lru_cache(maxsize=1)

@@ -22,7 +22,7 @@ from fedssl.federation.aggregate import Weight
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.privacy import survivors_needed
-from fedssl.runs.session import Session
+from fedssl.runs.build import Experiment
 from fedssl.util.errors import UserError
 from fedssl.util.files import save
 from fedssl.util.trees import Tree, unflatten
@@ -81,7 +81,7 @@ class Reply:
 class Site:
     """The clients that live here: one on a real site, any of a partition in a simulation."""
 
-    def __init__(self, session: Session, folder: Path, place: str = "0", alone: bool = False):
+    def __init__(self, session: Experiment, folder: Path, place: str = "0", alone: bool = False):
         self.session = session
         self.store = Store(folder)
         self.received = folder / f"received-{place}"

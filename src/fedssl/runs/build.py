@@ -1,0 +1,310 @@
+"""Build the parts of a run from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl import config as configuration
+from fedssl import privacy
+from fedssl.config import Config
+from fedssl.data import sources
+from fedssl.data.augment import Augmentation
+from fedssl.data.dataset import Census, Dataset, Groups
+from fedssl.data.load import convert_channels
+from fedssl.data.partition import client_names
+from fedssl.engines.base import Engine
+from fedssl.engines.local import LocalEngine
+from fedssl.evaluate import parse
+from fedssl.evaluate.evaluator import ModelEvaluator
+from fedssl.evaluate.models import TrainedModels
+from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.client import Client
+from fedssl.federation.sampling import cohort_size, draw_cohort
+from fedssl.federation.server import Server
+from fedssl.models.flat import Flat
+from fedssl.models.network import Network, Tower, build
+from fedssl.objectives.base import Objective
+from fedssl.runs import validate
+from fedssl.runs.metrics import Overhead
+from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
+from fedssl.training.trainer import Trainer
+from fedssl.util.devices import pick_device
+from fedssl.util.process import keep_memory
+
+# Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
+# (results/measured.jsonl): the first round took 22 to 63 s longer, a step 9 ms in place of 46.
+WORTH_COMPILING = 2000
+
+
+@dataclass
+class Experiment:
+    """A run's parts, ready to start.
+
+    ``clients`` are each client's training images. ``config`` and ``engine`` have one client of all
+    of them if the algorithm pools data.
+    """
+
+    config: Config
+    dataset: Dataset
+    clients: Groups
+    names: list[str]
+    engine: Engine
+    server: Server
+    of_sites: bool = False  # clients are real sites, which keep their images and models
+    head_classes: int | None = None  # classes of the network's classifier, if not the data's
+    overhead: Overhead = field(default_factory=Overhead)
+    drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and its clients
+
+    @property
+    def trainer(self) -> Trainer:
+        """The network and its data."""
+        return self.engine.trainer
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm that runs."""
+        return self.engine.algorithm
+
+    @cached_property
+    def models(self) -> TrainedModels:
+        """The global and personal models."""
+        return TrainedModels(self.engine, self.server, self.of_sites)
+
+    @cached_property
+    def evaluator(self) -> ModelEvaluator:
+        """The evaluation of models by the configured protocols."""
+        data = self._resized_dataset()
+        return ModelEvaluator(
+            self.config, self.trainer, data, self.clients, self.names, build_federation
+        )
+
+    @cached_property
+    def public(self) -> Client | None:
+        """The server's public images, as a client of their own."""
+        members = public_images(self.config, self.dataset)
+        if not len(members):
+            return None
+        ids, sizes = np.array([len(self.engine.groups)]), np.array([len(members)])
+        lr = self.config.client.lr
+        return Client(self.trainer, members, ids, sizes, 0, lr, {})
+
+    def tower(self, number: int = 0) -> Tower:
+        """Return a tower of the network that clients train, with its present weights."""
+        return cast(Tower, self.trainer.network.towers[number])
+
+    def draw_cohort(self, round: int) -> NDArray[np.int64]:
+        """Draw the clients of a round."""
+        return draw_cohort(self.config, len(self.engine.groups), round)
+
+    def untrained(self) -> Tensor:
+        """Return random weights, also if the run starts from given ones (``encoder.init``)."""
+        if self.config.encoder.init is None:
+            return self.trainer.initial
+        fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
+        classes = self.head_classes or len(self.dataset.classes)
+        network = build_network(fresh, self.trainer.objective, *image_shape(self.dataset), classes)
+        return Flat(network).vector.to(self.trainer.initial)
+
+    def _resized_dataset(self) -> Dataset:
+        """Load the data at the size of evaluation, if it is another than that of training."""
+        size = self.config.evaluate.size
+        same = size is None or size == self.config.data.size
+        if same or not len(self.dataset.train):
+            return self.dataset
+        channels = [images.shape[1] for images in self.dataset.train.images]
+        return convert_channels(load_run_dataset(self.config, size), channels)
+
+
+def build_experiment(config: Config, dataset: Dataset | None = None) -> Experiment:
+    """Load the data, unless it is given, and build a run whose clients are simulated."""
+    for spec in config.evaluate.protocols or ():
+        parse(spec)  # before images are decoded, which may take long
+    dataset = load_run_dataset(config) if dataset is None else sources.altered(config, dataset)
+    experiment = assemble(config, dataset, split_clients(config, dataset))
+    labels, groups = dataset.train.labels, experiment.engine.groups
+    if labels is not None and bool((labels[groups.members] >= 0).all()):
+        census = Census(labels.to(experiment.trainer.device), groups, len(dataset.classes))
+        experiment.trainer.census = experiment.server.census = census
+    _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
+    return experiment
+
+
+def build_evaluation(
+    config: Config, dataset: Dataset | None = None, head_classes: int | None = None
+) -> Experiment:
+    """Build what evaluates a run's checkpoint; nothing is trained.
+
+    ``head_classes`` is the number of classes that the network's own classifier has.
+    """
+    dataset = load_run_dataset(config) if dataset is None else sources.altered(config, dataset)
+    clients = split_clients(config, dataset)
+    experiment = assemble(config, dataset, clients, head_classes=head_classes, trains=False)
+    _ = experiment.evaluator
+    return experiment
+
+
+def assemble(
+    config: Config,
+    dataset: Dataset,
+    clients: Groups,
+    site_names: Sequence[str] | None = None,
+    *,
+    head_classes: int | None = None,
+    trains: bool = True,
+    weights: bool = True,
+) -> Experiment:
+    """Check the configuration against the data, and build the parts.
+
+    ``site_names`` are those of real sites. Without ``weights`` the network is on the meta device:
+    it takes no memory and cannot run.
+    """
+    validate.check_deployment(config)
+    names, of_sites = site_names, site_names is not None
+    if names is None and validate.is_deployed(config):
+        names = list(map(str, range(len(clients))))
+    names = list(names or client_names(config.partition, clients, dataset))
+    groups, kind = clients, configuration.variant("algorithm", config.algorithm.name)
+    if kind.pools_data:
+        config, groups = pool_clients(config, clients, cohort_size(config, len(clients)))
+    algorithm = build_algorithm(config)
+    algorithm.client_names = () if kind.pools_data else names
+    validate.check_clients(config, algorithm, dataset, clients, groups, trains)
+    classes = head_classes or len(dataset.classes)
+    with torch.device("cpu" if weights else "meta"):
+        network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
+    validate.check_norms(config, network)
+    if len(dataset.train):
+        validate.check_evaluation(config, dataset, algorithm.objective, clients)
+    trainer = build_trainer(config, algorithm.objective, dataset, network)
+    engine = build_engine(trainer, algorithm, groups)
+    validate.check_engine(engine)
+    server = Server(trainer)
+    return Experiment(config, dataset, clients, names, engine, server, of_sites, head_classes)
+
+
+def build_site(config: Config, dataset: Dataset) -> Experiment:
+    """Build what a real site needs, whose images are those of one of ``engine.sites`` clients."""
+    total = len(dataset.train)
+    clients = Groups(np.arange(total), np.array([0, total]))
+    algorithm = build_algorithm(config)
+    validate.check_site(algorithm, dataset, clients)
+    classes = len(dataset.classes)
+    network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
+    trainer = build_trainer(config, algorithm.objective, dataset, network)
+    engine = build_engine(trainer, algorithm, clients, config.engine.sites)
+    return Experiment(config, dataset, clients, [], engine, Server(trainer))
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    """Build the algorithm, with the objective that it trains."""
+    objective = configuration.variant("objective", config.objective.name)(config.objective)
+    return configuration.variant("algorithm", config.algorithm.name)(config.algorithm, objective)
+
+
+def build_network(
+    config: Config, objective: Objective, channels: tuple[int, ...], size: int, classes: int
+) -> Network:
+    """Build the network, initialized, for images of ``size`` pixels with these channels."""
+    return build(
+        config.encoder,
+        channels,
+        size,
+        lambda features, norm: objective.head_for(
+            config.encoder, channels[0], features, norm, classes
+        ),
+        config.seed,
+        objective.predictor,
+        objective.joint,
+    )
+
+
+def image_shape(dataset: Dataset) -> tuple[tuple[int, ...], int]:
+    """Return the channels of each modality, and the length of the images' shorter side."""
+    images = dataset.train.images
+    return tuple(each.shape[1] for each in images), min(images[0].shape[2:])
+
+
+def build_trainer(
+    config: Config, objective: Objective, dataset: Dataset, network: Network
+) -> Trainer:
+    """Put the network and the data on the device, and set up this process."""
+    device = pick_device(config.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams and kernels that name no device mean this one
+    torch.set_num_threads(config.engine.threads)
+    keep_memory()
+    if any(weight.is_meta for weight in network.parameters()):
+        device = torch.device("meta")
+    train = dataset.train
+    height, width = train.images[0].shape[2:]
+    augmentation = Augmentation.from_config(
+        config.augment, train.images[0].shape[1], (height, width)
+    )
+    return Trainer(config, network, objective, augmentation, train, device)
+
+
+def build_engine(
+    trainer: Trainer, algorithm: Algorithm, groups: Groups, clients: int | None = None
+) -> Engine:
+    """Build the engine of ``groups``, the images of all ``clients`` or of the one that is here."""
+    config, clients = trainer.config, clients or len(groups)
+    trainer.compiles = compiles_steps(trainer, algorithm, groups)
+    aggregator = privacy.build_aggregator(config, algorithm, clients, cohort_size(config, clients))
+    engine: Engine
+    if config.engine.name == "local":
+        engine = LocalEngine(trainer, algorithm, groups, aggregator)
+    else:
+        from fedssl.engines.remote.engine import RemoteEngine
+
+        engine = RemoteEngine(trainer, algorithm, groups, aggregator)
+    if config.evaluate.drift:
+        trainer.watched = {}
+    if compiles_passes(engine):
+        trainer.compile_passes()
+    return engine
+
+
+def build_federation(config: Config, dataset: Dataset, groups: Groups, network: Network) -> Engine:
+    """Build an engine for a given network; protocols that train use it."""
+    algorithm = build_algorithm(config)
+    trainer = build_trainer(config, algorithm.objective, dataset, network)
+    return build_engine(trainer, algorithm, groups)
+
+
+def compiles_steps(trainer: Trainer, algorithm: Algorithm, groups: Groups) -> bool:
+    """Return whether local training goes through a compiled step (``engine.compile``)."""
+    config = trainer.config
+    mode = config.engine.compile
+    possible = (
+        trainer.plan.batch is not None
+        and algorithm.compiles != "off"
+        and trainer.objective.of_batches
+    )
+    if mode != "auto" or not possible or algorithm.compiles == "on":
+        return mode == "on" and possible
+    clients = cohort_size(config, len(groups))
+    steps = config.rounds * clients * trainer.plan.count(int(np.median(groups.sizes)))
+    return trainer.device.type == "cuda" and steps >= WORTH_COMPILING
+
+
+def compiles_passes(engine: Engine) -> bool:
+    """Return whether merged cohorts go through compiled passes: one shape for all rounds.
+
+    A round of 512 images of ResNet-14 took 16 ms so, on an H200 (results/measured.jsonl). Plain, a
+    step takes about six times that, so that a minute or two of compiling is paid back.
+    """
+    config, sizes = engine.trainer.config, engine.groups.sizes
+    mode, same = config.engine.compile, bool((sizes == sizes[0]).all())
+    if not engine.merges or not same or mode == "off":
+        return False
+    return mode == "on" or (
+        engine.trainer.device.type == "cuda" and config.rounds >= WORTH_COMPILING
+    )

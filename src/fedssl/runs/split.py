@@ -1,0 +1,90 @@
+"""Divide a data set: the clients' images, public images, and images held out of training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedssl import config as configuration
+from fedssl.config import Config
+from fedssl.data import sources
+from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.labels import draw_share
+from fedssl.data.load import load_dataset
+from fedssl.data.partition import partition
+from fedssl.data.random import choose, key
+from fedssl.util import plugins
+from fedssl.util.devices import pick_device
+from fedssl.util.errors import UserError
+
+
+def load_run_dataset(config: Config, size: int | None = None) -> Dataset:
+    """Load the data set; rotate or stylize training images if clients differ in that."""
+    return sources.altered(config, load_dataset(config.data, config.seed, size))
+
+
+def split_clients(config: Config, dataset: Dataset, known: sources.Sources | None = None) -> Groups:
+    """Assign training images to clients, except public and held-out ones.
+
+    ``known`` are the sources that the partition divides by, if they were computed before.
+    """
+    train = dataset.train
+    public, held_out = public_images(config, dataset), held_out_images(config, dataset)
+    if len(public) and len(public) + len(held_out) == len(train):
+        raise UserError(
+            f"no image of {len(train)} is left for the clients",
+            key="algorithm.public",
+            value=len(public),
+            fix="Use fewer, or set algorithm.align=0 and algorithm.public=0.",
+        )
+    known = known or sources.assign(config, dataset, pick_device(config.device))
+    if not len(held_out) and not len(public):
+        return _partition(config, replace(train, labels=known.of), len(known.names))
+    labels = torch.full((len(train),), -1) if train.labels is None else train.labels
+    kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
+    part = Split(
+        tuple(images[: len(kept)] for images in train.images),  # only their number matters
+        labels[kept] if known.of is None else known.of[kept],
+        None if train.clients is None else train.clients[kept],
+        None if train.cases is None else train.cases[kept],
+    )
+    groups = _partition(config, part, len(known.names))
+    return Groups(kept[groups.members], groups.offsets)
+
+
+def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
+    """Choose the public training images (``algorithm.public``), none of which is held out."""
+    count, held_out = getattr(config.algorithm, "public", 0), held_out_images(config, dataset)
+    free = np.setdiff1d(np.arange(len(dataset.train)), held_out)
+    return free[choose(key(config.seed, "public"), len(free), count)]
+
+
+def held_out_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
+    """Choose the training images that ``data.holdout`` keeps out of training."""
+    train, share = dataset.train, config.data.holdout
+    if not share:
+        return np.empty(0, dtype=np.int64)
+    labels = torch.full((len(train),), -1) if train.labels is None else train.labels
+    names = dataset.classes
+    return draw_share(labels, share, len(names), config.seed, names=names).numpy()
+
+
+def pool_clients(config: Config, groups: Groups, cohort: int) -> tuple[Config, Groups]:
+    """Make one client of all; a step uses as many images as a cohort has."""
+    total = len(groups.members)
+    batch = config.algorithm.batch or max(1, round(cohort * total / len(groups)))
+    algorithm = replace(config.algorithm, batch=min(batch, total))
+    rounds = replace(config.cohort, size=None, fraction=None, minimum=1)
+    config = replace(config, algorithm=algorithm, cohort=rounds)
+    return config, Groups(np.sort(groups.members), np.array([0, total]))
+
+
+def _partition(config: Config, split: Split, classes: int) -> Groups:
+    """Divide a split, and check the result of a user's own partition."""
+    groups = partition(config.partition, split, classes, config.seed)
+    if config.partition.name not in configuration.VARIANTS["partition"]:
+        plugins.check_groups(groups, len(split), config.partition.name)
+    return groups

@@ -1,0 +1,271 @@
+"""Check a run's parts against each other, and list warnings for its user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedssl import privacy
+from fedssl.config import Config
+from fedssl.data.dataset import Dataset, Groups
+from fedssl.data.folders import describe_unused
+from fedssl.data.partition import Folder, called, uneven
+from fedssl.engines.base import Engine
+from fedssl.evaluate import check as check_protocols
+from fedssl.evaluate import collaborations, collaborative, parse, per_client
+from fedssl.evaluate import notes as evaluation_notes
+from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.sampling import cohort_size
+from fedssl.models.network import Network
+from fedssl.objectives.base import Objective
+from fedssl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from fedssl.runs.build import Experiment
+
+
+def is_deployed(config: Config) -> bool:
+    """Return whether clients are real sites."""
+    return config.engine.name == "flower" and config.engine.sites is not None
+
+
+def check_deployment(config: Config) -> None:
+    """Refuse what needs the images of real sites on the server."""
+    if not is_deployed(config):
+        return
+    source = getattr(config.partition, "source", "labels")
+    if source != "labels":
+        raise UserError(
+            "real sites have their own data, which is neither divided nor altered",
+            key="partition.source",
+            value=source,
+            fix="Leave it out.",
+        )
+    for words in collaborations(config.evaluate):
+        key, _, spec = words.partition("=")
+        raise UserError(
+            "the server of real sites does not have the clients' images",
+            key=key,
+            value=spec,
+            fix="Leave it out.",
+        )
+
+
+def check_clients(
+    config: Config,
+    algorithm: Algorithm,
+    dataset: Dataset,
+    clients: Groups,
+    groups: Groups,
+    trains: bool,
+) -> None:
+    """Check algorithm and objective against the data of all clients, merged or not."""
+    _check_objective(algorithm.objective, dataset, config, trains)
+    if algorithm.pools_data and config.engine.name != "local":
+        raise UserError(
+            f"{config.algorithm.name} has all data in one place, so there is nothing to send",
+            key="engine.name",
+            value=config.engine.name,
+            fix="Use engine.name=local.",
+        )
+    algorithm.check_clients(groups.sizes)
+    _check_cohort(config, algorithm, groups)
+    if trains:
+        algorithm.found(len(groups), config)
+
+
+def check_site(algorithm: Algorithm, dataset: Dataset, clients: Groups) -> None:
+    """Check algorithm and objective against a real site's own data."""
+    _check_labels(algorithm.objective, dataset)
+    algorithm.check_clients(clients.sizes)
+
+
+def _check_objective(objective: Objective, dataset: Dataset, config: Config, trains: bool) -> None:
+    if config.encoder.towers > objective.inputs:
+        raise UserError(
+            f"objective {config.objective.name} uses one input, so a second tower learns nothing",
+            key="encoder.towers",
+            value=config.encoder.towers,
+            fix="Use encoder.towers=1.",
+        )
+    if trains:
+        _check_labels(objective, dataset)
+
+
+def _check_labels(objective: Objective, dataset: Dataset) -> None:
+    labels = dataset.train.labels
+    if objective.needs_labels and (labels is None or bool((labels < 0).any())):
+        raise UserError(
+            "needs a label for every training image",
+            key="objective.name",
+            value=objective.params.name,
+            fix="Use labeled data, or another objective such as cco.",
+        )
+
+
+def _check_cohort(config: Config, algorithm: Algorithm, groups: Groups) -> None:
+    """Check that rounds have enough images for the loss, and batches for batch norm."""
+    objective, size = algorithm.objective, cohort_size(config, len(groups))
+    fewest = int(np.sort(groups.sizes)[:size].sum())
+    if fewest < objective.minimum:
+        raise UserError(
+            f"a round may have only {fewest} image, and objective {config.objective.name} "
+            f"compares at least {objective.minimum}",
+            key="cohort.size",
+            value=size,
+            fix="Use more clients a round.",
+        )
+    smallest = int(groups.sizes.argmin())
+    if config.encoder.norm != "batch":
+        return
+    if config.algorithm.batch == 1 or groups.sizes[smallest] < 2:
+        name = called(algorithm.client_names, smallest)
+        reason = "algorithm.batch is 1" if config.algorithm.batch == 1 else f"{name} has 1"
+        raise UserError(
+            f"needs batches of at least 2 images, and {reason}",
+            key="encoder.norm",
+            value="batch",
+            fix="Use encoder.norm=group.",
+        )
+
+
+def check_norms(config: Config, network: Network) -> None:
+    """Check that a policy for running statistics has some to act on."""
+    if config.algorithm.norm_policy == "reset" and not network.has_batch_norm:
+        raise UserError(
+            "resets batch norm's running statistics, and encoder.norm="
+            f"{config.encoder.norm} has none",
+            key="algorithm.norm_policy",
+            value="reset",
+            fix="Use average or local.",
+        )
+
+
+def check_evaluation(
+    config: Config, dataset: Dataset, objective: Objective, clients: Groups
+) -> None:
+    """Check that the data allows the protocols, before any training."""
+    settings, names = config.evaluate, dataset.classes
+    train, test, holdout = dataset.train, dataset.test, config.data.holdout
+    check_protocols(settings, train, test, len(names), holdout=holdout, names=names)
+    specs = (*(settings.protocols or ()), *(settings.monitor or ()))
+    if "per-client" in specs:
+        per_client.check(settings.client_test, clients, train, test, len(names), config.seed)
+    for words, share in collaborations(settings).items():
+        collaborative.check(words, config, clients, dataset, share)
+    if settings.tower == "second" and config.encoder.towers == 1:
+        raise UserError(
+            "the network has one tower",
+            key="evaluate.tower",
+            value="second",
+            fix="Set encoder.towers=2.",
+        )
+    if any(parse(spec)[0] == "head" for spec in specs) and not objective.needs_labels:
+        raise UserError(
+            f"objective {config.objective.name} trains no classifier",
+            key="evaluate.protocols",
+            value="head",
+            fix="Use linear.",
+        )
+
+
+def check_engine(engine: Engine) -> None:
+    """Check what was asked of the engine."""
+    trainer, config = engine.trainer, engine.trainer.config
+    if config.evaluate.drift:
+        _check_drift(engine)
+    if config.engine.compile == "on" and not trainer.compiles and not trainer.compiles_passes:
+        raise UserError(
+            f"{config.algorithm.name} with {config.objective.name} cannot be compiled: it takes "
+            "local training in batches of one size (algorithm.batch), or merged cohorts of "
+            "clients of one size",
+            key="engine.compile",
+            value="on",
+            fix="Use engine.compile=auto.",
+        )
+
+
+def _check_drift(engine: Engine) -> None:
+    """Check that local models are seen here one by one."""
+    config, problem = engine.trainer.config, None
+    if config.engine.name != "local":
+        problem, fix = "clients' models never come here whole", "Use engine.name=local."
+    elif engine.algorithm.pools_data:
+        problem, fix = f"{config.algorithm.name} has no clients to compare", "Leave it out."
+    elif engine.merges:
+        problem, fix = "a merged cohort has no local models", "Set engine.merge=off."
+    if problem is not None:
+        raise UserError(problem, key="evaluate.drift", value=True, fix=fix)
+
+
+def list_warnings(experiment: Experiment) -> Iterator[str]:
+    """List what a user should know before the first round."""
+    config, algorithm = experiment.config, experiment.algorithm
+    name, evaluator = config.algorithm.name, experiment.evaluator
+    if algorithm.gathers:
+        yield (
+            f"{name}: the server sees each client's own reply to "
+            f"{', '.join(algorithm.gathers)}, not only means (docs/privacy.md)"
+        )
+    sizes = experiment.engine.groups.sizes.tolist()
+    if single := privacy.told(config, algorithm, sizes, experiment.names):
+        helps = privacy.remedy(config, algorithm, sizes)
+        yield f"{name}: {single} (docs/privacy.md); this helps: {helps}"
+    if algorithm.note is not None:
+        yield algorithm.note
+    yield from list_evaluation_warnings(experiment)
+    every, rounds = config.evaluate.every, config.rounds
+    if evaluator.is_possible and 0 < rounds < every:
+        yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is evaluated"
+    if not experiment.of_sites:
+        yield from _list_data_warnings(experiment)
+
+
+def list_evaluation_warnings(experiment: Experiment) -> Iterator[str]:
+    """List what a user should know before an evaluation."""
+    if experiment.evaluator.is_possible:
+        data, settings = experiment.dataset, experiment.config.evaluate
+        yield from evaluation_notes(settings, data.train, data.test, len(data.classes))
+
+
+def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
+    config, evaluator = experiment.config, experiment.evaluator
+    clients, names = experiment.clients, experiment.names
+    if config.data.name == "folder":
+        yield _describe_folders(experiment)
+        yield from describe_unused(config.data)
+    partition, folders = config.partition.name, experiment.dataset.clients
+    if folders and partition != "folder" and not experiment.algorithm.pools_data:
+        yield (
+            f"the data has folders of {len(folders)} clients, and partition.name={partition} makes "
+            f"{len(clients)} others of it; partition.name=folder follows the folders"
+        )
+    yield from uneven(config.partition, clients.sizes)
+    if "per-client" in (*evaluator.protocols, *(config.evaluate.monitor or ())):
+        without = [names[k] for k in np.flatnonzero(evaluator.client_tests.sizes == 0)]
+        if without:
+            yield (
+                f"per-client: {len(without)} of {len(names)} clients have no test images "
+                f"and are left out ({_shorten(without)})"
+            )
+    shares = collaborations(config.evaluate).items()
+    train = experiment.dataset.train
+    for spec, share in {words.partition("=")[2]: share for words, share in shares}.items():
+        yield from collaborative.notes(spec, config, clients, train, share)
+
+
+def _describe_folders(experiment: Experiment) -> str:
+    """Describe how the user's folders were read."""
+    classes, names = experiment.dataset.classes, experiment.names
+    is_split = isinstance(experiment.config.partition, Folder.Params)
+    clients = f"{len(names)} {'' if is_split else 'made '}clients"
+    if names != list(map(str, range(len(names)))):
+        clients += f" ({_shorten(names)})"
+    labels = f"{len(classes)} classes ({_shorten(classes)})" if classes else "no classes"
+    return f"folders: {labels}, {clients}; data.levels says what folders mean"
+
+
+def _shorten(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
