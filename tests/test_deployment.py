@@ -209,8 +209,9 @@ def test_labelled_images_at_the_server_judge_the_encoder(
 def test_a_run_that_nothing_judged_needs_images(sites: Path, tmp_path: Path) -> None:
     config = settled("rounds=1")
     serve(grid_of(config, sites), config, tmp_path / "far", False)
-    with pytest.raises(UserError, match=r"data.name=folder: needs data.root"):
+    with pytest.raises(UserError) as caught:
         evaluate(tmp_path / "far", [])
+    assert (caught.value.key, caught.value.value) == ("data.name", "folder")
 
 
 def test_too_few_sites_end_with_one_line(sites: Path, tmp_path: Path) -> None:
@@ -563,7 +564,7 @@ def empty_class(folder: Path) -> None:
     Image.new("RGB", (16, 16)).save(folder / "train" / "x" / "1.png")
 
 
-SIZE = "data.size is not set and the images are not of one square size; set it"
+SIZE = "data.size is not set, and the images are not of one square size"
 
 
 @pytest.mark.parametrize(
@@ -573,18 +574,18 @@ SIZE = "data.size is not set and the images are not of one square size; set it"
             corrupt,
             "data.corrupt=fail: 1 of 6 images cannot be read; data.corrupt=skip leaves such files "
             "out",
-            "leaves such files out (a key of the app: the server's operator sets it)",
+            "data.corrupt=skip. The server's operator sets this key of the app.",
         ),
         (
             only_corrupt,
             "node-config data: no image for train can be read",
             f"node-config data={{folder}}: no image for train can be read: {SECRET}.jpg",
         ),
-        (other_size, SIZE, "data.size=16 (a key of the app: the server's operator sets it)"),
+        (other_size, SIZE, "data.size=16. The server's operator sets this key of the app."),
         (
             no_cache,
-            "its cache: cannot be written",
-            "FEDSSL_CACHE={cache}: cannot write there (File exists); set FEDSSL_CACHE to",
+            "the cache cannot be written",
+            "FEDSSL_CACHE={cache}: cannot write there (File exists). Set FEDSSL_CACHE to",
         ),
         (
             no_training,

@@ -281,7 +281,7 @@ def test_shares_count_cases(monkeypatch):
             0.01,
             "data.holdout=0.01 keeps fewer images out of pretraining; set data.holdout=0.1",
         ),
-        ("0.9%", 0.0, "less than one of the 300 labelled samples for each of the 3 classes;"),
+        ("0.9%", 0.0, "less than one of the 300 labelled samples for each of the 3 classes."),
     ],
 )
 def test_shares_that_cannot_be_drawn_are_refused_before_training(share, holdout, message):

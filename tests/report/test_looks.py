@@ -188,7 +188,7 @@ def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = made(tmp_path / "a", ("data.name=cifar10", "evaluate.size=64"))
     (path / "encoder.safetensors").touch()
     text = report.write([path], None).read_text()
-    assert text.count("and not downloaded for this") == 3  # who holds what, map, gallery
+    assert text.count("and nothing is downloaded here") == 3  # who holds what, map, gallery
     assert "a download" not in text
 
 

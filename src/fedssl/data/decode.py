@@ -314,7 +314,7 @@ def _common_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> i
     seen = shorten_list([f"{w} × {h}" for (w, h), _ in sizes.most_common()], MOST_NAMED)
     raise UserError(
         f"the images below {root} are not all of one square size ({seen})",
-        "the images are not all of one square size",
+        "data.size is not set, and the images are not of one square size",
         key="data.size",
         value=None,
         fix=f"Set it, for example data.size={min(64, width, height)}.",

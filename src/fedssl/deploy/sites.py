@@ -96,13 +96,15 @@ def _in_its_words(error: UserError) -> UserError:
 
     Names of files are for the site's log: nothing that was not made to be told is.
     """
-    text = str(error).replace("data.root", "data").replace("data.cache", "FEDSSL_CACHE")
     told = error.told or "its images cannot be used"
-    if str(error).startswith("data.root"):
-        return UserError(f"node-config {text}", f"node-config data: {told}")
-    if text.startswith("data."):
-        text += " (a key of the app: the server's operator sets it)"
-    return UserError(text, told)
+    key, fix = error.key or "", error.fix
+    if key == "data.root":
+        key, told = "node-config data", f"node-config data: {told}"
+    elif key == "data.cache":
+        key, fix = "FEDSSL_CACHE", fix.replace("data.cache", "FEDSSL_CACHE")
+    elif key.startswith("data."):
+        fix += " The server's operator sets this key of the app."
+    return UserError(error.problem, told, key=key or None, value=error.value, fix=fix)
 
 
 def introduce(session: Experiment, data: str) -> Introduction:

@@ -127,9 +127,11 @@ def _load(data: config.Data, seed: int, given: Set[str]) -> Dataset:
     try:
         return load_dataset(data, seed)
     except UserError as error:
-        if "data.levels" in given or not str(error).startswith("data.levels="):
+        if "data.levels" in given or error.key != "data.levels":
             raise
-        raise UserError(f"{error} (not given here, so the run's)") from None
+        raise UserError(
+            error.problem, key=error.key, value=error.value, fix=f"{error.fix} The run set this key."
+        ) from None
 
 
 def _needs_class(settings: config.Config) -> bool:
