@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -163,6 +165,17 @@ def fault_of(error: UserError) -> tuple[str, Any]:
     """The key that an error names and its value."""
     key, _, value = str(error).partition(": ")[0].partition("=")
     return key, yaml.safe_load(value)
+
+
+@contextlib.contextmanager
+def refused(key: str | None, value: Any = ..., says: str = "") -> Iterator[None]:
+    """Expect a ``UserError`` of one line with this key and value that says some words."""
+    with pytest.raises(UserError) as caught:
+        yield
+    error = caught.value
+    assert error.key == key, error
+    assert value is ... or str(error.value) == str(value), error
+    assert says in str(error) and "\n" not in str(error), error
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

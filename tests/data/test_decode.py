@@ -1,0 +1,250 @@
+"""Image files to pixels: sizes, modes, unreadable files, threads, progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import refused
+from image_folders import decode_rows as load
+from image_folders import gradient, rows, save
+from PIL import Image
+
+from fedssl.data import decode
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i in range(5):
+        save(tmp_path / f"root/{i}.png", Image.new("RGB", (8, 8), (i, i, i)))
+    return tmp_path / "root"
+
+
+# Decoding
+
+
+def test_decode_keeps_pixels_of_the_right_size(tmp_path: Path) -> None:
+    image = gradient(8, 8)
+    pixels = decode.decode_file(save(tmp_path / "x.png", image), 8)
+    assert np.array_equal(pixels, np.asarray(image).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(("width", "height"), [(90, 30), (30, 90), (37, 64), (30, 30)])
+def test_decode_resizes_the_shorter_side_and_crops_the_centre(
+    tmp_path: Path, width: int, height: int
+) -> None:
+    image = gradient(width, height)
+    scale = 10 / min(width, height)
+    long = image.resize((round(width * scale), round(height * scale)), Image.Resampling.BILINEAR)
+    left, top = (long.width - 10) // 2, (long.height - 10) // 2
+    wanted = long.crop((left, top, left + 10, top + 10))
+    pixels = decode.decode_file(save(tmp_path / "x.png", image), 10)
+    difference = pixels.transpose(1, 2, 0).astype(int) - np.asarray(wanted)
+    # Half a pixel of rounding; a crop from the wrong place would be off by dozens.
+    assert np.abs(difference).max() <= 0.5 * 256 / 10
+
+
+def test_decode_survives_extreme_shapes(tmp_path: Path) -> None:
+    assert decode.decode_file(save(tmp_path / "x.png", gradient(4000, 1)), 32).shape == (3, 32, 32)
+
+
+def test_decode_reduces_large_jpegs_without_losing_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "x.jpg", gradient(640, 480), quality=95)
+    drafted = decode.decode_file(path, 32).astype(int)
+    seen: list[tuple[int, int]] = []
+    square = decode._to_square
+    monkeypatch.setattr(decode, "_to_square", lambda i, s: seen.append(i.size) or square(i, s))
+    decode.decode_file(path, 32)
+    assert seen == [(160, 120)]  # a quarter; an eighth would be below twice the target
+    monkeypatch.setattr(Image.Image, "draft", lambda *a: None)
+    with Image.open(path) as image:
+        whole = np.asarray(square(image, 32)).transpose(2, 0, 1)
+    assert np.abs(drafted - whole).max() <= 2
+
+
+@pytest.mark.parametrize("ending", ["png", "tif", "pgm"])
+def test_decode_scales_16_bits_to_8(tmp_path: Path, ending: str) -> None:
+    values = np.array([[0, 257], [32896, 65535]], np.uint16)
+    pixels = decode.decode_file(save(tmp_path / f"x.{ending}", Image.fromarray(values)), 2)
+    assert np.array_equal(pixels, np.array([[[0, 1], [128, 255]]] * 3))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr"])
+def test_decode_converts_any_mode_to_rgb(tmp_path: Path, mode: str) -> None:
+    image = Image.new("RGB", (8, 8), "white").convert(mode)
+    ending = "jpg" if mode in ("CMYK", "YCbCr") else "png"
+    pixels = decode.decode_file(save(tmp_path / f"x.{ending}", image), 8)
+    assert pixels.shape == (3, 8, 8)
+    assert pixels.min() >= 250
+
+
+def test_decode_takes_the_first_frame(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    path = save(tmp_path / "x.gif", frames[0], save_all=True, append_images=frames[1:])
+    assert decode.decode_file(path, 8)[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def test_decode_turns_images_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera lay on its side: turn by 90° clockwise
+    path = save(tmp_path / "x.png", gradient(8, 8), exif=exif)
+    plain = decode.decode_file(save(tmp_path / "y.png", gradient(8, 8)), 8)
+    assert np.array_equal(decode.decode_file(path, 8), np.rot90(plain, -1, (1, 2)))
+
+
+def test_decode_ignores_broken_exif(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.png", gradient(8, 8), exif=b"Exif\0\0nonsense")
+    assert decode.decode_file(path, 8).shape == (3, 8, 8)
+
+
+# Unreadable files
+
+
+def spoil(path: Path) -> Path:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    return path
+
+
+def test_unreadable_files_are_left_out_with_their_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    for i in range(40):
+        save(root / f"{i:02}.png", Image.new("RGB", (8, 8), (i, 0, 0)))
+    (root / "07.png").write_text("not an image")
+    spoil(save(root / "21.jpg", gradient(64, 64)))
+    spoil(save(root / "22.png", gradient(64, 64)))
+    (root / "33.png").write_bytes(b"")
+    (root / "39.png").unlink()
+    (root / "39.png").symlink_to("nowhere.png")
+    save(root / "bomb.png", Image.new("RGB", (200, 200)))
+    save(root / "float.tif", Image.new("F", (8, 8)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)
+    found = load(root, tmp_path / "cache")
+    reasons = found.unreadable
+    assert sorted(reasons) == [
+        *("07.png", "21.jpg", "22.png", "33.png", "39.png", "bomb.png", "float.tif")
+    ]
+    assert reasons["07.png"] == "not an image that Pillow knows"
+    assert "truncated" in reasons["21.jpg"].lower()
+    assert reasons["39.png"] == "No such file or directory"
+    assert "decompression bomb" in reasons["bomb.png"]
+    assert "range is unknown" in reasons["float.tif"]
+    kept = [i for i in range(40) if i not in (7, 22, 33, 39)]
+    assert found.images["train"][0][:, 0, 0, 0].tolist() == kept
+    (meta,) = (tmp_path / "cache").glob("*/meta.json")
+    assert json.loads(meta.read_text())["unreadable"] == reasons
+
+
+def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(tmp_path: Path) -> None:
+    root, good = tmp_path / "root", io.BytesIO()
+    gradient(8, 8).save(good, "PNG")
+    save(root / "a.png")
+    path = root / "b.png"
+    path.write_bytes(b"x" * len(good.getvalue()))
+    before = path.stat()
+    assert list(load(root, tmp_path / "cache").unreadable) == ["b.png"]
+    path.write_bytes(good.getvalue())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found = load(root, tmp_path / "cache")
+    assert not found.unreadable
+    assert len(found.images["train"][0]) == 2
+
+
+def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_text("no")
+    with refused("data.root", tmp_path, "no image for train can be read: x.png (not an image"):
+        load(tmp_path, tmp_path / "cache", None)
+
+
+def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    save(root / "train/a.png")
+    for name in ("train/b.png", "test/x.png"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("no")
+    parts = {split: rows(root, split) for split in ("train", "test")}
+    with refused("data.root", root, "no image for test can be read: test/x.png"):
+        decode.decode_splits(root, parts, 8, tmp_path / "cache", "test", {})
+    save(root / "test/y.png")
+    parts["test"] = rows(root, "test")
+    found = decode.decode_splits(root, parts, 8, tmp_path / "cache", "test", {})
+    assert list(found.unreadable) == ["train/b.png", "test/x.png"]
+
+
+# Sizes
+
+
+def test_the_size_is_taken_if_all_agree(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for i in range(3):
+        save(root / f"{i}.png", gradient(12, 12))
+    (root / "bad.png").write_text("no header, no say")
+    assert load(root, tmp_path / "cache", None).images["train"][0].shape == (3, 3, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ([(12, 12)] * 3 + [(9, 9)], "(12 × 12, 9 × 9)"),
+        ([(12, 10)] * 3, "(12 × 10). Set it, for example data.size=10"),
+        ([(12, 10)] * 2 + [(k, k) for k in range(10, 14)], "11 × 11 and 2 more)"),
+    ],
+)
+def test_sizes_that_differ_or_are_not_square(
+    tmp_path: Path, sizes: list[tuple[int, int]], says: str
+) -> None:
+    for i, size in enumerate(sizes):
+        save(tmp_path / f"{i}.png", gradient(*size))
+    with refused("data.size", None, says):
+        load(tmp_path, tmp_path / "cache", None)
+
+
+@pytest.mark.parametrize(("noise", "threads"), [(False, 1), (True, 4)])
+def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
+    noise: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = gradient(80, 80)
+    if noise:  # 19 kB as PNG, the gradient has less than one
+        pixels = np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)
+        image = Image.fromarray(pixels)
+    for i in range(4):
+        save(tmp_path / f"root/{i}.png", image)
+    monkeypatch.setattr(decode, "CHUNK", 1)
+    monkeypatch.setattr(decode.os, "cpu_count", lambda: 4)
+    together, real, met = threading.Barrier(threads), decode.decode_file, []
+
+    def watch(path: Path, size: int) -> decode.Pixels:
+        together.wait(timeout=30)  # breaks where fewer threads are at work
+        met.append(threading.get_ident())
+        return real(path, size)
+
+    monkeypatch.setattr(decode, "decode_file", watch)
+    assert not load(tmp_path / "root", tmp_path / "cache").unreadable
+    assert len(set(met)) == threads
+
+
+def test_progress_is_one_line_where_there_is_no_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(folder, folder.parent / "cache")
+    assert capsys.readouterr().err == f"decoding 5 images of {folder} ...\n"
+    load(folder, folder.parent / "cache")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load(folder, folder.parent / "cache")
+    assert "5/5" in capsys.readouterr().err

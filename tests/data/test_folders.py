@@ -1,0 +1,304 @@
+"""The user's own folders: layouts, mistakes, files that cannot be read, pairs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import refused
+from image_folders import folder, labels, make, paired, reds
+
+from fedssl.config import Data
+from fedssl.data import decode, folders
+from fedssl.data.load import load_dataset
+
+# Layouts
+
+
+def test_classes(root: Path) -> None:
+    make(root, "train/dog/a.png", "train/cat/b.png", "train/cat/deep/c.JPG", "train/dog/d.bmp")
+    make(root, "other/x.png", "train/.hidden/x.png", size=(30, 20))
+    assert folder(root).test is None
+    make(root, "test/dog/a.png", "test/cat/b.png")
+    dataset = folder(root)
+    assert (dataset.name, dataset.classes, dataset.clients) == ("folder", ("cat", "dog"), ())
+    assert dataset.train.images[0].shape == (4, 3, 8, 8)
+    assert dataset.train.images[0].dtype == torch.uint8
+    assert [reds(dataset.train)[i] for i in (0, 2, 3)] == [1, 0, 3]
+    assert labels(dataset.train) == [0, 0, 1, 1]
+    assert (reds(dataset.test), labels(dataset.test)) == ([1, 0], [0, 1])
+    assert dataset.train.clients is None and dataset.train.cases is None
+    (root / "test/cat/b.png").unlink()
+    (root / "test/cat").rmdir()
+    assert labels(folder(root).test) == [1]  # classes of train/ alone are fine
+
+
+@pytest.mark.parametrize(
+    ("names", "levels"),
+    [
+        (("a.png", "b/c.png", "b/d/e.png"), None),  # no train/
+        (("train/a.png", "train/b/c.png", "train/d.png"), None),  # images directly in it
+        (("train/dog/a.png", "train/dog/b.png", "train/cat/b.png"), ()),
+    ],
+)
+def test_plain_images(root: Path, names: tuple[str, ...], levels: Any) -> None:
+    make(root, *names)
+    dataset = folder(root, levels=levels)
+    assert len(dataset.train) == 3
+    assert dataset.train.labels is None
+    assert dataset.classes == ()
+
+
+def test_levels_without_train(root: Path) -> None:
+    make(root, "dog/a.png", "cat/b.png")
+    assert labels(folder(root, levels=("class",)).train) == [0, 1]
+    sites = folder(root, levels=("client",))
+    assert sites.clients == ("cat", "dog") and sites.train.labels is None
+    (root / "eel").mkdir()
+    with refused("data.root", root, "the class folder eel"):
+        folder(root, levels=("class",))
+
+
+def test_clients_and_classes(root: Path) -> None:
+    make(root, "train/zoe/dog/a.png", "train/bob/cat/b.png", "train/zoe/cat/c.png")
+    make(root, "test/amy/cat/a.png", "test/bob/dog/b.png")
+    dataset = folder(root, levels=("client", "class"))
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.clients == ("bob", "zoe", "amy")  # those with training samples come first
+    assert dataset.test is not None
+    assert dataset.train.clients is not None
+    assert dataset.test.clients is not None
+    assert reds(dataset.train) == [1, 2, 0]
+    assert dataset.train.clients.tolist() == [0, 1, 1]
+    assert labels(dataset.train) == [0, 0, 1]
+    assert dataset.test.clients.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("first", ["class", "client"])
+def test_cases_of_different_folders_are_different(root: Path, first: Any) -> None:
+    make(root, "train/a/p1/0.png", "train/a/p1/1.png", "train/a/p2/0.png", "train/b/p1/0.png")
+    make(root, "test/b/p1/0.png")
+    dataset = folder(root, levels=(first, "case"))
+    assert dataset.test is not None
+    assert dataset.train.cases is not None
+    assert dataset.test.cases is not None
+    assert dataset.train.cases.tolist() == [0, 0, 1, 2]
+    assert dataset.test.cases.tolist() == [0]
+
+
+# Mistakes
+
+
+def test_folders_without_images(root: Path) -> None:
+    with refused("data.root", root, "no images for train"):
+        folder(root)
+    (root / "train").mkdir()
+    with refused("data.root", root, "no images for train"):
+        folder(root)
+    (root / "test").mkdir()
+    make(root, "train/dog/a.png")
+    with refused("data.root", root, "no images for test"):
+        folder(root)
+    make(root, "test/dog/a.png", "test/emu/b.png")
+    with refused("data.root", root, "lacks: emu"):
+        folder(root)
+    (root / "train/emu").mkdir()
+    (root / "train/emu/notes.txt").write_text("nothing here")
+    with refused("data.root", root, "class folder train/emu"):
+        folder(root)
+    (root / "train").rename(root / "training")
+    with refused("data.root", root, "test/ but no train/"):
+        folder(root)
+
+
+def test_the_train_folder_alone_is_a_mistake_beside_test(root: Path) -> None:
+    make(root, "train/dog/a.png", "test/dog/a.png")
+    with refused("data.root", root / "train", f"data.root={root}."):
+        folder(root / "train")
+
+
+@pytest.mark.parametrize("levels", [("class",), ("client", "class")])
+def test_an_image_above_its_level(root: Path, levels: tuple[str, ...]) -> None:
+    make(root, "train/dog/a.png", "train/b.png")
+    with refused("data.levels", levels, "train/b.png lies in no"):
+        folder(root, levels=levels)
+
+
+@pytest.mark.parametrize("levels", [("client", "class"), ("class", "client")])
+def test_a_folder_whose_name_is_no_text(root: Path, levels: tuple[str, ...]) -> None:
+    make(root, os.fsdecode(b"train/caf\xe9/a/1.png"))
+    with refused("data.root", root, r"caf\xe9 is not UTF-8"):
+        folder(root, levels=levels)
+    assert len(folder(root, levels=()).train) == 1, "it names nothing"
+
+
+def test_sizes(root: Path) -> None:
+    make(root, "train/a/0.png", "train/a/1.png", size=(20, 30))
+    with refused("data.size", None, "20 × 30"):
+        folder(root)
+    assert folder(root, size=12).train.images[0].shape == (2, 3, 12, 12)
+    again = load_dataset(Data(name="folder", root=str(root), size=12), size=6)
+    assert again.train.images[0].shape == (2, 3, 6, 6)
+
+
+# Files that cannot be read
+
+
+def test_unreadable_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(root, *(f"train/{kind}/{i}.png" for i in range(4) for kind in ("cat", "dog")))
+    make(root, "test/cat/0.png", "test/cat/1.png")
+    for name in ("train/cat/1.png", "train/dog/0.png", "train/dog/2.png", "test/cat/0.png"):
+        (root / name).write_text("broken")
+    for _ in range(2):
+        with refused("data.corrupt", "fail", "train/cat/1.png (not an image that Pillow knows)"):
+            folder(root)
+    capsys.readouterr()
+    for _ in range(2):
+        folders._warn_once.cache_clear()  # as in a new process
+        dataset = folder(root, corrupt="skip")
+        assert reds(dataset.train) == [0, 4, 6, 3, 7]
+        assert labels(dataset.train) == [0, 0, 0, 1, 1]
+        assert reds(dataset.test) == [1]
+        (warning,) = capsys.readouterr().err.splitlines()
+        assert warning.startswith(f"warning: left out 4 of 10 images below {root}: train/cat/1")
+        assert warning.endswith(" and 1 more")
+    (meta,) = (root.parent / "cache").glob("*/meta.json")
+    assert len(json.loads(meta.read_text())["unreadable"]) == 4
+    # A process warns once, also where they are loaded by another name or at another size.
+    load_dataset(Data(name="folder", root=str(root / "../root"), corrupt="skip"), size=5)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_folders_of_which_nothing_can_be_read_are_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sites = [f"{site}/{case}" for site in ("east", "north", "west") for case in ("1", "2")]
+    make(root, *(f"train/{case}/{i}.png" for case in sites for i in range(2)))
+    make(root, *(f"test/{case}/0.png" for case in sites))
+    for name in ("train/east/1/0.png", "train/west/2/0.png", "train/west/2/1.png"):
+        (root / name).write_text("broken")
+    for file in (root / "train/north").rglob("*.png"):
+        file.write_text("broken")
+    dataset = folder(root, corrupt="skip", levels=("client", "case"))
+    assert dataset.clients == ("east", "west", "north")  # it still has test images
+    (warning,) = capsys.readouterr().err.splitlines()[-1:]
+    assert warning.startswith(f"warning: left out 7 of 18 images below {root}: ")
+    assert warning.endswith(" and 4 more; no image is left in train/north, train/west/2")
+    for site in ("train/east/1/0.png", "train/west/2/0.png", "train/north/1/0.png"):
+        make(root, site)
+    make(root, "train/north/2/0.png")
+    folder(root, corrupt="skip", levels=("client", "case"))
+    assert "no image is left" not in capsys.readouterr().err
+
+
+def test_a_class_without_readable_image(root: Path) -> None:
+    make(root, "train/cat/0.png", "train/dog/0.png")
+    (root / "train/dog/0.png").write_text("broken")
+    with refused("data.root", root, "the class dog"):
+        folder(root, corrupt="skip")
+
+
+def test_images_are_identified_by_the_files_that_are_used(root: Path) -> None:
+    make(root, "train/cat/0.png", "train/dog/0.png", "test/cat/0.png")
+    before = folder(root).files
+    assert before.keys() == {"train", "test"} and not load_dataset(Data()).files
+    os.utime(root / "train/cat/0.png", (1, 1))
+    make(root, "test/dog/1.png")
+    (root / "train/dog/1.png").write_text("broken")
+    after = folder(root, corrupt="skip").files
+    assert after["train"] == before["train"] and after["test"] != before["test"]
+    moved = root.rename(root.with_name("moved"))
+    assert folder(moved, corrupt="skip", labels=2).files == after
+    (moved / "train/dog/0.png").rename(moved / "train/dog/2.png")
+    assert folder(moved, corrupt="skip").files["train"] != before["train"]
+
+
+def test_a_second_load_decodes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(root, "train/cat/0.png", "train/dog/0.png")
+    first = folder(root)
+    monkeypatch.setattr(decode, "decode_file", None)
+    second = folder(root)
+    assert torch.equal(first.train.images[0], second.train.images[0])
+    assert labels(second.train) == [0, 1]
+    assert len(folder(root, levels=()).train) == 2  # the cache does not depend on levels
+
+
+# Pairs
+
+
+def test_paired(root: Path) -> None:
+    make(root / "optical", "train/cat/0.png", "train/dog/1.png", "test/dog/2.png")
+    make(root / "radar", "x.txt.png", "train/cat/0.jpg", "train/dog/1.bmp", "test/dog/2.png")
+    (root / "notes.txt").write_text("files beside the two folders do not matter")
+    dataset = paired(root)
+    assert len(dataset.train.images) == 2
+    assert (reds(dataset.train), labels(dataset.train)) == ([0, 1], [0, 1])
+    assert reds(dataset.train, 1)[1] == 2
+    assert (reds(dataset.test), reds(dataset.test, 1)) == ([2], [3])
+    assert dataset.classes == ("cat", "dog")
+
+
+def test_paired_below_train_and_test(root: Path) -> None:
+    for number, split in enumerate(("train", "test")):
+        make(root, *(f"{split}/{side}/{label}/{number}.png" for side in "ab" for label in "xy"))
+    make(root, "val/c/0.png")
+    dataset = paired(root)
+    assert (labels(dataset.train), labels(dataset.test)) == ([0, 1], [0, 1])
+    assert (reds(dataset.train), reds(dataset.train, 1)) == ([0, 1], [2, 3])
+    assert paired(root, levels=("client",)).clients == ("x", "y")
+    # A folder called train may be trained on alone; of one modality it would be a mistake.
+    assert paired(root / "train").test is None
+    (root / "test/b").rename(root / "test/c")
+    with refused("data.root", root, "a, b in train/ and a, c in test/"):
+        paired(root)
+    make(root, "test/b/x/1.png")
+    with refused("data.root", root, "test/ holds 3 folders: a, b, c"):
+        paired(root)
+
+
+def test_paired_files_without_partner(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(root, "a/x/0.png", "a/x/1.png", "b/x/0.png", "b/x/1.png")
+    dataset = paired(root)
+    assert (reds(dataset.train), reds(dataset.train, 1)) == ([0, 1], [2, 3])
+    assert dataset.train.labels is None
+    (root / "a/x/1.png").rename(root / "a/x/2.png")
+    for path in ("a/x/2.png (no partner in b)", "b/x/1.png (no partner in a)"):
+        with refused("data.corrupt", "fail", path):
+            paired(root)
+    dataset = paired(root, corrupt="skip")
+    assert (reds(dataset.train), reds(dataset.train, 1)) == ([0], [2])
+    assert "warning: left out 2 of 4 images" in capsys.readouterr().err
+    metas = [json.loads(path.read_text()) for path in (root.parent / "cache").glob("*/meta.json")]
+    assert {"a/x/2.png", "b/x/1.png"} in [set(meta["unpaired"]) for meta in metas]
+
+
+def test_paired_split_on_one_side_only(root: Path) -> None:
+    make(root, "a/train/x/0.png", "a/test/x/1.png", "b/train/x/0.png")
+    with refused("data.corrupt", "fail", "a/test/x/1.png (no partner in b)"):
+        paired(root)
+
+
+def test_paired_corrupt_partner_drops_the_pair(root: Path) -> None:
+    make(root, *(f"{side}/{i}.png" for i in range(3) for side in "ab"))
+    (root / "b/1.png").write_text("broken")
+    with refused("data.corrupt", "fail", "1 of 6 images"):
+        paired(root)
+    dataset = paired(root, corrupt="skip")
+    assert (reds(dataset.train), reds(dataset.train, 1)) == ([0, 4], [1, 5])
+
+
+def test_paired_mistakes(root: Path) -> None:
+    make(root, "a/0.png", "b/0.png", "c/0.png")
+    with refused("data.root", root, "the folder holds 3 folders: a, b, c"):
+        paired(root)
+    (root / "c/0.png").unlink()
+    (root / "c").rmdir()
+    make(root, "a/0.jpg")
+    with refused("data.root", root, "a/0.jpg and a/0.png differ only in their ending"):
+        paired(root)
+    with refused("data.halves", True):
+        paired(root, halves=True)

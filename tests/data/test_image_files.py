@@ -1,0 +1,39 @@
+"""Image files below a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from image_folders import save
+
+from fedssl.data import image_files
+
+
+def test_find_takes_images_of_any_format_at_any_depth(tmp_path: Path) -> None:
+    for name in ("b/deep/er/x.PNG", "a/y.jpg", "z.webp", "a/w.tiff"):
+        save(tmp_path / name)
+    (tmp_path / "a/notes.txt").write_text("no image")
+    (tmp_path / "a/report.pdf").write_text("Pillow writes PDF but does not read it")
+    (tmp_path / "a/jpg").write_text("no ending")
+    (tmp_path / "folder.jpg").mkdir()
+    save(tmp_path / ".hidden/x.png")
+    save(tmp_path / "a/.y.png")
+    files, folders = image_files.find_images(tmp_path)
+    assert [file.path for file in files] == ["a/w.tiff", "a/y.jpg", "b/deep/er/x.PNG", "z.webp"]
+    assert folders == ["a", "b", "b/deep", "b/deep/er", "folder.jpg"]
+    assert [file.path for file in image_files.find_images(tmp_path, "b/deep")[0]] == [
+        "b/deep/er/x.PNG"
+    ]
+
+
+def test_find_follows_links_but_not_in_circles(tmp_path: Path) -> None:
+    save(tmp_path / "elsewhere/x.png")
+    (tmp_path / "root/real").mkdir(parents=True)
+    (tmp_path / "root/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root/one.png").symlink_to(tmp_path / "elsewhere/x.png")
+    (tmp_path / "root/real/loop").symlink_to(tmp_path / "root")
+    (tmp_path / "root/lost.png").symlink_to(tmp_path / "nothing.png")
+    os.mkfifo(tmp_path / "root/pipe.png")
+    found = [file.path for file in image_files.find_images(tmp_path / "root")[0]]
+    assert found == ["linked/x.png", "lost.png", "one.png"]

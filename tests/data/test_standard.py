@@ -1,0 +1,279 @@
+"""Digits, Fashion-MNIST, CIFAR, STL-10 and Tiny-ImageNet: read, refused, downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import refused
+from image_folders import labels, make, reds
+
+from fedssl.config import Data
+from fedssl.data import places
+from fedssl.data.load import load_dataset as load
+
+FETCHED = pytest.mark.parametrize(
+    "name", ["fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet"]
+)
+
+
+def test_digits() -> None:
+    from sklearn.datasets import load_digits
+
+    dataset, source = load(Data(size=8)), load_digits()
+    assert dataset.test is not None
+    assert (len(dataset.train), len(dataset.test)) == (1438, 359)
+    expected = np.rint(source.images * 255 / 16).astype(np.uint8)
+    assert np.array_equal(dataset.test.images[0][:, 0].numpy(), expected[4::5])
+    assert np.array_equal(dataset.train.images[0][:4, 0].numpy(), expected[:4])
+    assert labels(dataset.test) == source.target[4::5].tolist()
+    assert dataset.classes == tuple("0123456789")
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "side"), [(None, None, 16), (None, 20, 20), (16, 10, 10)]
+)
+def test_digits_sizes(given: int | None, size: int | None, side: int) -> None:
+    images = load(Data(size=given), size=size).train.images[0]
+    assert images.shape == (1438, 1, side, side) and images.dtype == torch.uint8
+    assert images.max() > 240
+
+
+# Fashion-MNIST
+
+
+def write_idx(path: Path, values: np.ndarray[Any, Any]) -> None:
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    data = header + values.astype(np.uint8).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def write_fashion(root: Path, ending: str = "") -> None:
+    for split, count in (("train", 20), ("t10k", 10)):
+        pixels = np.arange(count)[:, None, None] * np.ones((1, 28, 28))
+        write_idx(root / f"{split}-images-idx3-ubyte{ending}", pixels)
+        write_idx(root / f"{split}-labels-idx1-ubyte{ending}", np.arange(count) % 10)
+
+
+@pytest.mark.parametrize(("inside", "ending"), [("", ".gz"), ("", ""), ("FashionMNIST/raw", "")])
+def test_fashion_from_a_root(root: Path, inside: str, ending: str) -> None:
+    write_fashion(root / inside, ending)
+    dataset = load(Data(name="fashion-mnist", root=str(root)))
+    assert dataset.train.images[0].shape == (20, 1, 28, 28)
+    assert reds(dataset.train) == list(range(20))
+    assert labels(dataset.test) == list(range(10))
+    assert dataset.classes[9] == "Ankle boot"
+    resized = load(Data(name="fashion-mnist", root=str(root), size=10))
+    assert resized.train.images[0].shape == (20, 1, 10, 10)
+    assert reds(resized.train) == list(range(20))
+
+
+def test_fashion_from_debian_and_then_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    monkeypatch.setattr(places, "DEBIAN_FASHION", tmp_path / "debian")
+    write_fashion(cache / "downloads/fashion-mnist/FashionMNIST/raw")
+    assert len(load(Data(name="fashion-mnist")).train) == 20
+    write_fashion(tmp_path / "debian", ".gz")
+    write_idx(tmp_path / "debian/train-images-idx3-ubyte.gz", np.full((20, 28, 28), 7))
+    assert reds(load(Data(name="fashion-mnist")).train) == [7] * 20
+
+
+@pytest.mark.skipif(not places.DEBIAN_FASHION.is_dir(), reason="dataset-fashion-mnist")
+def test_fashion_of_debian_is_the_real_one() -> None:
+    dataset = load(Data(name="fashion-mnist"))
+    assert dataset.test is not None
+    assert (len(dataset.train), len(dataset.test)) == (60000, 10000)
+    assert torch.bincount(torch.tensor(labels(dataset.train))).tolist() == [6000] * 10
+
+
+@pytest.mark.parametrize("damage", ["cut", "bits", "kind", "shape", "empty", "number"])
+def test_fashion_that_is_damaged(root: Path, damage: str) -> None:
+    write_fashion(root, ".gz")
+    path = root / "train-images-idx3-ubyte.gz"
+    data, says = path.read_bytes(), path.name
+    if damage == "number":
+        write_idx(path, np.zeros((3, 28, 28)))
+        says = "differ in number"
+    else:
+        path.write_bytes(
+            {
+                "cut": data[:-30],
+                "bits": data[:20] + b"\xff" * 9 + data[29:],
+                "kind": gzip.compress(b"something else"),
+                "shape": gzip.compress(gzip.decompress(data)[:-5]),
+                "empty": gzip.compress(b"\0\0\x08"),
+            }[damage]
+        )
+    with refused("data.root", root, says):
+        load(Data(name="fashion-mnist", root=str(root)))
+
+
+def test_arrays_are_identified_by_their_content(root: Path) -> None:
+    def digests(ending: str = "", **keys: Any) -> Any:
+        write_fashion(root / (ending or "plain"), ending)
+        return load(Data("fashion-mnist", str(root / (ending or "plain")), **keys)).files
+
+    before = digests()
+    assert before.keys() == {"train", "test"} and before["train"] != before["test"]
+    assert digests(".gz") == digests(size=10) == digests(labels=10) == before
+    pixels = np.arange(20)[:, None, None] * np.ones((1, 28, 28))
+    pixels[19, 27, 27] += 1
+    for part, values in (("images-idx3", pixels), ("labels-idx1", np.arange(20) % 5)):
+        write_fashion(root)
+        write_idx(root / f"train-{part}-ubyte", values)
+        after = load(Data("fashion-mnist", str(root))).files
+        assert after["train"] != before["train"] and after["test"] == before["test"]
+
+
+# CIFAR, STL-10, Tiny-ImageNet
+
+
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, checked: bool = False) -> None:
+    from torchvision.datasets import CIFAR10
+
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    for i, name in enumerate((*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")):
+        pixels = np.zeros((4, 3, 32, 32), np.uint8)
+        pixels[:, 0], pixels[:, 2, 1, 5] = np.arange(4)[:, None, None] + 4 * i, 77
+        entry = {"data": pixels.reshape(4, -1), "labels": [i, i, 9, 9]}
+        (folder / name).write_bytes(pickle.dumps(entry))
+    meta = {"label_names": [f"class {k}" for k in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(meta))
+    if not checked:  # made files do not have the real ones' checksums
+        for name in ("train_list", "test_list"):
+            unchecked = [[file, None] for file, _ in getattr(CIFAR10, name)]
+            monkeypatch.setattr(CIFAR10, name, unchecked)
+        monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": None})
+
+
+def test_cifar_is_parsed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(root, monkeypatch)
+    dataset = load(Data(name="cifar10", root=str(root)))
+    assert dataset.train.images[0].shape == (20, 3, 32, 32)
+    assert reds(dataset.train) == list(range(20))
+    assert reds(dataset.test) == list(range(20, 24))
+    assert dataset.train.images[0][3, :, 1, 5].tolist() == [3, 0, 77]
+    assert labels(dataset.train)[:6] == [0, 0, 9, 9, 1, 1]
+    assert dataset.classes[3] == "class 3"
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda *a, **k: pytest.fail("parsed again"))
+    assert reds(load(Data(name="cifar10", root=str(root))).train) == list(range(20))
+
+
+def test_cifar_with_wrong_checksums_is_not_unpickled(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_cifar(root, monkeypatch, checked=True)
+    with refused("data.root", root, "files of CIFAR10"):
+        load(Data(name="cifar10", root=str(root)))
+
+
+def test_stl10(root: Path) -> None:
+    folder = root / "stl10_binary"
+    folder.mkdir()
+    for i, (split, count) in enumerate((("train", 2), ("unlabeled", 3), ("test", 2))):
+        pixels = np.zeros((count, 3, 96, 96), np.uint8)
+        pixels[:, 0] = np.arange(count)[:, None, None] + 10 * i
+        pixels[:, 1, 5, 9] = 200  # file order is column, row
+        pixels.tofile(folder / f"{split}_X.bin")
+        if split != "unlabeled":
+            np.array([1, 10], np.uint8).tofile(folder / f"{split}_y.bin")
+    dataset = load(Data(name="stl10", root=str(root)))
+    assert reds(dataset.train) == [0, 1, 10, 11, 12]
+    assert labels(dataset.train) == [0, 9, -1, -1, -1]
+    assert (reds(dataset.test), labels(dataset.test)) == ([20, 21], [0, 9])
+    assert dataset.train.images[0][0, 1, 9, 5] == 200
+    assert dataset.classes[9] == "truck"
+    assert load(Data(name="stl10", root=str(root), size=32)).train.images[0].shape[-1] == 32
+    (folder / "test_X.bin").write_bytes(b"1234")
+    with refused("data.root", root, "test_X.bin"):
+        load(Data(name="stl10", root=str(root)))
+
+
+def make_tiny(root: Path) -> None:
+    make(root, "train/n02/images/n02_0.JPEG", "train/n01/images/n01_0.JPEG", size=(64, 64))
+    make(root, "val/images/val_0.JPEG", "val/images/val_1.JPEG", size=(64, 64))
+    make(root, "test/images/test_0.JPEG", size=(64, 64))
+    (root / "train/n01/n01_boxes.txt").write_text("n01_0.JPEG\t0\t0\t62\t62\n")
+    lines = "val_1.JPEG\tn01\t0\t0\t1\t1\nval_0.JPEG\tn02\t0\t0\t1\t1\n"
+    (root / "val/val_annotations.txt").write_text(lines)
+
+
+@pytest.mark.parametrize("inside", ["", "tiny-imagenet-200"])
+def test_tiny_imagenet(root: Path, inside: str) -> None:
+    make_tiny(root / inside)
+    dataset = load(Data(name="tiny-imagenet", root=str(root)))
+    assert dataset.classes == ("n01", "n02")
+    assert dataset.train.images[0].shape == (2, 3, 64, 64)
+    assert (labels(dataset.train), labels(dataset.test)) == ([0, 1], [1, 0])
+    make(root / inside, "val/images/val_2.JPEG", size=(64, 64))
+    with refused("data.root", root / inside, "val_2.JPEG"):
+        load(Data(name="tiny-imagenet", root=str(root)))
+
+
+# Downloads
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float | None]:
+    """No network; the time limits under which it was tried."""
+    import urllib.request
+
+    limits: list[float | None] = []
+
+    def unreachable(*arguments: object, **keys: object) -> None:
+        limits.append(socket.getdefaulttimeout())
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    monkeypatch.setattr(places, "DEBIAN_FASHION", tmp_path / "debian")
+    return limits
+
+
+@FETCHED
+def test_a_failed_download_leaves_nothing_behind(
+    name: Any, offline: list[float | None], cache: Path
+) -> None:
+    with refused("data.name", name, "Name or service not known"):
+        load(Data(name=name))
+    with refused("data.name", name, str(cache / "downloads" / name)):
+        load(Data(name=name))
+    assert offline[0] is not None  # a silent network would not hold it up for minutes
+    assert socket.getdefaulttimeout() is None
+    assert not list((cache / "downloads").iterdir())
+
+
+@FETCHED
+def test_a_root_without_the_files_is_not_replaced_by_a_download(
+    name: Any, root: Path, offline: list[float | None]
+) -> None:
+    with refused("data.root", root, "a folder that holds"):
+        load(Data(name=name, root=str(root)))
+    assert not offline
+
+
+def test_a_download_is_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    from torchvision.datasets import utils
+
+    calls = []
+
+    def fetch(url: str, folder: Path, **keys: Any) -> None:
+        calls.append(url)
+        make_tiny(folder / "tiny-imagenet-200")
+
+    monkeypatch.setattr(utils, "download_and_extract_archive", fetch)
+    with refused("data.name", "cifar100", "the archive holds something else"):
+        load(Data(name="cifar100"))
+    for _ in range(2):
+        assert len(load(Data(name="tiny-imagenet")).train) == 2
+    assert calls[1:] == ["http://cs231n.stanford.edu/tiny-imagenet-200.zip"]
+    assert [p.name for p in (cache / "downloads").iterdir()] == ["tiny-imagenet"]
