@@ -37,6 +37,7 @@ class Data:
     )
     levels: tuple[Literal["class", "client", "case"], ...] | None = key(
         None,
+        needs="name=folder|paired",
         help="Meaning of the folder levels below `train/` and `test/`. `null`: detected.",
     )
     corrupt: Literal["fail", "skip"] = key(
@@ -62,7 +63,8 @@ class Data:
         None,
         path=True,
         affects="nothing",
-        help="Folder for downloads. `null`: `$FEDSSL_CACHE`, else `~/.cache/fedssl`.",
+        help="Folder for decoded images and downloads. `null`: `$FEDSSL_CACHE`, else "
+        "`~/.cache/fedssl`.",
     )
 
 
@@ -122,6 +124,7 @@ class SourceParams(PartitionParams):
     )
     sources: int = key(
         5,
+        ge=2,
         needs="source=features|rotation|style",
         help="Number of clusters, rotations or styles.",
     )

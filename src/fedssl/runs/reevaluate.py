@@ -129,9 +129,8 @@ def _load(data: config.Data, seed: int, given: Set[str]) -> Dataset:
     except UserError as error:
         if "data.levels" in given or error.key != "data.levels":
             raise
-        raise UserError(
-            error.problem, key=error.key, value=error.value, fix=f"{error.fix} The run set this key."
-        ) from None
+        fix = f"{error.fix} The run set this key."
+        raise UserError(error.problem, key=error.key, value=error.value, fix=fix) from None
 
 
 def _needs_class(settings: config.Config) -> bool:
