@@ -36,8 +36,9 @@ import yaml
 from mkdocs.exceptions import PluginError
 
 from fedssl import cli, config
+from fedssl.cli.recipes import describe_recipe
 from fedssl.data.augment import PRESETS
-from fedssl.util import tables
+from fedssl.util.text import name_measure
 
 Line = dict[str, Any]  # of a file of results
 NAMES = {"dcco": "DCCO", "fedema": "FedEMA", "decssl": "Dec-SSL", "perfcl": "PerFCL", "ccl": "CCL"}
@@ -308,7 +309,7 @@ def recipes(paper: str) -> str:
         files.setdefault(name.split("-")[0] if table is None else table.file, []).append(name)
     rows = ["| recipes | what they are | how many |", "| --- | --- | --- |"]
     for file, names in files.items():
-        table, about = config.table(names[0]), tables._recipe(names[0])[1]
+        table, about = config.table(names[0]), describe_recipe(names[0])[1]
         if table is not None:
             about = f"{table.title}: {table.about}"
         elif len(names) > 1:
@@ -331,7 +332,7 @@ def compared(pattern: str) -> str:
         mine = [line for line in lines if line["recipe"] == name]
         for measure, number in results.items():
             ours = _by_images(mine, measure)
-            rows.append(f"| `{name}` | {tables.title(measure)} | {number} | {ours} |")
+            rows.append(f"| `{name}` | {name_measure(measure)} | {number} | {ours} |")
     return "\n".join(rows)
 
 
@@ -375,7 +376,7 @@ def _numbers(line: dict[str, Any]) -> str:
         if len(values) > 8 or not all(isinstance(v, (int, float)) for v in values):
             continue
         shown = ", ".join(f"{v:,}" for v in values)
-        rows.append(f"| {tables.title(key)} | {shown} | {other.get(key, '')} |")
+        rows.append(f"| {name_measure(key)} | {shown} | {other.get(key, '')} |")
     head = f"| measure | ours | {'untrained' if other else ''} |\n| --- | --- | --- |"
     more = "\nWhat is longer is in `results/measured.jsonl`."
     return "\n".join(
@@ -514,7 +515,7 @@ def _rows(table: dict[str, Any]) -> list[Row]:
 
 def _beside(measures: Sequence[str], rows: Sequence[Row], data: Sequence[str]) -> str:
     """Ours and, in brackets, the paper's, a row a recipe, after an untrained encoder."""
-    head = ["row", *map(tables.title, measures), "rounds", "seed: minutes"]
+    head = ["row", *map(name_measure, measures), "rounds", "seed: minutes"]
     known = sorted((e for row in rows for e in row.lines), key=lambda line: len(line["changed"]))
     lines = []
     for images in data or [""]:
@@ -651,7 +652,7 @@ class Claim(typing.NamedTuple):
 
     def __str__(self) -> str:
         left, *rest = (f"`{row.name}`" for row in self.pair)
-        at = " and ".join(map(tables.title, dict.fromkeys(self.measures)))
+        at = " and ".join(map(name_measure, dict.fromkeys(self.measures)))
         return " ".join([left, self.relation, *rest]) + (f", {at}" if self.named else "")
 
     @property
@@ -804,7 +805,7 @@ def _runs(lines: Sequence[Line], images: bool) -> str:
     head = ["accuracies", "held-out", "round", "seed", "settings", "made on", "command"]
     rows = []
     for line in lines:
-        tops = ", ".join(f"{tables.title(m)} {value:.1f}" for m, value in line["ours"].items())
+        tops = ", ".join(f"{name_measure(m)} {value:.1f}" for m, value in line["ours"].items())
         best = "" if line["heldout"] is None else f"{line['heldout']:.1f}"
         made = [line.get(key) for key in ("device", "precision", "commit", "date")]
         place = ", ".join(str(part) for part in made if part)

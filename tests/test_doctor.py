@@ -64,7 +64,9 @@ def test_what_packages_offer_and_whether_it_is_used(monkeypatch: pytest.MonkeyPa
 
     offers = {"fedavg": [point("a")], "new": [point("a")], "two": [point("b"), point("a")]}
     monkeypatch.setattr(
-        doctor.plugins, "offered", lambda section: offers if section == "algorithm" else {}
+        doctor.plugins,
+        "list_entry_points",
+        lambda section: offers if section == "algorithm" else {},
     )
     assert list(doctor._plugins()) == [
         ["fedavg", "algorithm", "offered by a; not used, as fedssl has this name itself"],

@@ -31,7 +31,7 @@ from fedssl.models.network import initialize
 from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run
 from fedssl.runs.build import Experiment, build_experiment
-from fedssl.util import tables
+from fedssl.runs.result import format_result
 from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
@@ -639,7 +639,7 @@ def test_the_hub_folder_loads_and_its_card_says_what_it_is(
     assert f"`digits`, unlabeled in training: {count:,} images of {len(clients)} clients" in body
     assert "algorithm `dcco`, 2 rounds" in body
     assert list_exchanges(settings) in body
-    assert tables.result(summary, settings) in body and "`fedssl run recipe.yaml`" in body
+    assert format_result(summary, settings) in body and "`fedssl run recipe.yaml`" in body
     assert "## Limits" in body
     # The command in the card gives the same run.
     assert config.resolve(config.read_recipe(str(out / "recipe.yaml"))) == settings

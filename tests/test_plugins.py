@@ -19,10 +19,11 @@ import yaml
 
 from fedssl import config
 from fedssl.cli import main
+from fedssl.config import plugins
 from fedssl.data.dataset import Groups
+from fedssl.data.partition import check_groups
 from fedssl.evaluate import parse
 from fedssl.runs import run as run_module
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 OWN = Path(__file__).parents[1] / "examples" / "own"
@@ -138,13 +139,13 @@ def test_keys_of_ones_own_are_checked_as_ours_are(capsys: pytest.CaptureFixture[
 
 BAD = {
     "missing": (None, r"cannot be read \(No such file"),
-    "nothing": ("x = 1\n", "nothing there is called Own; it has no class or function"),
-    "other": ("class Other: pass\n", "nothing there is called Own; it has Other"),
+    "nothing": ("x = 1\n", "nothing there is called Own. The file has no class or function"),
+    "other": ("class Other: pass\n", "nothing there is called Own. The file has Other"),
     "kind": (
         "class Own: pass\n",
-        "must be a class that builds on fedssl.federation.algorithm.Algori",
+        "not a subclass of fedssl.federation.algorithm.Algorithm",
     ),
-    "value": ("Own = 3\n", "must be a class that builds on"),
+    "value": ("Own = 3\n", "not a subclass of"),
     "raises": ("\n\nraise ValueError('two\\nlines')\n", "line 3: ValueError: two lines$"),
     "import": ("import no_such_module\n", "line 1: ModuleNotFoundError: No module named"),
     "syntax": ("a = 1\ndef (:\n", "line 2: SyntaxError: "),
@@ -167,7 +168,7 @@ BAD = {
         "from fedssl.algorithms.fedavg import FedAvg\n"
         "class Own(FedAvg):\n    @dataclass(frozen=True)\n    class Params(FedAvg.Params):\n"
         "        beta: list[int] = field(default_factory=list)\n",
-        "Params.beta: no type of a key",
+        "Params.beta has a type that keys cannot have",
     ),
     "default": (
         "from dataclasses import dataclass, field\n"
@@ -198,10 +199,10 @@ def test_other_names_that_will_not_do(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("class Own: pass\ndef f(*a): pass\n")
     for words, said in (
-        (["algorithm.name=mine.py"], r"say what in the file, as in mine.py:Name"),
+        (["algorithm.name=mine.py"], r"a file without a name in it. Give mine.py:NAME"),
         (["algorithm.name=no.such.module:Own"], "ModuleNotFoundError"),
         ([f"partition.name={mine}:Own"], "a partition is a class with a method split"),
-        ([f"objective.name={mine}:Own"], "builds on fedssl.objectives.base.Objective"),
+        ([f"objective.name={mine}:Own"], "not a subclass of fedssl.objectives.base.Objective"),
         ([f"evaluate.baselines={mine}:Own"], "evaluate.baselines=.*a file cannot be a baseline"),
     ):
         with pytest.raises(UserError, match=said):
@@ -217,11 +218,11 @@ def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     """As in a notebook's session; the same file is one module."""
     path = tmp_path / "mine.py"
     path.write_text("def f(*a): return 1\n")
-    first = plugins.load("protocol", f"{path}:f", "key=value", ())
-    assert plugins.load("protocol", f"{path}:f", "key=value", ()) is first
+    first = plugins.load("protocol", f"{path}:f", ("key", "value"), ())
+    assert plugins.load("protocol", f"{path}:f", ("key", "value"), ()) is first
     path.write_text("def f(*a): return 2\n")
     os.utime(path, ns=(1, 1))
-    assert plugins.load("protocol", f"{path}:f", "key=value", ())() == 2
+    assert plugins.load("protocol", f"{path}:f", ("key", "value"), ())() == 2
 
 
 def test_a_protocol_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
@@ -235,9 +236,9 @@ def test_a_protocol_that_fails_is_said_in_one_line(tmp_path: Path) -> None:
     ):
         path.write_text(f"def f(*a):\n    {body}\n")
         os.utime(path, ns=(len(body), len(body)))
-        function = plugins.load("protocol", f"{path}:f", "key=value", ())
+        function = plugins.load("protocol", f"{path}:f", ("key", "value"), ())
         with pytest.raises(UserError, match=said):
-            plugins.measures(function, f"{path}:f")
+            plugins.call_protocol(function, f"{path}:f")
 
 
 def test_two_protocols_of_one_name_are_refused(
@@ -269,7 +270,7 @@ def test_what_a_partition_of_ones_own_says_is_looked_at() -> None:
     def groups(members: list[int], *offsets: int) -> Groups:
         return Groups(np.array(members), np.array(offsets))
 
-    plugins.check_groups(groups([0, 2, 1], 0, 2, 3), 3, "own")
+    check_groups(groups([0, 2, 1], 0, 2, 3), 3, "own")
     for bad, said in (
         (groups([0, 1], 0, 2, 2), "a client without a sample"),
         (groups([0, 3], 0, 1, 2), "beyond the 3"),
@@ -277,7 +278,7 @@ def test_what_a_partition_of_ones_own_says_is_looked_at() -> None:
         ([[0], [1]], "split returned list"),
     ):
         with pytest.raises(UserError, match=said):
-            plugins.check_groups(bad, 3, "own")
+            check_groups(bad, 3, "own")
 
 
 def test_it_is_looked_at_before_anything_starts(
@@ -321,7 +322,7 @@ def test_what_ones_own_methods_raise_is_said_in_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     trains = method in ("round", "loss")
     assert f"fedssl: {key}: line 4: ZeroDivisionError: division by zero" in error
-    assert error.endswith("; mend it, then continue with --resume") == trains
+    assert error.endswith("Correct it, then continue with --resume.") == trains
     assert out.exists() == trains
     if section == "partition":
         assert main(["partition", key]) == 2
@@ -348,8 +349,8 @@ def test_a_decorator_decides_what_is_taken() -> None:
     def wrapper(*given: object) -> None:
         pass
 
-    assert plugins.misfit(wrapper, 1, 2) is None
-    assert plugins.misfit(lambda a, b, rng: None, 1, 2) is not None
+    assert plugins.find_call_error(wrapper, 1, 2) is None
+    assert plugins.find_call_error(lambda a, b, rng: None, 1, 2) is not None
 
 
 @pytest.mark.parametrize("where", MISFITS)
@@ -373,21 +374,24 @@ def test_what_takes_other_arguments_is_refused_before_the_first_round(
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "import numpy\nfrom fedssl.util import plugins\n"
-        "def ours(*a): return plugins.label(3)\n"
+        "import numpy\nfrom fedssl.config import plugins\n"
+        "def ours(*a): return plugins.short_name(3)\n"
         "def theirs(*a): return numpy.array_split([1], 0)\n"
     )
-    ours, theirs = (plugins.load("protocol", f"{path}:{n}", n, ()) for n in ("ours", "theirs"))
-    with pytest.raises(AttributeError), plugins.blamed():
+    names = ("ours", "theirs")
+    ours, theirs = (plugins.load("protocol", f"{path}:{n}", ("key", n), ()) for n in names)
+    with pytest.raises(AttributeError), plugins.translate_errors():
         ours()
-    said = r"^theirs: line 4: ValueError: number sections"  # raised in numpy, by a call of theirs
-    with pytest.raises(UserError, match=said), plugins.blamed():
+    said = (
+        r"^key=theirs: line 4: ValueError: number sections"  # raised in numpy, by a call of theirs
+    )
+    with pytest.raises(UserError, match=said), plugins.translate_errors():
         theirs()
-    with pytest.raises(ZeroDivisionError), plugins.blamed():
+    with pytest.raises(ZeroDivisionError), plugins.translate_errors():
         _ = 1 / 0
     path.write_text("from fedssl.algorithms.fedavg import FedAvg as Own\n")  # nothing of their own
     os.utime(path, ns=(1, 1))
-    plugins.load("algorithm", f"{path}:Own", "key", ())
+    plugins.load("algorithm", f"{path}:Own", ("key", "own"), ())
     assert not any(map(plugins._is_ours, plugins._FILES))
 
 
@@ -421,7 +425,7 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind("new") == "their_package" == kind("their_package:Theirs")
     assert kind("fedavg") == "fedssl.algorithms.fedavg"
     assert parse("theirs@50") == ("theirs", 50)
-    with pytest.raises(UserError, match=r"algorithm.name=two: first and second both offer it"):
+    with pytest.raises(UserError, match=r"algorithm.name=two: first and second both have it"):
         kind("two")
     with pytest.raises(UserError, match=r"algorithm.name=bad: AttributeError"):
         kind("bad")

@@ -19,7 +19,7 @@ from fedssl.deploy import app as deploy
 from fedssl.deploy import instructions, rehearsal
 from fedssl.runs import metrics, run
 from fedssl.runs.build import Experiment, assemble
-from fedssl.util import tables
+from fedssl.util.text import format_bytes
 
 SITES, IMAGES = 3, 8
 BYOL = "objective.name=byol objective.projector=32,16 encoder.norm=batch algorithm.batch=4"
@@ -143,12 +143,12 @@ def test_a_site_is_told(tmp_path: Path) -> None:
     text = " ".join((tmp_path / "SITES.md").read_text().split())
     moved = planned()
     up, down = sum(moved.up.values()), sum(moved.down.values())
-    parts = ", ".join(f"`{task}` {tables.size(moved.up[task])}" for task in ("encode", "descend"))
+    parts = ", ".join(f"`{task}` {format_bytes(moved.up[task])}" for task in ("encode", "descend"))
     assert (
-        f"a site sends about {tables.size(up)} ({parts}), and `locate` "
-        f"{tables.size(moved.first['locate'])} more in the run's first round. It receives about "
-        f"{tables.size(down)}. In all 1,000 rounds these are {tables.size(1000 * up)} and "
-        f"{tables.size(1000 * down)}."
+        f"a site sends about {format_bytes(up)} ({parts}), and `locate` "
+        f"{format_bytes(moved.first['locate'])} more in the run's first round. It receives about "
+        f"{format_bytes(down)}. In all 1,000 rounds these are {format_bytes(1000 * up)} and "
+        f"{format_bytes(1000 * down)}."
     ) in text
     assert "drawn at random" not in text and "keys of the sums" not in text
 

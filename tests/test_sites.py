@@ -15,7 +15,7 @@ from fedssl.deploy.sites import Introduction, server_session
 from fedssl.runs import run
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
-from fedssl.util import tables
+from fedssl.runs.result import format_cost
 from fedssl.util.errors import UserError
 
 SITES = ("berlin", "oslo", "paris")
@@ -122,7 +122,7 @@ def test_clients_with_norm_layers_of_their_own_get_their_models(
     words = ["algorithm.name=fedavg", "algorithm.norm_policy=local"]
     summary = run.run(settings(folder, tmp_path, *words), out)
     assert summary["norm_layers"] == "the mean of the clients'"
-    assert tables.closing(summary).startswith("normalization layers: the mean of the clients'\n")
+    assert format_cost(summary).startswith("normalization layers: the mean of the clients'\n")
     assert len(list((out / "personal").iterdir())) == 3
     assert {"per-client_global_top1", "per-client_personal_top1"} <= summary.keys()
     rows = evaluate(out, ["evaluate.protocols=per-client"])

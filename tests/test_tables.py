@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 from fedssl import config
-from fedssl.util import tables
+from fedssl.cli.recipes import format_recipes
+from fedssl.runs.result import format_result
+from fedssl.util.text import format_bytes, format_measures
 
 
 def test_rows_with_different_measures() -> None:
-    text = tables.rows({"a": {"knn_top1": 91.26, "effective_rank": 3.0}, "b": {"knn_top1": 5.0}})
+    text = format_measures(
+        {"a": {"knn_top1": 91.26, "effective_rank": 3.0}, "b": {"knn_top1": 5.0}}
+    )
     lines = text.splitlines()
     assert lines[0].split() == ["knn", "effective", "rank"]
     assert lines[1].split() == ["a", "91.3", "%", "3.00"]
@@ -15,12 +19,12 @@ def test_rows_with_different_measures() -> None:
 def test_the_papers_number_is_shown_beside_ours_where_the_protocol_is_the_same() -> None:
     settings = config.resolve(config.read_recipe("dcco/cifar100-noniid-4"))
     rows = {"linear@5000_top1": 40.0, "knn_top1": 30.0, "uniformity": -1.0}
-    text = tables.result({**rows, "untrained": rows, "result": rows}, settings)
+    text = format_result({**rows, "untrained": rows, "result": rows}, settings)
     assert text.splitlines()[-1].split() == ["paper,", "its", "data", "49.6", "%", "–", "–"]
 
 
 def test_sizes_for_people() -> None:
-    assert [tables.size(n) for n in (0, 999, 1500, 2.5e9, 4e15)] == [
+    assert [format_bytes(n) for n in (0, 999, 1500, 2.5e9, 4e15)] == [
         "0 B", "999 B", "1.5 kB", "2.5 GB", "4000.0 TB",
     ]  # fmt: skip
 
@@ -29,7 +33,7 @@ def test_rounds_to_a_target_are_shown_beside_the_papers() -> None:
     settings = config.resolve(config.read_recipe("fedema/table11/fedema/epochs-5"))
     rows = {"linear_top1": 71.0}
     summary = {"untrained": rows, "result": rows, "rounds_to_70": 30, "rounds_to_80": None}
-    lines = [line.split() for line in tables.result(summary, settings).splitlines()]
+    lines = [line.split() for line in format_result(summary, settings).splitlines()]
     assert lines[0] == ["linear", "rounds", "to", "70", "rounds", "to", "80"]
     assert lines[-2:] == [
         ["fedema", "71.0", "%", "30", "–"],
@@ -38,7 +42,7 @@ def test_rounds_to_a_target_are_shown_beside_the_papers() -> None:
 
 
 def test_the_list_has_every_recipe_or_its_table() -> None:
-    lines = tables.recipes().splitlines()
+    lines = format_recipes().splitlines()
     names = [line.split()[0] for line in lines[1:]]
     for recipe in config.recipes():
         assert recipe in names or recipe.rsplit("/", 2)[0] in names
@@ -50,12 +54,12 @@ def test_the_list_has_every_recipe_or_its_table() -> None:
 
 
 def test_a_prefix_lists_recipes_with_the_papers_numbers() -> None:
-    lines = tables.recipes("fedema/table3").splitlines()
+    lines = format_recipes("fedema/table3").splitlines()
     assert len(lines) == 23
     (line,) = (line for line in lines if line.startswith("fedema/table3/fedu/cifar10-noniid "))
     assert line.endswith("linear 80.52 (± 0.21)") and "FedEMA Table 3, FedU, CIFAR-10" in line
-    assert len(tables.recipes("fedema/table3/*/cifar10-noniid").splitlines()) == 6
-    (_, line) = tables.recipes("fedema/figure5/both").splitlines()
+    assert len(format_recipes("fedema/table3/*/cifar10-noniid").splitlines()) == 6
+    (_, line) = format_recipes("fedema/figure5/both").splitlines()
     assert line.endswith("the figure prints no number")
-    (_, line) = tables.recipes("decssl/figure2/standalone/labels-5").splitlines()
+    (_, line) = format_recipes("decssl/figure2/standalone/labels-5").splitlines()
     assert line.endswith("the paper has no such row") and "prints" not in line

@@ -21,8 +21,8 @@ from fedssl.evaluate import linear
 from fedssl.evaluate.evaluator import MOST_EVALUATED
 from fedssl.runs import run
 from fedssl.runs.build import build_experiment
+from fedssl.runs.result import format_result
 from fedssl.training.trainer import Pull
-from fedssl.util import tables
 
 SIZES = (6, 9)
 
@@ -280,5 +280,5 @@ def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
     assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
     lines = [json.loads(line) for line in (tmp_path / "ditto" / "metrics.jsonl").open()]
     assert all({"knn_top1", "global_knn_top1"} <= line.keys() for line in lines)
-    rows = tables.result(summaries["ditto"], settings).splitlines()
+    rows = format_result(summaries["ditto"], settings).splitlines()
     assert [line.split("  ")[0] for line in rows[2:]] == ["ditto, global", "ditto, personal"]

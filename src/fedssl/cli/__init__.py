@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl import __version__
-from fedssl.cli import deploy, encoders, reports, runs, tools
+from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
 from fedssl.cli.arguments import Parser
 from fedssl.util import streams
 from fedssl.util.errors import CONTINUE, TrainingError, UserError
@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fedssl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     runs.add_run(commands)
-    tools.add_recipes(commands)
+    recipes.add_recipes(commands)
     runs.add_reproduce(commands)
     runs.add_evaluate(commands)
     tools.add_partition(commands)

@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from fedssl import report
     from fedssl.runs import run
-    from fedssl.util import tables
+    from fedssl.runs.result import format_cost, format_result
 
     if not options.resume and _find_config(out) is None:
         run.check_alone(out)
@@ -91,10 +91,10 @@ def _run(options: argparse.Namespace) -> int:
     except (run.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     try:
-        print(tables.result(summary, settings))
+        print(format_result(summary, settings))
     finally:  # also when the table cannot be printed
         report.leave(out)
-    print(f"\n{tables.closing(summary)}\n{out}")
+    print(f"\n{format_cost(summary)}\n{out}")
     return 0
 
 
@@ -163,7 +163,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from fedssl.runs.reevaluate import evaluate
-    from fedssl.util import tables
+    from fedssl.util.text import format_measures
 
-    print(tables.rows(evaluate(options.run, options.words)))
+    print(format_measures(evaluate(options.run, options.words)))
     return 0

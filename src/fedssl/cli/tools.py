@@ -1,21 +1,11 @@
-"""Commands beside training: ``partition``, ``recipes``, ``theory`` and ``doctor``."""
+"""Commands beside training: ``partition``, ``theory`` and ``doctor``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from fedssl.cli.arguments import Commands, add_words, check_png, complete_with, path, resolve_words
-
-
-def add_recipes(commands: Commands) -> None:
-    """Add ``fedssl recipes``."""
-    recipes = commands.add_parser("recipes", help="what ships, and which row of which paper it is")
-    pattern = recipes.add_argument(
-        "pattern", nargs="?", metavar="PREFIX", help="a table, a folder, or a pattern such as a/*/b"
-    )
-    complete_with(pattern, "recipes")
-    recipes.set_defaults(command=_recipes)
+from fedssl.cli.arguments import Commands, add_words, check_png, path, resolve_words
 
 
 def add_partition(commands: Commands) -> None:
@@ -69,13 +59,6 @@ def _partition(options: argparse.Namespace) -> int:
     if options.out is not None:
         picture.draw(options.out, groups, labels, found.names, names)
         print(f"\n{options.out}")
-    return 0
-
-
-def _recipes(options: argparse.Namespace) -> int:
-    from fedssl.util import tables
-
-    print(tables.recipes(options.pattern))
     return 0
 
 

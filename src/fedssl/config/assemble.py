@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import yaml
 
+from fedssl.config import plugins
 from fedssl.config.keys import Tree, convert_section, path_keys
 from fedssl.config.merge import merge
 from fedssl.config.schema import AlgorithmParams, Config, Encoder, Evaluate
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, params_class, variant
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 
@@ -29,11 +29,11 @@ def build(tree: Tree) -> Config:
         if not isinstance(given, dict):
             fix = f"Give keys such as {section}.name."
             raise UserError("not keys and values", key=section, value=given, fix=fix)
-        name = plugins.settled(str(given.get("name", DEFAULT_NAMES[section])))
+        name = plugins.make_absolute(str(given.get("name", DEFAULT_NAMES[section])))
         kind = params_class(section, name)
         sections[section] = convert_section(kind, {**given, "name": name}, section)
     config = convert_section(Config, {**tree, **sections}, "")
-    config = dataclasses.replace(config, evaluate=renamed(config.evaluate, plugins.settled))
+    config = dataclasses.replace(config, evaluate=renamed(config.evaluate, plugins.make_absolute))
     _check(config)
     return cast(Config, config)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fedssl.config import plugins
 from fedssl.config.keys import Key, Tree, facts_of, key_types
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, VARIANTS, as_names, key_types_under
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 ALTERNATIVES = (("local_steps", "local_epochs"), ("size", "fraction"))  # one replaces the other
@@ -64,13 +64,13 @@ def _is_dropped(section: str, key: str, value: Tree) -> bool:
 def _is_renamed(base: Tree, value: Tree) -> bool:
     """Return whether ``value`` has another name; a file's may be written in several ways."""
     before, after = base.get("name"), value.get("name", base.get("name"))
-    return plugins.settled(str(before)) != plugins.settled(str(after))
+    return plugins.make_absolute(str(before)) != plugins.make_absolute(str(after))
 
 
 def dropped_keys(section: str, base: Tree, value: Tree) -> set[str]:
     """Return the keys that mean something else, or nothing, under the name in ``value``."""
     before, after = base.get("name"), value["name"]
-    old, new = ({plugins.settled(str(n)) for n in as_names(name)} for name in (before, after))
+    old, new = ({plugins.make_absolute(str(n)) for n in as_names(name)} for name in (before, after))
     if isinstance(before, list) and (new <= old or old <= new):
         # A run of a sweep, or a longer one: what is beside its names is for all that have the key.
         return key_types_under(section, before).keys() - key_types_under(section, after).keys()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from fedssl.config import plugins
 from fedssl.config.keys import key_types
 from fedssl.config.schema import AlgorithmParams, ObjectiveParams, PartitionParams
-from fedssl.util import plugins
 
 VARIANTS: dict[str, dict[str, str]] = {
     "partition": {
@@ -57,12 +57,12 @@ DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
 def variant(section: str, name: str, key: str | None = None) -> Any:
     """The class behind a name, imported when it is asked for; ``key`` is who named it.
 
-    A name that is not ours is a user's own: see ``fedssl.util.plugins``.
+    A name that is not ours is a user's own: see ``fedssl.config.plugins``.
     """
     known = VARIANTS[section]
     if name not in known:
-        where = f"{key or section + '.name'}={name}"
-        return plugins.load(section, name, where, known, BASE_PARAMS[section])
+        place = (key or f"{section}.name", name)
+        return plugins.load(section, name, place, known, BASE_PARAMS[section])
     module, attribute = known[name].split(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from fedssl import __version__
-from fedssl.util import plugins, tables
+from fedssl.config import plugins
+from fedssl.util.text import format_bytes
 
 # What an extra brings, with what it is for.
 EXTRAS = {
@@ -106,7 +107,7 @@ def _devices() -> Iterator[list[str]]:
         yield ["gpu", "none", "device=auto takes the CPU"]
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
-        yield [f"cuda:{number}", tables.size(gpu.total_memory), gpu.name]
+        yield [f"cuda:{number}", format_bytes(gpu.total_memory), gpu.name]
 
 
 def _packages() -> Iterator[list[str]]:
@@ -143,7 +144,7 @@ def _disk() -> Iterator[list[str]]:
         there = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(there).free
         note = "" if free > LEAST_ROOM else ", which is little for large data sets"
-        yield [what, f"{tables.size(free)} free", f"{path}{note}"]
+        yield [what, f"{format_bytes(free)} free", f"{path}{note}"]
 
 
 def _plugins() -> Iterator[list[str]]:
@@ -153,7 +154,7 @@ def _plugins() -> Iterator[list[str]]:
 
     for section in plugins.GROUPS:
         ours = NAMES if section == "protocol" else tuple(VARIANTS[section])
-        for name, points in plugins.offered(section).items():
+        for name, points in plugins.list_entry_points(section).items():
             packages = " and ".join(sorted(p.dist.name if p.dist else p.value for p in points))
             state = f"offered by {packages}"
             if name in ours:

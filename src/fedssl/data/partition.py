@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl import config
-from fedssl.config import PartitionParams, SourceParams, variant
+from fedssl.config import PartitionParams, SourceParams, plugins, variant
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, mix, permutation
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 Ints = NDArray[np.int64]
@@ -34,11 +33,36 @@ _COLUMNS = 12  # the most classes that get a column each
 
 
 def partition(params: PartitionParams, split: Split, classes: int, seed: int) -> Groups:
-    """The samples of each client; ``classes`` is the number of classes that the data set names."""
+    """Return the samples of each client; ``classes`` is the number of classes of the data set."""
     chosen = variant("partition", params.name)
-    with plugins.blamed():
+    with plugins.translate_errors():
         groups = cast(Groups, chosen(params).split(split, classes, seed))
+    if params.name not in config.VARIANTS["partition"]:
+        check_groups(groups, len(split), params.name)
     return groups if params.fraction == 1 else _thinned(groups, params.fraction, seed)
+
+
+def check_groups(groups: object, samples: int, name: str) -> None:
+    """Check that a user's partition gives each client samples that exist, and each to one only."""
+
+    def refuse(problem: str) -> UserError:
+        return UserError(problem, key="partition.name", value=name)
+
+    if not isinstance(groups, Groups):
+        kind = type(groups).__name__
+        raise refuse(f"split returned {kind}, not fedssl.data.dataset.Groups")
+    members, offsets = groups.members, groups.offsets
+    arrays = [each for each in (members, offsets) if isinstance(each, np.ndarray)]
+    if len(arrays) < 2 or not all(np.issubdtype(each.dtype, np.integer) for each in arrays):
+        raise refuse("members and offsets must be arrays of whole numbers")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(members):
+        raise refuse(f"offsets must start with 0 and end with {len(members)}, the members")
+    if not len(groups) or int(groups.sizes.min()) < 1:
+        raise refuse("has a client without a sample; leave the client out")
+    if int(members.min()) < 0 or int(members.max()) >= samples:
+        raise refuse(f"names samples beyond the {samples} that there are")
+    if len(np.unique(members)) < len(members):
+        raise refuse("gives a sample to two clients")
 
 
 def _thinned(groups: Groups, fraction: float, seed: int) -> Groups:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedssl import __version__, privacy
 from fedssl import config as configuration
-from fedssl.config import Config
+from fedssl.config import Config, plugins
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.load import load_dataset
 from fedssl.deploy import rehearsal
@@ -27,7 +27,6 @@ from fedssl.privacy.exchanges import build_algorithm
 from fedssl.runs.build import assemble
 from fedssl.runs.deployed import PACKAGE
 from fedssl.runs.split import public_images
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 MANY = 1024  # images, of a site of which nothing is known
@@ -165,7 +164,7 @@ def _check(config: Config) -> rehearsal.Moved | None:
     privacy.build_aggregator(
         config, kind(config.algorithm, objective), count, cohort_size(config, count)
     )
-    with plugins.blamed():
+    with plugins.translate_errors():
         return _rehearse(config, count)
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl import __version__, privacy
-from fedssl.config import Config
+from fedssl.config import Config, plugins
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
 from fedssl.runs.deployed import CONNECTION, PACKAGE
 from fedssl.training.plan import Plan
-from fedssl.util import plugins, tables
 from fedssl.util.errors import UserError
+from fedssl.util.text import format_bytes
 
 if TYPE_CHECKING:
     from fedssl.deploy.rehearsal import Moved
@@ -37,7 +37,7 @@ def fill(template: str, **values: object) -> str:
 
 def sites(config: Config, recipe: str, moved: Moved | None = None) -> str:
     """Instructions for a site's administrator; ``moved`` is what a round costs, where known."""
-    square, algorithm = "all of one square size", plugins.label(config.algorithm.name)
+    square, algorithm = "all of one square size", plugins.short_name(config.algorithm.name)
     if config.data.size is not None:
         square = f"of any size: they are cut to a square and resized to {config.data.size} pixels"
     damaged = "One damaged image keeps this site, and so the run, from starting (last table)."
@@ -102,16 +102,16 @@ def _amount(config: Config, moved: Moved | None) -> str:
     keys = ", the keys of the sums" * config.privacy.secure
     text = (
         f"**How much.** In a round that it takes part in{drawn}, a site sends {about} "
-        f"{tables.size(up)} ({_parts(moved.up)}){first}. It receives {about} {tables.size(down)}. "
-        f"In all {rounds:,} rounds these are {tables.size(up * rounds)} and "
-        f"{tables.size(down * rounds)}. This is counted for images with three channels. Flower's "
+        f"{format_bytes(up)} ({_parts(moved.up)}){first}. It receives {about} "
+        f"{format_bytes(down)}. In all {rounds:,} rounds these are {format_bytes(up * rounds)} and "
+        f"{format_bytes(down * rounds)}. This is counted for images with three channels. Flower's "
         f"own messages, encryption{keys} and what is done again after a fault come on top."
     )
     return textwrap.fill(text, 100)
 
 
 def _parts(moved: Mapping[str, int]) -> str:
-    return ", ".join(f"`{task}` {tables.size(count)}" for task, count in moved.items())
+    return ", ".join(f"`{task}` {format_bytes(count)}" for task, count in moved.items())
 
 
 def _round_size(config: Config) -> int:

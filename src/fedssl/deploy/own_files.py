@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from fedssl import config as configuration
-from fedssl.config import Config
+from fedssl.config import Config, plugins
 from fedssl.runs.deployed import PACKAGE
-from fedssl.util import plugins
 from fedssl.util.files import write_text
 
 
@@ -50,7 +49,7 @@ def keep(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
         if not module.startswith(f"{PACKAGE}."):
             return name
         path = out.resolve() / f"{module.removeprefix(f'{PACKAGE}.')}.py"
-        texts[path] = plugins.source(module)
+        texts[path] = plugins.read_source(module)
         return f"{path}:{own}"
 
     return _renamed(config, moved), texts

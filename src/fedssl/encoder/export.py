@@ -27,7 +27,7 @@ from fedssl.models.weights import NOTE, SUFFIXES, place
 from fedssl.runs.record import Run
 from fedssl.util import outputs
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.tables import size
+from fedssl.util.text import format_bytes
 
 ENDINGS = {"safetensors": ".safetensors", "torchscript": ".pt", "onnx": ".onnx"}
 LIMIT = 1e-4  # the largest difference to torch, for features of about 1
@@ -72,7 +72,7 @@ def checked(run: Path, encoder: ImageEncoder, path: Path, write: Writer) -> Iter
         furthest, line = compare(encoder, infer, images)
         if not furthest <= LIMIT:  # also of what is no number
             raise TrainingError(f"{path}: not written; its {line} on {which}; use another --format")
-    yield f"{path}: {size(path.stat().st_size)}"
+    yield f"{path}: {format_bytes(path.stat().st_size)}"
     yield f"{line} on {which}"
 
 

@@ -19,7 +19,8 @@ from fedssl.models.encoders import Timm
 from fedssl.models.weights import SUFFIXES
 from fedssl.privacy.exchanges import build_algorithm, list_exchanges
 from fedssl.runs.record import Run
-from fedssl.util import outputs, tables
+from fedssl.runs.result import format_result
+from fedssl.util import outputs
 from fedssl.util.errors import UserError
 
 RECIPE = "recipe.yaml"
@@ -243,7 +244,7 @@ def _results(run: Run) -> str:
         command += " data.root=DIR"
     if "untrained" not in run.summary:
         return f"Not judged: there were no images to judge with. The command was `{command}`."
-    table = tables.result(run.summary, run.settings)
+    table = format_result(run.summary, run.settings)
     rest = f"fedssl {run.summary['fedssl']}, torch {run.summary['torch']}, {run.summary['device']}"
     return f"One run of `{command}` ({rest}):\n\n```\n{table}\n```"
 

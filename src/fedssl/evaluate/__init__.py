@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.config import Evaluate
+from fedssl.config import Evaluate, plugins
 from fedssl.data.dataset import Groups, Split
 from fedssl.evaluate import finetune, heldout, knn, linear, semi, unlabeled
 from fedssl.evaluate.features import Labelled, extract, pool_cases, top1, units
 from fedssl.evaluate.unlabeled import Views
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 FEW_LABEL = ("knn", "linear", "finetune")  # these take a number of labels, as in linear@500
@@ -38,8 +37,8 @@ def parse(spec: str, key: str = "evaluate.protocols") -> tuple[str, int | float 
     name = place + colon + name
     own = name not in NAMES
     if own:
-        plugins.load("protocol", name, f"{key}={spec}", NAMES)
-        if plugins.label(name) in NAMES:  # its numbers would be taken for ours
+        plugins.load("protocol", name, (key, spec), NAMES)
+        if plugins.short_name(name) in NAMES:  # its numbers would be taken for ours
             raise UserError(f"{key}={spec}: fedssl has a protocol of this name; rename yours")
     if name in SHARES or ((own or name in FEW_LABEL) and amount.endswith("%")):
         return name, _share(spec, name, amount, key)
@@ -184,7 +183,7 @@ def _check_labels(*specs: str) -> None:
     """Measures are called after their protocol, so no two may have one name."""
     known: dict[str, str] = {}
     for spec in specs:
-        label = plugins.label(spec)
+        label = plugins.short_name(spec)
         if known.setdefault(label, spec) != spec:
             raise UserError(
                 f"evaluate.protocols={spec}: {known[label]} is called {label} too; rename one"
@@ -260,10 +259,10 @@ def evaluate_encoder(
             continue
         chosen = _draw(train, spec, classes, seed)
         if own:
-            function = plugins.load("protocol", name, f"evaluate.protocols={spec}", NAMES)
+            function = plugins.load("protocol", name, ("evaluate.protocols", spec), NAMES)
             # It may change what it gets; take has made copies already.
             sides = (*learn.take(chosen), *(side.clone() for side in judged.pooled))
-            results |= plugins.measures(function, spec, *sides, classes, seed)
+            results |= plugins.call_protocol(function, spec, *sides, classes, seed)
             continue
         if name == "knn":
             score = knn.accuracy(

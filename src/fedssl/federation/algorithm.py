@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams, Config
+from fedssl.config import AlgorithmParams, Config, plugins
 from fedssl.data.partition import called
 from fedssl.federation.aggregate import Weight
 from fedssl.federation.client import Client
@@ -18,7 +18,6 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
-from fedssl.util import plugins
 from fedssl.util.errors import CONTINUE, UserError
 from fedssl.util.trees import Tree, misfits
 
@@ -104,7 +103,7 @@ class Algorithm(ABC):
                 "logs": "for numbers of each client",
             }[way]
             raise UserError(f"{where} {learned}, and does not declare it; add {task} to its {way}")
-        why = plugins.misfit(getattr(self, task), None, *payload)
+        why = plugins.find_call_error(getattr(self, task), None, *payload)
         if why is not None:
             sent = f"the client and {len(payload)} more"
             raise UserError(f"{where}, which cannot be called with {sent} ({why})")

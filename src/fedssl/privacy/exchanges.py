@@ -6,9 +6,8 @@ from typing import Any
 
 from fedssl import config as configuration
 from fedssl import privacy as hiding
-from fedssl.config import Config, Privacy
+from fedssl.config import Config, Privacy, plugins
 from fedssl.federation.sampling import cohort_size
-from fedssl.util import plugins
 
 
 def list_exchanges(config: Config) -> str:
@@ -90,14 +89,16 @@ def describe_protection(config: Config) -> str:
         )
     elif set(kind.gathers) & set(kind.varying):
         lines.append(
-            f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
+            f"Secure sums are not possible with `{plugins.short_name(config.algorithm.name)}`: "
+            "**the "
             "server sees what stands above for each site by itself, one\nrow for an image, and "
             "passes it on to all sites**. It keeps the last of each site, also in the run's "
             "folder.\nFeatures are not images, but they can tell much about them." + _hidden(config)
         )
     elif kind.gathers:
         lines.append(
-            f"Secure sums are not possible with `{plugins.label(config.algorithm.name)}`: **the "
+            f"Secure sums are not possible with `{plugins.short_name(config.algorithm.name)}`: "
+            "**the "
             f"server sees each site's own reply to {', '.join(kind.gathers)}**. Models are not "
             "images, but they can tell\nthings about them."
         )

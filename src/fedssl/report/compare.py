@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedssl import config
+from fedssl.config import plugins
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run, opened, section
-from fedssl.util import plugins, tables
+from fedssl.runs.result import split_models
+from fedssl.util.text import NOT_PERCENT, align_columns, name_measure
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
 # Two runs that differ in nothing else are the same experiment.
@@ -73,12 +75,12 @@ class Comparison:
 def table(runs: Sequence[str | Path]) -> str:
     """Runs as a table for the terminal, with what makes them hard to compare below it."""
     found = compare(opened(runs))
-    head = ["", "runs", "seeds", "state", *map(tables.title, found.measures)]
+    head = ["", "runs", "seeds", "state", *map(name_measure, found.measures)]
     body = [
         [row.name, *row.about, *(text(m, row.values.get(m)) for m in found.measures)]
         for row in found.rows
     ]
-    aligned = tables.align([[_one_line(cell) for cell in cells] for cells in (head, *body)])
+    aligned = align_columns([[_one_line(cell) for cell in cells] for cells in (head, *body)])
     return "\n\n".join([aligned, *map(_one_line, found.remarks)])
 
 
@@ -96,7 +98,7 @@ def text(measure: str, value: Value | None) -> str:
     some = f" ({len(value.each)} of {value.of})" if len(value.each) < value.of else ""
     if measure.startswith("rounds_to"):
         return f"{value.mean:.0f}{some}"
-    digits, unit = (2, "") if measure in tables.MEASURES else (1, " %")
+    digits, unit = (2, "") if measure in NOT_PERCENT else (1, " %")
     spread = "" if value.spread is None else f" ± {value.spread:.{digits}f}"
     return f"{value.mean:.{digits}f}{spread}{unit}{some}"
 
@@ -153,7 +155,7 @@ def _groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def _labels(firsts: Sequence[Run], named: Mapping[Path, str]) -> list[str]:
     """What tells each group from the others: its algorithm, and as few other keys as it takes."""
     flat = [config.flat(run.tree) for run in firsts]
-    labels = [plugins.label(str(own.get("algorithm.name", "a run"))) for own in flat]
+    labels = [plugins.short_name(str(own.get("algorithm.name", "a run"))) for own in flat]
     for key in _telling(flat):
         if len(set(labels)) == len(labels):
             return labels
@@ -200,13 +202,13 @@ def _rows(label: str, group: Sequence[Run], named: Mapping[Path, str]) -> list[R
     ] or [Row(label, "run", label, folders, seeds, own)]
     for name in section(first.summary, "baselines"):
         of = [section(section(run.summary, "baselines"), name) for run in group]
-        found = _joined([tables.models(name, each, _judges(name)) for each in of])
+        found = _joined([split_models(name, each, _judges(name)) for each in of])
         rows += [Row(n, "baseline", label, seeds=seeds, values=v) for n, v in found.items()]
     for key, name in {"untrained": "untrained", "initial": "as it started"}.items():
         found = _joined([{name: section(run.summary, key)} for run in group])
         rows += [Row(n, "untrained", label, seeds=seeds, values=v) for n, v in found.items()]
     published = numbers(section(section(first.tree, "paper"), "results"))
-    found = _joined([tables.models("paper", published, judged(first))])
+    found = _joined([split_models("paper", published, judged(first))])
     return rows + [Row(f"{n}, its data", "paper", label, values=v) for n, v in found.items()]
 
 
@@ -223,7 +225,7 @@ def _joined(tables_: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, d
 
 def _models(label: str, run: Run) -> dict[str, dict[str, float]]:
     """The rows of a run's own result."""
-    return tables.models(label, result(run), judged(run))
+    return split_models(label, result(run), judged(run))
 
 
 def _judges(name: str) -> str:

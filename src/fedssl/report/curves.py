@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from fedssl.data.partition import worded
 from fedssl.runs.metrics import for_one, is_number
 from fedssl.runs.record import Run
-from fedssl.util import tables
 from fedssl.util.errors import UserError
+from fedssl.util.text import name_measure
 
 POINTS = 1500  # of one curve, at most
 ALL_POINTS, FEWEST = 12_000, 200  # of all runs' curves of one measure, and of each even so
@@ -239,7 +239,7 @@ def title(name: str) -> tuple[str, str]:
     if name in TITLES:
         return TITLES[name]
     if name.endswith("_top1"):
-        return f"Accuracy: {tables.title(name)}", "%"
+        return f"Accuracy: {name_measure(name)}", "%"
     return name.replace("_", " "), ""
 
 
@@ -247,7 +247,7 @@ def _accuracies(history: History, most: int) -> list[dict[str, Any]]:
     names = [name for name in history.plain if name.endswith("_top1")]
     if not names:
         return []
-    series = [_series(tables.title(name), history.plain[name], most) for name in names]
+    series = [_series(name_measure(name), history.plain[name], most) for name in names]
     return [_panel(names, "Accuracy where it was evaluated", "%", series, "")]
 
 

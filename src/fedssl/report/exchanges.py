@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedssl import privacy
-from fedssl.config import Config
+from fedssl.config import Config, plugins
 from fedssl.privacy.exchanges import (
     build_algorithm,
     describe_protection,
@@ -17,7 +17,6 @@ from fedssl.privacy.exchanges import (
 from fedssl.report.curves import History, Moved
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run, section
-from fedssl.util import plugins
 
 Kind = Literal["single", "mean", "masked"]
 SIMULATED = {
@@ -162,7 +161,8 @@ def _verdict(config: Config, algorithm: Any, asked: Sequence[str], history: Hist
     """One plain sentence."""
     if algorithm.pools_data:
         return (
-            f"{plugins.label(config.algorithm.name)} has all data in one place: in reality every "
+            f"{plugins.short_name(config.algorithm.name)} has all data in one place: in reality "
+            "every "
             "image would have left its site."
         )
     if not privacy.shares(algorithm):

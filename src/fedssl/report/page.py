@@ -13,7 +13,7 @@ from fedssl.report import compare, curves, looks, sections, words
 from fedssl.report.sections import MOST_LOOKS, Page, Subject, empty
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run, section
-from fedssl.util import tables
+from fedssl.util.text import format_bytes, name_measure
 
 CONTENTS: dict[str, tuple[str, Callable[[Page], str]]] = {
     "accuracy": ("Result", sections.accuracy),
@@ -154,14 +154,14 @@ def _tiles(subject: Subject) -> str:
             continue
         before = untrained.get(name)
         note = f"untrained {before:.1f} %" if is_number(before) else ""
-        tiles.append((f"{value:.1f} %", tables.title(name), note))
+        tiles.append((f"{value:.1f} %", name_measure(name), note))
     rounds = subject.history.rounds
     speed = summary.get("images_per_second")
     note = f"{speed:,.0f} images/s" if is_number(speed) else ""
     tiles.append((f"{rounds:,}", "rounds", note))
     moved = subject.history.moved
     if moved.up or moved.down:
-        tiles.append((tables.size(moved.up), "up in all", f"{tables.size(moved.down)} down"))
+        tiles.append((format_bytes(moved.up), "up in all", f"{format_bytes(moved.down)} down"))
     cells = "".join(
         f"<div><dd>{escape(value)}</dd><dt>{escape(name)}</dt>"
         f'<dd class="note">{escape(note)}</dd></div>'

@@ -18,7 +18,7 @@ from fedssl.report import compare, curves, exchanges, looks
 from fedssl.runs.deployed import format_command
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run, section
-from fedssl.util import tables
+from fedssl.util.text import NOT_PERCENT, format_bytes, name_measure
 
 MOST_LOOKS = 4  # runs with a map, a gallery and tables of their own
 MOST_NUMBERS = 300  # curves in the table of numbers
@@ -118,9 +118,9 @@ def accuracy(page: Page) -> str:
             for row in found.rows
             if measure in row.values
         ]  # fmt: skip
-        figures.append(page.figure("dots", rows, escape(tables.title(measure))))
+        figures.append(page.figure("dots", rows, escape(name_measure(measure))))
     several = any(len(row.seeds) > 1 for row in found.rows)
-    head = ["model", "runs", "seeds", "state", *(escape(tables.title(m)) for m in measures)]
+    head = ["model", "runs", "seeds", "state", *(escape(name_measure(m)) for m in measures)]
     body = [
         [
             *map(escape, (row.name, *row.about)),
@@ -129,9 +129,9 @@ def accuracy(page: Page) -> str:
         for row in found.rows
     ]  # fmt: skip
     notes = []
-    if any(m not in tables.MEASURES for m in measures):
+    if any(m not in NOT_PERCENT for m in measures):
         notes.append("Top-1 accuracy in percent, of the last round, never of the best.")
-    if any(m in tables.MEASURES for m in measures):
+    if any(m in NOT_PERCENT for m in measures):
         notes.append(UNLABELED)
     if several:
         notes.append("With several seeds: mean ± standard deviation of the sample.")
@@ -239,7 +239,7 @@ def left(page: Page) -> str:
             found = _found(subject)
             up, down = subject.history.moved.up, subject.history.moved.down
             said = ", ".join(f"{name}: {text}" for name, text in found.protection)
-            cells = (subject.label, found.verdict, said, tables.size(up), tables.size(down))
+            cells = (subject.label, found.verdict, said, format_bytes(up), format_bytes(down))
             body.append([escape(cell) for cell in cells])
         head = ["run", "what the server saw", "protection", "up", "down"]
         blocks.append(f"<h3>The other runs</h3>{table(head, body, 3, 'prose')}")
@@ -288,12 +288,12 @@ def _plain_words(found: exchanges.Sheet) -> str:
 
 
 def _moved(moved: curves.Moved) -> list[str]:
-    one = (tables.size(each) for each in (moved.one_up, moved.one_down))
+    one = (format_bytes(each) for each in (moved.one_up, moved.one_down))
     return [f"{moved.rounds:,}", *one, *map(_bytes, (moved.up, moved.down))]
 
 
 def _bytes(count: int) -> str:
-    return f'<span title="{count:,} bytes">{tables.size(count)}</span>'
+    return f'<span title="{count:,} bytes">{format_bytes(count)}</span>'
 
 
 def clients(page: Page) -> str:

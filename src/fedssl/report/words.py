@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedssl.config import plugins
 from fedssl.report import compare
 from fedssl.report.curves import History
 from fedssl.runs.record import Run, section
-from fedssl.util import plugins
 
 NAMES = {
     "dcco": "DCCO",
@@ -41,7 +41,7 @@ NAMES = {
 def called(tree: Mapping[str, Any], name: str) -> str:
     """What a section names, as people write it."""
     own = str(section(tree, name).get("name", "unknown"))
-    return NAMES.get(own, plugins.label(own))
+    return NAMES.get(own, plugins.short_name(own))
 
 
 def sentence(run: Run, seed: bool = False) -> str:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl import config
-from fedssl.config import Config, Tree
+from fedssl.config import Config, Tree, plugins
 from fedssl.runs import metrics
-from fedssl.util import plugins
 from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,8 +142,8 @@ class Run:
         result = section(self.summary, "result")
         shown = {
             "run": str(self.path),
-            "algorithm": plugins.label(str(section(self.tree, "algorithm").get("name", ""))),
-            "objective": plugins.label(str(section(self.tree, "objective").get("name", ""))),
+            "algorithm": plugins.short_name(str(section(self.tree, "algorithm").get("name", ""))),
+            "objective": plugins.short_name(str(section(self.tree, "objective").get("name", ""))),
             "rounds": f"{self.rounds}{'' if self.finished else ', not finished'}",
             **{str(k): f"{v:.2f}" for k, v in result.items() if metrics.is_number(v)},
         }

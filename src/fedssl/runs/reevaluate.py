@@ -18,10 +18,10 @@ from fedssl.evaluate import parse, protocols
 from fedssl.runs import checkpoint
 from fedssl.runs.build import build_evaluation
 from fedssl.runs.record import Run, section
+from fedssl.runs.result import split_models
 from fedssl.runs.run import check_clients
 from fedssl.runs.validate import is_deployed, list_evaluation_warnings
 from fedssl.util.errors import UserError
-from fedssl.util.tables import models
 from fedssl.util.text import shorten_list
 
 FILE = "evaluations.jsonl"
@@ -95,7 +95,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         "result": experiment.evaluator.evaluate_result(experiment.models),
     }
     _append(run, {"rounds": experiment.server.round, "changed": list(words), "rows": rows})
-    shown = models("result", rows["result"], experiment.models.result)
+    shown = split_models("result", rows["result"], experiment.models.result)
     return {"untrained": rows["untrained"], **shown}
 
 

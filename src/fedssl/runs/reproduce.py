@@ -23,10 +23,10 @@ from fedssl.runs import metrics, run, sweep
 from fedssl.runs.record import read_json
 from fedssl.runs.run import Interrupted as Interrupted
 from fedssl.training.trainer import precision_on
-from fedssl.util import tables
 from fedssl.util.devices import name_device, pick_device
 from fedssl.util.errors import TrainingError, UserError, going_on
 from fedssl.util.files import write_text, writing
+from fedssl.util.text import align_columns, name_measure
 
 ROOT = Path("runs") / "reproduce"
 # Keys that may differ between a finished run and the one that is asked for.
@@ -331,12 +331,12 @@ def _grid(jobs: Sequence[Job]) -> str:
         rows, columns = columns, rows
         cells = {(column, row): text for (row, column), text in cells.items()}
     body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
-    return tables.align([["ours (paper's)", *columns], *body])
+    return align_columns([["ours (paper's)", *columns], *body])
 
 
 def _label(job: Job, measure: str) -> str:
     """A measure's name where the column alone does not say what is meant."""
-    return "" if job.column and len(job.measures) < 2 else tables.title(measure)
+    return "" if job.column and len(job.measures) < 2 else name_measure(measure)
 
 
 def _cell(job: Job, measure: str) -> str:

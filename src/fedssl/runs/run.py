@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedssl import __version__, config
-from fedssl.config import Config
+from fedssl.config import Config, plugins
 from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
 from fedssl.data.partition import called
@@ -36,7 +36,6 @@ from fedssl.runs.metrics import Metrics, Overhead, for_one, read
 from fedssl.runs.progress import Progress
 from fedssl.runs.record import Run
 from fedssl.runs.validate import is_deployed, list_warnings
-from fedssl.util import plugins
 from fedssl.util.devices import name_device
 from fedssl.util.errors import CONTINUE, TrainingError, UserError, go_on
 from fedssl.util.files import save, write_json, write_text, writing
@@ -78,7 +77,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
             folder: stack.enter_context(_metrics(experiment, folders[folder], folder))
             for folder, experiment in experiments.items()
         }
-        with _stop_signals() as stop, plugins.blamed(CONTINUE):
+        with _stop_signals() as stop, plugins.translate_errors(CONTINUE):
             for folder, experiment in experiments.items():
                 work = functools.partial(train, experiment, folder, stop, metrics[folder])
                 experiment.engine.drive(work)
@@ -98,7 +97,7 @@ def carry_out(experiment: Experiment, settings: Config, out: Path, resume: bool)
     """One run of a experiment whose clients are elsewhere."""
     start_folder(experiment, settings, out, resume)
     with _metrics(experiment, settings, out) as metrics:
-        with _stop_signals() as stop, plugins.blamed(CONTINUE):
+        with _stop_signals() as stop, plugins.translate_errors(CONTINUE):
             experiment.engine.drive(functools.partial(train, experiment, out, stop, metrics))
         summary = finish(experiment, out)
         metrics.conclude(summary)
@@ -121,7 +120,7 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
 
         flower.require()
     overhead = Overhead()
-    with plugins.blamed(), overhead.timed("prepare"):
+    with plugins.translate_errors(), overhead.timed("prepare"):
         experiment = build_experiment(settings)
     experiment.overhead = overhead
     if resume:
@@ -330,7 +329,7 @@ def train(experiment: Experiment, out: Path, stop: list[int], metrics: Metrics) 
     """The loop over rounds."""
     server, settings = experiment.server, experiment.config
     saved, cost = time.monotonic(), 0.0
-    title = plugins.label(settings.algorithm.name)
+    title = plugins.short_name(settings.algorithm.name)
     shown = Progress(title, settings.rounds, server.round)
     with contextlib.closing(shown) as progress, _without_hints():
         for note in list_warnings(experiment):
@@ -558,8 +557,8 @@ def export(experiment: Experiment, out: Path) -> None:
     images = experiment.dataset.train.images
     note = {
         "model": model,
-        "algorithm": plugins.label(experiment.config.algorithm.name),
-        "objective": plugins.label(experiment.config.objective.name),
+        "algorithm": plugins.short_name(experiment.config.algorithm.name),
+        "objective": plugins.short_name(experiment.config.objective.name),
         "encoder": config.to_tree(experiment.config.encoder),
         "features": experiment.tower().encoder.features,
         "channels": [i.shape[1] for i in images],

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data import sources
 from fedssl.data.dataset import Dataset, Groups, Split
@@ -16,7 +15,6 @@ from fedssl.data.labels import draw_share
 from fedssl.data.load import load_dataset
 from fedssl.data.partition import partition
 from fedssl.data.random import choose, key
-from fedssl.util import plugins
 from fedssl.util.devices import pick_device
 from fedssl.util.errors import UserError
 
@@ -42,7 +40,9 @@ def split_clients(config: Config, dataset: Dataset, known: sources.Sources | Non
         )
     known = known or sources.assign(config, dataset, pick_device(config.device))
     if not len(held_out) and not len(public):
-        return _partition(config, replace(train, labels=known.of), len(known.names))
+        return partition(
+            config.partition, replace(train, labels=known.of), len(known.names), config.seed
+        )
     labels = torch.full((len(train),), -1) if train.labels is None else train.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
@@ -51,7 +51,7 @@ def split_clients(config: Config, dataset: Dataset, known: sources.Sources | Non
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
-    groups = _partition(config, part, len(known.names))
+    groups = partition(config.partition, part, len(known.names), config.seed)
     return Groups(kept[groups.members], groups.offsets)
 
 
@@ -80,11 +80,3 @@ def pool_clients(config: Config, groups: Groups, cohort: int) -> tuple[Config, G
     rounds = replace(config.cohort, size=None, fraction=None, minimum=1)
     config = replace(config, algorithm=algorithm, cohort=rounds)
     return config, Groups(np.sort(groups.members), np.array([0, total]))
-
-
-def _partition(config: Config, split: Split, classes: int) -> Groups:
-    """Divide a split, and check the result of a user's own partition."""
-    groups = partition(config.partition, split, classes, config.seed)
-    if config.partition.name not in configuration.VARIANTS["partition"]:
-        plugins.check_groups(groups, len(split), config.partition.name)
-    return groups

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from fedssl import config
-from fedssl.config import Config
+from fedssl.config import Config, plugins
 from fedssl.data import sources
 from fedssl.data.dataset import Dataset
 from fedssl.data.load import load_dataset
@@ -22,9 +22,9 @@ from fedssl.runs import checkpoint, loggers, run
 from fedssl.runs.build import assemble
 from fedssl.runs.record import Run
 from fedssl.runs.split import split_clients
-from fedssl.util import plugins, tables
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import LONGEST, write_text, writing
+from fedssl.util.text import format_measures
 
 FILE = "sweep.yaml"
 Place = tuple[config.Data, int]  # what data is loaded by, and the seed
@@ -240,7 +240,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
                 from fedssl.engines.flower import engine as flower
 
                 flower.require()
-            with plugins.blamed():
+            with plugins.translate_errors():
                 if place not in loaded:
                     loaded[place] = load_dataset(*place)
                 data = sources.altered(own, loaded[place])
@@ -271,7 +271,7 @@ def table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     named = {measure for result in results.values() for measure in result}
     untrained = [summary["untrained"].items() for summary in summaries.values()]
     same = {k: v for k, v in untrained[0] if k in named and all((k, v) in u for u in untrained)}
-    return tables.rows(({"untrained": same} if same else {}) | results)
+    return format_measures(({"untrained": same} if same else {}) | results)
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:

@@ -1,11 +1,70 @@
-"""Words for people."""
+"""Format numbers, lists and tables as plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+NOT_PERCENT = ("effective_rank", "alignment", "uniformity")  # measures of unlabeled
 
 
 def shorten_list(texts: Sequence[str], most: int) -> str:
     """Join the first ``most`` texts, and count the others."""
     shown = ", ".join(texts[:most])
     return f"{shown} and {len(texts) - most} more" if len(texts) > most else shown
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with a unit.
+
+    >>> format_bytes(1500)
+    '1.5 kB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Format a table with columns of equal width: numbers to the right, words to the left."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def cell(text: str, width: int, column: int) -> str:
+        numeric = column > 0 and all(line[column][:1] in "0123456789–-" for line in lines[1:])
+        return text.rjust(width) if numeric else text.ljust(width)
+
+    return "\n".join(
+        "  ".join(cell(t, w, i) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )
+
+
+def name_measure(measure: str) -> str:
+    """Return the title of a measure.
+
+    >>> name_measure("linear@500_top1")
+    'linear, 500 labels'
+    """
+    name = measure.removesuffix("_top1")
+    protocol, at, labels = name.partition("@")
+    labels, _, rest = labels.partition("_")  # a protocol with several measures
+    if at and labels.endswith("%"):
+        return f"{protocol}, {labels[:-1]} % of labels"
+    return f"{protocol}, {labels} labels{rest and f' {rest}'}" if at else name.replace("_", " ")
+
+
+def format_measures(table: Mapping[str, Mapping[str, float]]) -> str:
+    """Format a table with a row for each model and a column for each measure."""
+    measures = list(dict.fromkeys(m for row in table.values() for m in row))
+    head = ["", *map(name_measure, measures)]
+    body = [[name, *(_cell(m, row.get(m)) for m in measures)] for name, row in table.items()]
+    return align_columns([head, *body])
+
+
+def _cell(measure: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if measure.startswith("rounds_to"):
+        return f"{value:.0f}"
+    return f"{value:.2f}" if measure in NOT_PERCENT else f"{value:.1f} %"

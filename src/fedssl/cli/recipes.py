@@ -1,0 +1,54 @@
+"""The command ``recipes``."""
+
+from __future__ import annotations
+
+import argparse
+
+from fedssl import config
+from fedssl.cli.arguments import Commands, complete_with
+from fedssl.util.text import align_columns, name_measure
+
+
+def add_recipes(commands: Commands) -> None:
+    """Add ``fedssl recipes``."""
+    recipes = commands.add_parser("recipes", help="list the recipes with their papers' numbers")
+    pattern = recipes.add_argument(
+        "pattern", nargs="?", metavar="PREFIX", help="a table, a folder, or a pattern such as a/*/b"
+    )
+    complete_with(pattern, "recipes")
+    recipes.set_defaults(command=_recipes)
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    print(format_recipes(options.pattern))
+    return 0
+
+
+def format_recipes(pattern: str | None = None) -> str:
+    """Format the recipes that match a pattern, or one line for each table without a pattern."""
+    lines = [["recipe", "what it reproduces", "the paper's number"]]
+    if pattern is not None:
+        return align_columns(lines + [describe_recipe(name) for name in config.matching(pattern)])
+    files: dict[str, int] = {}
+    for name in config.recipes():
+        table = config.table(name)
+        file = name if table is None else table.file
+        files[file] = files.get(file, 0) + 1
+    return align_columns(lines + [_describe_file(file, count) for file, count in files.items()])
+
+
+def _describe_file(name: str, count: int) -> list[str]:
+    table = config.table(name)
+    if table is None:
+        return describe_recipe(name)
+    return [name, f"{table.title}: {table.about}", f"{count} recipes: fedssl recipes {name}"]
+
+
+def describe_recipe(name: str) -> list[str]:
+    """Return a recipe's name, its description, and the paper's numbers with their note."""
+    tree = config.read_recipe(name)
+    paper = tree.get("paper", {})
+    numbers = ", ".join(f"{name_measure(k)} {v}" for k, v in paper.get("results", {}).items())
+    note = str(paper.get("note", ""))
+    about = str(paper.get("row") or tree.get("about", ""))
+    return [name, about, f"{numbers} ({note})" if numbers and note else numbers or note]

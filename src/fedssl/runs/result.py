@@ -1,0 +1,65 @@
+"""Format a run's result as a plain-text table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedssl.config import Config, plugins, variant
+from fedssl.util.text import format_bytes, format_measures
+
+Row = Mapping[str, float]
+
+
+def format_result(summary: Mapping[str, Any], config: Config) -> str:
+    """Format the result beside an untrained network, the baselines and the paper's numbers."""
+    table = {"untrained": summary["untrained"]}
+    if "initial" in summary:
+        table["as it started"] = summary["initial"]
+    for name, row in summary.get("baselines", {}).items():
+        table |= split_models(name, row, variant("algorithm", name).judges)
+    published = {k: v for k, v in config.paper.get("results", {}).items() if k in summary}
+    row = summary["result"] | {k: summary[k] for k in published}
+    model = summary.get("judged", "global")
+    table |= split_models(plugins.short_name(config.algorithm.name), row, model)
+    if published:
+        compared = {key.removeprefix("per-client_").split("_")[0] for key in published}
+        which = "".join(f" ({name} model)" for name in ("global", "personal") if name in compared)
+        table[f"paper{which}, its data"] = {_split_measure(k)[1]: v for k, v in published.items()}
+    return format_measures(table)
+
+
+def split_models(name: str, result: Row, model: str) -> dict[str, dict[str, float]]:
+    """Return the rows of a run: one, or one for the global and one for the personal models.
+
+    Measures that do not name a model belong to ``model``.
+    """
+    table: dict[str, dict[str, float]] = {"global": {}, "personal": {}}
+    for key, value in result.items():
+        which, measure = _split_measure(key)
+        table[which or model][measure] = value
+    rows = {f"{name}, {which}": row for which, row in table.items() if row}
+    return rows if len(rows) > 1 else {name: next(iter(rows.values()), {})}
+
+
+def _split_measure(measure: str) -> tuple[str | None, str]:
+    """Return the model that a measure's name says it is about, and the name without it."""
+    if measure.startswith("global_"):
+        return "global", measure.removeprefix("global_")
+    for which in ("global", "personal"):
+        start = f"per-client_{which}_"
+        if measure.startswith(start):
+            return which, "per-client_" + measure.removeprefix(start)
+    return None, measure
+
+
+def format_cost(summary: Mapping[str, Any]) -> str:
+    """Format the cost of a run in one line, after a line on special normalization layers."""
+    layers = summary.get("norm_layers", "the model's own")
+    norms = "" if layers == "the model's own" else f"normalization layers: {layers}\n"
+    return norms + (
+        f"{summary['rounds']} rounds, {summary['seconds']:.1f} s, "
+        f"{summary['images_per_second']:,.0f} images/s, "
+        f"{format_bytes(summary['bytes_up'])} up and {format_bytes(summary['bytes_down'])} down "
+        "over all clients"
+    )
