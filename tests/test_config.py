@@ -65,7 +65,7 @@ def test_an_error_has_the_key_the_value_and_a_fix(word: str, key: str, value: ob
         ("roundss=3", "roundss: unknown key (did you mean rounds?)"),
         ("1=2", "1: unknown key"),
         ("objective.temperature=0.1", "objective.temperature: unknown key"),
-        ("objective.name=barlow", "objective.name=barlow: unknown; choose one of cco, vicreg"),
+        ("objective.name=barlow", "objective.name=barlow: unknown. Choose one of cco, vicreg"),
         ("algorithm.name=fedavgg", "algorithm.name=fedavgg: unknown (did you mean fedavg?)"),
         ("encoder.name=resnet99", "encoder.name=resnet99: unknown"),
         ("rounds", "rounds: expected key=value"),
