@@ -42,7 +42,7 @@ def silo(samples: int) -> Row:
     trainer = engine.trainer
 
     def bare() -> None:
-        replay = trainer.replay(BATCH, None)
+        replay = trainer.compiled_steps.find(BATCH, None)
         assert replay is not None
         replay.begin(0.032, None)
         order = torch.randperm(images, device=trainer.device)
@@ -71,7 +71,7 @@ def dcco(clients: int, each: int) -> Row:
 
     def bare() -> None:
         flat = trainer.flat
-        seen = trainer.look(members, mix(key(0, "augment", 0), members))
+        seen = trainer.encode_batch(members, mix(key(0, "augment", 0), members))
         loss = trainer.objective.loss(seen.encodings, None, None)
         trainer.differentiate(loss)
         step = optim.step(

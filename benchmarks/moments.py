@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fedssl import config, privacy
 from fedssl.engines.local import LocalEngine
 from fedssl.objectives.base import Centre, MomentObjective
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.runs.build import Experiment, build_experiment
-from fedssl.training.trainer import Encoded
 from fedssl.util.trees import Tree
 
 
@@ -110,11 +110,11 @@ def answer(
     centre = cast(Centre, session.server.state.get("centre", zero))
     seen: list[Tensor] = []
 
-    def moments(encoded: Encoded) -> dict[str, Tree]:
+    def moments(encoded: EncodedBatch) -> dict[str, Tree]:
         seen.append(objective.bounded(encoded.encodings[0]).detach())
         return dict(objective.moments(encoded.encodings, centre))
 
-    reply = engine.client(np.array([client]), round, remember=False).average(weights, moments)
+    reply = engine.client(np.array([client]), round, remember=False).mean(weights, moments)
     return torch.cat(seen).double(), doubled(reply), doubled(centre)
 
 

@@ -37,14 +37,14 @@ from fedssl.federation.client import Client
 from fedssl.runs import build, checkpoint, run, split
 from fedssl.runs.metrics import Metrics
 from fedssl.runs.progress import Progress
-from fedssl.training.trainer import Replay
+from fedssl.training.compiled import CompiledStep
 
 RECIPE = "fedema/table3/fedbyol/cifar10-noniid"
 CLASSES, PIXELS = 10, 32
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "round": ((run, "one_round"),),
-    "training": ((Client, "_replay"), (Client, "_steps")),
-    "compiling": ((Replay, "__init__"),),
+    "training": ((Client, "_compiled_steps"), (Client, "_steps")),
+    "compiling": ((CompiledStep, "__init__"),),
     "logging": ((Metrics, "write"), (Progress, "update")),
     "checkpoint": ((checkpoint, "write"),),
     "judging": ((ModelEvaluator, "evaluate"),),

@@ -26,7 +26,6 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
 from fedssl.models.network import Network
-from fedssl.training.trainer import State
 
 PIXELS = 32
 
@@ -80,16 +79,15 @@ def switch(engine: LocalEngine, server: Server) -> Callable[[], None]:
     """A round in which every client takes no step: all that is not training."""
     ids = np.arange(len(engine.groups))
 
-    def nothing(self: Client, start: torch.Tensor, keep: State, *rest: object) -> object:
+    def nothing(self: Client, start: torch.Tensor, *rest: object) -> object:
         self.trainer.load(start)
-        self.trainer.begin(start, keep)
         zero = start.new_zeros(())
         return zero if self.trainer.compiles else (zero, zero)
 
     def one() -> None:
         with (
             mock.patch.object(Client, "_steps", nothing),
-            mock.patch.object(Client, "_replay", nothing),
+            mock.patch.object(Client, "_compiled_steps", nothing),
         ):
             engine.algorithm.round(server, engine.cohort(ids, server.round))
         server.round += 1

@@ -36,7 +36,7 @@ SLOW = {
         *("byol-cpu", "moco-cpu", "simclr-cpu", "swav-cpu", "rotation-cpu"),
     ),
     "test_compiled.py::test_compiled_ccl": ("words1-cpu",),
-    "test_rounded.py::test_compiled_training_in_bf16": ("byol",),
+    "test_bf16_weights.py::test_compiled_training_in_bf16": ("byol",),
     "test_mae.py::test_compiled_is_plain": ("cpu",),
     "test_run.py::test_compiled_runs_in_one_process_do_not_use_up_torchs_patience": (),
     "test_streams.py::test_a_run_needs_nobody_who_reads": (">&- 2>&-", "2>/dev/full"),

@@ -27,7 +27,7 @@ from fedssl.federation.server import Server
 from fedssl.runs.build import build_network
 from fedssl.runs.metrics import read
 from fedssl.runs.split import pool_clients
-from fedssl.training import trainer as training
+from fedssl.training import compiled
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 
@@ -155,10 +155,10 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled steps are traced and differentiated as ever, but no code is generated for a CPU."""
     torch.compiler.reset()
 
-    def traced(function: training.Function, **_: bool) -> training.Function:
+    def traced(function: compiled.Function, **_: bool) -> compiled.Function:
         return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
 
-    monkeypatch.setattr(training, "compiled", traced)
+    monkeypatch.setattr(compiled, "compile_function", traced)
 
 
 def fault_of(error: UserError) -> tuple[str, Any]:

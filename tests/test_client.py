@@ -19,7 +19,7 @@ from fedssl.federation.server import learning_rates
 from fedssl.runs import run
 from fedssl.runs.build import Experiment
 from fedssl.runs.progress import Progress
-from fedssl.training.plan import Plan
+from fedssl.training.batches import Batches
 from fedssl.training.trainer import precision_on
 
 
@@ -95,8 +95,8 @@ def test_cohorts_differ_from_round_to_round_and_everyone_is_asked() -> None:
 
 
 def test_epochs_are_shuffled_anew_and_each_sample_is_used_once_in_one() -> None:
-    plan = Plan(steps=1, epochs=None, batch=5, seed=0)
-    rounds = [plan.indices(r, 0, client=3, size=20) for r in range(8)]
+    batches = Batches(steps=1, epochs=None, size=5, seed=0)
+    rounds = [batches.positions(r, 0, client=3, samples=20) for r in range(8)]
     assert [epoch for epoch, _ in rounds] == [0, 0, 0, 0, 1, 1, 1, 1]
     orders = [torch.cat([chosen for e, chosen in rounds if e == epoch]) for epoch in (0, 1)]  # type: ignore[misc]
     for order in orders:
@@ -105,19 +105,19 @@ def test_epochs_are_shuffled_anew_and_each_sample_is_used_once_in_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "size", "steps", "used", "trained"),
+    ("batches", "size", "steps", "used", "trained"),
     [
-        (Plan(1, None, None, 0), 7, 1, 7, 7),
-        (Plan(3, None, 2, 0), 7, 3, 6, 6),
-        (Plan(3, None, 2, 0), 5, 3, 5, 6),
-        (Plan(None, 2, 3, 0), 7, 4, 7, 12),  # the last partial batch is dropped
-        (Plan(None, 2, 9, 0), 7, 2, 7, 14),  # a client smaller than one batch still trains
+        (Batches(1, None, None, 0), 7, 1, 7, 7),
+        (Batches(3, None, 2, 0), 7, 3, 6, 6),
+        (Batches(3, None, 2, 0), 5, 3, 5, 6),
+        (Batches(None, 2, 3, 0), 7, 4, 7, 12),  # the last partial batch is dropped
+        (Batches(None, 2, 9, 0), 7, 2, 7, 14),  # a client smaller than one batch still trains
     ],
 )
-def test_plan(plan: Plan, size: int, steps: int, used: int, trained: int) -> None:
-    assert plan.count(size) == steps
-    assert plan.contributing(size) == used
-    assert plan.images(size) == trained
+def test_batches(batches: Batches, size: int, steps: int, used: int, trained: int) -> None:
+    assert batches.per_round(size) == steps
+    assert batches.contributing(size) == used
+    assert batches.images(size) == trained
 
 
 def with_server(config: Config, **keys: object) -> Config:
@@ -150,7 +150,7 @@ def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients(
 def test_batch_norm_statistics_reach_the_server_as_a_mean() -> None:
     config = settings("encoder.norm=batch", "algorithm.name=fedavg")
     engine, server = engine_of(config, made_split(), groups_of(4, 12))
-    start, n = server.weights, engine.trainer.flat.parameters
+    start, n = server.weights, engine.trainer.flat.parameter_count
     own = []
     for k in range(2):
         client = engine.client(np.array([k]), 0, remember=False)
@@ -215,7 +215,7 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     several = settings("algorithm.local_epochs=1", "algorithm.batch=2")
     engine, server = engine_of(several, made_split(), groups_of(8))
     client = engine.client(np.array([0]), 0, remember=False)
-    seen = client.average(server.weights, lambda e: {"n": e.encodings[0][0, 0]})
+    seen = client.mean(server.weights, lambda e: {"n": e.encodings[0][0, 0]})
     with torch.no_grad():
         engine.trainer.load(server.weights)
         each = [client._encode(step).encodings[0][0, 0] for step in range(4)]

@@ -12,7 +12,7 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
 
 from fedssl.algorithms.ccl import CCL
-from fedssl.training import trainer as training
+from fedssl.training import compiled
 from fedssl.util.trees import flatten
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
@@ -48,8 +48,8 @@ def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor
     weights = train(engine, server, 3)
     if compiled:
         # Personal models take a step of their own; nothing is compiled again for a client.
-        assert len(engine.trainer._replays) == (2 if "ditto" in words[0] else 1)
-    assert compiled or not engine.trainer._replays
+        assert len(engine.trainer.compiled_steps.by_shape) == (2 if "ditto" in words[0] else 1)
+    assert compiled or not engine.trainer.compiled_steps.by_shape
     sums = {
         f"{client}/{name}": float(leaf.double().sum())
         for client in sorted(engine.states)
@@ -92,7 +92,7 @@ def test_compiled_step_in_every_algorithm(algorithm: list[str], device: str) -> 
 @pytest.mark.parametrize("words", [[], ["algorithm.lambda=0", "algorithm.remote=only"]])
 def test_compiled_ccl(words: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its second round on, when all banks have come and the queues are full."""
-    monkeypatch.setattr(training, "SELDOM", 4)
+    monkeypatch.setattr(compiled, "RARE", 4)
     secret = lambda *_: np.random.default_rng(1)  # noqa: E731
     monkeypatch.setattr(CCL, "secret", secret)
     keys = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=9", *words]
@@ -107,12 +107,12 @@ def test_compiled_ccl(words: list[str], device: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("chunk", [1024, 20])  # at once, and in parts of two sizes
 def test_compiled_passes_of_a_merged_cohort(chunk: int, device: str) -> None:
     weights = []
-    for compiled in (False, True):
+    for is_compiled in (False, True):
         words = ("augment.name=flip", "server.optimizer=adam", "server.lr=0.01")
         config = settings(*words, f"engine.chunk={chunk}")
         engine, server = engine_of(config, made_split(64, 3, 16), groups_of(*[4] * 16), device)
         assert engine.merges
-        if compiled:
+        if is_compiled:
             engine.trainer.compile_passes()
         weights.append(train(engine, server, 3))
     assert relative(weights[1], weights[0]) < 1e-9

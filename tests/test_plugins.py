@@ -470,7 +470,7 @@ class Base(Algorithm):
         server.apply(cohort.mean("train", server.model))
 
     def train(self, client, received):
-        return client.descend(received)
+        return client.train(received)
 
 
 class Gathers(Base):
@@ -495,23 +495,23 @@ class Misspelt(Base):
 
 class Short(Base):
     def train(self, client, received):
-        reply = client.descend(received)
+        reply = client.train(received)
         return {**reply, "change": reply["change"][:-1]}
 
 
 class More(Base):
     def train(self, client, received):
-        return {**client.descend(received), "extra": torch.zeros(())}
+        return {**client.train(received), "extra": torch.zeros(())}
 
 
 class Nothing(Base):
     def train(self, client, received):
-        client.descend(received)
+        client.train(received)
 
 
 class Float(Base):
     def train(self, client, received):
-        return {**client.descend(received), "loss": 1.0}
+        return {**client.train(received), "loss": 1.0}
 
 
 class Counts(Base):

@@ -91,7 +91,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 def die_in_the_second_client(patch: pytest.MonkeyPatch, round: int) -> None:
     """After the first client of that round has trained and the second has begun."""
-    real, seen = Client.train, set()
+    real, seen = Client.train_from, set()
 
     def train(self: Client, *rest: Any, **named: Any) -> Any:
         if self.round == round:
@@ -101,7 +101,7 @@ def die_in_the_second_client(patch: pytest.MonkeyPatch, round: int) -> None:
             raise KeyboardInterrupt
         return trained
 
-    patch.setattr(Client, "train", train)
+    patch.setattr(Client, "train_from", train)
 
 
 @pytest.mark.parametrize("words", CASES)

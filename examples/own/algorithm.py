@@ -35,4 +35,4 @@ class Momentum(Algorithm):
 
     def train(self, client: Client, received: torch.Tensor) -> dict[str, torch.Tensor]:
         """A client's half: the change that its own training makes."""
-        return client.descend(received)
+        return client.train(received)

@@ -29,6 +29,7 @@ from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, run, split
 from fedssl.runs.build import build_experiment
 from fedssl.runs.validate import list_warnings
+from fedssl.training import compiled
 from fedssl.training import trainer as training
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, flatten
@@ -63,7 +64,7 @@ class FedMoCo(FedAvg):
     """FedAvg that averages momentum models as it does main ones."""
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        start = server.state.get("momentum", server.weights[: server.flat.parameters])
+        start = server.state.get("momentum", server.weights[: server.flat.parameter_count])
         update = cohort.mean("train", server.model, start)
         server.apply(update)
         server.state["momentum"] = start + update["momentum"]
@@ -72,11 +73,11 @@ class FedMoCo(FedAvg):
         self, client: Client, received: Tensor, momentum: Tensor
     ) -> dict[str, Tree]:
         client.state["target"] = momentum
-        reply = client.descend(received)
+        reply = client.train(received)
         return {**reply, "momentum": client.state["target"] - momentum}  # type: ignore[operator]
 
     def reply_like(self, task: str, trainer: training.Trainer) -> dict[str, Tree]:
-        momentum = trainer.initial[: trainer.flat.parameters]
+        momentum = trainer.initial[: trainer.flat.parameter_count]
         return {**super().reply_like(task, trainer), "momentum": momentum}
 
 
@@ -102,7 +103,7 @@ def test_without_remote_features_and_matching_it_is_fedmoco(
         assert torch.equal(server.weights, other.weights)
         assert torch.equal(server.state["momentum"], other.state["momentum"])  # type: ignore[arg-type]
         assert torch.equal(server.log["loss"], other.log["loss"])
-    assert not torch.equal(server.state["momentum"], server.weights[: server.flat.parameters])  # type: ignore[arg-type]
+    assert not torch.equal(server.state["momentum"], server.weights[: server.flat.parameter_count])  # type: ignore[arg-type]
     for k in range(len(sizes)):
         for name, tensor in reference.states.on_host(k).items():
             assert torch.equal(engine.states.on_host(k)[name], tensor)
@@ -448,7 +449,7 @@ def test_neighbours_matter_only_to_matching() -> None:
 
 def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
     engine, server = made("algorithm.features=6")
-    model, momentum = 8 * len(server.weights), 8 * server.flat.parameters
+    model, momentum = 8 * len(server.weights), 8 * server.flat.parameter_count
     lines = []
     for round in range(2):
         lines.append(run.traffic_line(step(engine, server, round), 3)["exchanges"])
@@ -467,9 +468,9 @@ def test_kept_layers_of_the_momentum_model_do_not_travel() -> None:
     assert trainer.shared is not None and trainer.kept is not None
     for round in range(2):
         step(engine, server, round)
-    shared = trainer.shared[trainer.shared < trainer.flat.parameters]
-    assert len(server.state["momentum"]) == len(shared) < trainer.flat.parameters  # type: ignore[arg-type]
-    kept = trainer.kept[trainer.kept < trainer.flat.parameters]
+    shared = trainer.shared[trainer.shared < trainer.flat.parameter_count]
+    assert len(server.state["momentum"]) == len(shared) < trainer.flat.parameter_count  # type: ignore[arg-type]
+    kept = trainer.kept[trainer.kept < trainer.flat.parameter_count]
     targets = [engine.states[k]["target"] for k in range(3)]
     assert not torch.equal(targets[0][kept], targets[1][kept])  # type: ignore[index]
     before = targets[0].clone()  # type: ignore[union-attr]
@@ -651,7 +652,7 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
     queues: dict[int, list[int]] = {k: [] for k in range(5)}
     shared: dict[int, list[int]] = {}
     now: list[int] = []
-    look, encode, train = trainer.look, CCL.look, CCL.train
+    look, encode, train = trainer.encode_batch, CCL.look, CCL.train
 
     def seen_train(ccl: CCL, client: Client, *payload: Any) -> Any:
         now.append(client.id)
@@ -667,7 +668,7 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
         return encode(ccl, w, images, own, secret)
 
     monkeypatch.setattr(CCL, "train", seen_train)
-    monkeypatch.setattr(trainer, "look", seen_step)
+    monkeypatch.setattr(trainer, "encode_batch", seen_step)
     monkeypatch.setattr(CCL, "look", seen_bank)
     for _ in range(4):
         renewed: dict[int, list[int]] = {}
@@ -719,7 +720,7 @@ def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> N
 def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler gives back what it gets (tests/test_compiled.py has torch's own, on a GPU)."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(training, "SELDOM", 3)
+    monkeypatch.setattr(compiled, "RARE", 3)
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(5))
     given = ("cohort.size=null", "precision=fp64", *words.split())
     plain, fast = (
@@ -734,22 +735,22 @@ def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.Monke
     for name, leaf in flatten(plain.server.state).items():
         torch.testing.assert_close(flatten(fast.server.state)[name], leaf, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(fast.server.weights, plain.server.weights, rtol=1e-9, atol=1e-11)
-    replays = fast.trainer._replays
+    replays = fast.trainer.compiled_steps.by_shape
     assert 1 <= len(replays) <= 4 and all(
         r.function == fast.algorithm.loss for r in replays.values()
     )  # type: ignore[attr-defined]
-    assert not plain.trainer._replays
+    assert not plain.trainer.compiled_steps.by_shape
 
 
 def test_no_more_shapes_are_compiled_than_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(training, "SELDOM", 0)
+    monkeypatch.setattr(compiled, "RARE", 0)
     words = ("partition.name=dirichlet", "partition.clients=12", "algorithm.mix=1")
     more = ("algorithm.share_plain=true", "cohort.size=null", "algorithm.batch=2")
     session = build_experiment(small(*words, *more, "engine.compile=on"))
     for _ in range(3):
         one_round(session)
-    assert len(session.trainer._replays) == training.MOST_SHAPES
+    assert len(session.trainer.compiled_steps.by_shape) == compiled.MAX_SHAPES
 
 
 def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -757,4 +758,4 @@ def test_shapes_that_came_seldom_are_not_compiled(monkeypatch: pytest.MonkeyPatc
     session = build_experiment(small("engine.compile=on"))
     for _ in range(2):
         one_round(session)
-    assert not session.trainer._replays
+    assert not session.trainer.compiled_steps.by_shape

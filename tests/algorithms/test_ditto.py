@@ -22,7 +22,7 @@ from fedssl.evaluate.evaluator import MOST_EVALUATED
 from fedssl.runs import run
 from fedssl.runs.build import build_experiment
 from fedssl.runs.result import format_result
-from fedssl.training.trainer import Pull
+from fedssl.training.optim import Pull
 
 SIZES = (6, 9)
 
@@ -83,7 +83,7 @@ def test_one_step_by_hand() -> None:
     )  # fmt: skip
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
     step(engine, server, 0)
-    w, n = server.weights.clone(), engine.trainer.flat.parameters
+    w, n = server.weights.clone(), engine.trainer.flat.parameter_count
     v: Any = engine.states[1]["personal"]["weights"].clone()  # type: ignore[index, union-attr]
     assert relative(v, w) > 1e-4
     step(engine, server, 1)
@@ -255,7 +255,7 @@ def test_a_client_that_joins_late_starts_its_own_model_at_the_beginning() -> Non
     alone, _ = engine_of(config, made_split(), groups_of(9, 8, 8))
     expected = alone.client(np.array([2]), 2, remember=False)
     pull = Pull(0.5, server.weights)
-    wanted = expected.train(alone.trainer.initial, {}, pull=pull).weights
+    wanted = expected.train_from(alone.trainer.initial, {}, pull=pull).weights
     cast(Any, engine.algorithm).personalize(client, server.weights)
     assert relative(cast(Any, client.state["personal"])["weights"], wanted) < 1e-12
 

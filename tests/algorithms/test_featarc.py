@@ -135,7 +135,7 @@ def test_the_alignment_term_in_a_plain_loop(objective: str, words: str) -> None:
 
 def test_clusters_start_apart_and_clients_by_their_numbers() -> None:
     engine, server = made("algorithm.clusters=3")
-    starts, n = models(engine, server), engine.trainer.flat.parameters
+    starts, n = models(engine, server), engine.trainer.flat.parameter_count
     assert torch.equal(starts[0], engine.trainer.initial)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert relative(starts[a][:n], starts[b][:n]) > 0.5
@@ -163,7 +163,10 @@ def test_a_client_goes_where_features_are_nearest_to_its_last_models(policy: str
         noise = 0.02 * torch.randn(len(found[0]), generator=torch.Generator().manual_seed(blend))
         client.state["network"] = found[blend] + noise.double()
         near = []
-        for weights in (client.state["network"], *(client.open(sent[str(j)]) for j in range(3))):
+        for weights in (
+            client.state["network"],
+            *(client.full_weights(sent[str(j)]) for j in range(3)),
+        ):
             engine.trainer.load(weights)  # type: ignore[arg-type]
             tower: Any = engine.trainer.network.towers[0]
             with torch.no_grad():
@@ -194,7 +197,7 @@ def test_means_are_over_the_members_that_are_there(lambda_: int) -> None:
     assert server.client_log["cluster"] == {0: 0, 2: 0, 3: 1}
     for j, weights in enumerate(models(engine, server)):
         expected = before[j] + 0.5 * torch.stack(changes[j]).mean(0)
-        n = engine.trainer.flat.parameters
+        n = engine.trainer.flat.parameter_count
         assert relative(weights[:n], expected[:n]) < 1e-12
         assert relative(weights[:n], before[j][:n]) > 1e-4
     assert all(torch.equal(kept[name], leaf) for name, leaf in engine.states.on_host(1).items())
@@ -247,7 +250,7 @@ def test_who_changes_cluster_leaves_target_and_memory_behind(
         fresh = engine.client(np.array([0]), 1, remember=False)
         for name in ("target", "memory"):
             fresh.state.pop(name, None)
-        fresh.train(received[str(chosen)], fresh.state)
+        fresh.train_from(received[str(chosen)], fresh.state)
         engine.algorithm.train(client, received)  # type: ignore[attr-defined]
         targets.append(torch.equal(client.state["target"], fresh.state["target"]))  # type: ignore[arg-type]
         if objective == "moco":
@@ -441,9 +444,9 @@ def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
 
 
 def test_compiled_steps_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedssl.training import trainer as training
+    from fedssl.training import compiled
 
-    monkeypatch.setattr(training, "SELDOM", 0)
+    monkeypatch.setattr(compiled, "RARE", 0)
     assert_compiled_is_plain(
         featarc("algorithm.clusters=1", "algorithm.batch=4", "algorithm.local_epochs=2"),
         monkeypatch,

@@ -227,8 +227,8 @@ def test_public_images_leave_no_trace_in_batch_norms_statistics(policy: str) -> 
 def test_the_base_model_leaves_no_trace_in_the_run() -> None:
     engine, server = made("algorithm.align=0.5")
     other, with_it = engine_of(fedca("algorithm.align=0.5"), made_split(), groups_of(*SIZES))
-    plan = other.trainer.plan
-    assert engine.trainer.plan == plan and torch.equal(server.weights, with_it.weights)
+    batches = other.trainer.batches
+    assert engine.trainer.batches == batches and torch.equal(server.weights, with_it.weights)
     with_it.state |= server.state
     for round in range(2):
         step(engine, server, round)

@@ -37,7 +37,7 @@ def made(config: Config, split: Split | None = None) -> tuple[LocalEngine, Serve
 def log(monkeypatch: pytest.MonkeyPatch) -> Logged:
     """For each round and client: the network that it started at, and after its training."""
     seen: Logged = {}
-    real = Client.train
+    real = Client.train_from
 
     def train(self: Client, start: Tensor, keep: Any, *rest: Any, **named: Any) -> Trained:
         had_target = "target" in keep
@@ -47,7 +47,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Logged:
         }  # fmt: skip
         return trained
 
-    monkeypatch.setattr(Client, "train", train)
+    monkeypatch.setattr(Client, "train_from", train)
     return seen
 
 

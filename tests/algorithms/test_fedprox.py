@@ -34,7 +34,7 @@ def test_the_second_step_has_exactly_the_proximal_term() -> None:
         *("objective.name=simclr", "objective.projector=32,16", "client.lr=0.05"),
     )
     engine, server = engine_of(config, made_split(), groups_of(9))
-    w0, n = server.weights.clone(), engine.trainer.flat.parameters
+    w0, n = server.weights.clone(), engine.trainer.flat.parameter_count
     step(engine, server, 0)
     loop, w = Plain(config, made_split(), range(9)), w0[:n]
     for number in range(2):

@@ -77,7 +77,7 @@ def test_two_rounds_on_a_path_by_hand(tmp_path: Path) -> None:
     x = server.weights.repeat(3, 1)
     for round in range(2):
         clients = [engine.client(np.array([k]), round, remember=False) for k in range(3)]
-        changes = [client.descend(own)["change"] for client, own in zip(clients, x, strict=True)]
+        changes = [client.train(own)["change"] for client, own in zip(clients, x, strict=True)]
         y = x + torch.stack(changes)  # type: ignore[arg-type]
         x = torch.stack((2 * y[0] + y[1], y[0] + y[1] + y[2], y[1] + 2 * y[2])) / 3
         step(engine, server, round)
@@ -130,7 +130,7 @@ def test_who_is_not_asked_neither_trains_nor_mixes() -> None:
     step(engine, server, 0)
     before = models(server).clone()
     trained = [
-        before[k] + engine.client(np.array([k]), 1, remember=False).descend(before[k])["change"]  # type: ignore[operator]
+        before[k] + engine.client(np.array([k]), 1, remember=False).train(before[k])["change"]  # type: ignore[operator]
         for k in (0, 1, 3)
     ]
     step(engine, server, 1, 0, 1, 3)  # of the cycle 0 1 2 3, the path 1 – 0 – 3 is left

@@ -45,7 +45,7 @@ def norm_names(engine: LocalEngine) -> set[str]:
 
 def next_start(engine: LocalEngine, server: Server, k: int) -> dict[str, Tensor]:
     client = engine.client(np.array([k]), server.round + 1, remember=False)
-    return engine.trainer.flat.named(client.open(server.model))
+    return engine.trainer.flat.named(client.full_weights(server.model))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -94,12 +94,15 @@ def test_local_norms_of_two_clients_by_hand() -> None:
     norms, own = norm_names(engine), {}
     for round in range(2):
         starts = [
-            engine.client(np.array([k]), round, remember=False).open(server.model) for k in range(2)
+            engine.client(np.array([k]), round, remember=False).full_weights(server.model)
+            for k in range(2)
         ]
         ends = []
         for k, start in enumerate(starts):
             client = engine.client(np.array([k]), round, remember=False)
-            ends.append(engine.trainer.flat.named(client.train(start, dict(client.state)).weights))
+            ends.append(
+                engine.trainer.flat.named(client.train_from(start, dict(client.state)).weights)
+            )
         step(engine, server, round)
         now = engine.trainer.flat.named(server.weights)
         for name, tensor in now.items():
@@ -187,7 +190,7 @@ def test_reset_averages_parameters_as_average_does() -> None:
         engine, server = made(policy(name))
         for round in range(2):
             step(engine, server, round)
-        results.append((server.weights, engine.trainer.flat.parameters))
+        results.append((server.weights, engine.trainer.flat.parameter_count))
     (average, n), (reset, _) = results
     assert torch.equal(average[:n], reset[:n])
     assert relative(reset[n:], average[n:]) > 0.01

@@ -158,7 +158,7 @@ def test_fewer_rows_are_taken_only_of_tasks_that_vary() -> None:
 def test_only_changes_of_the_main_model_travel_in_half_precision(tmp_path: Path) -> None:
     far, _ = far_session(small(*words_of("ccl"), "engine.updates=fp16"), tmp_path)
     (cohort,) = go(far, 1)
-    main, momentum = len(far.server.weights), far.server.flat.parameters
+    main, momentum = len(far.server.weights), far.server.flat.parameter_count
     assert cohort.traffic.up["train"] == 5 * (2 * main + 8 * momentum + 8)
     assert cohort.traffic.up["share"] == 30 * 16 * 8
 

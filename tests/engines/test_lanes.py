@@ -17,9 +17,10 @@ from fedssl.algorithms.ccl import CCL
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
+from fedssl.training import compiled
 from fedssl.training import trainer as training
-from fedssl.training.lanes import Lanes
-from fedssl.training.plan import Plan
+from fedssl.training.batches import Batches
+from fedssl.training.pool import TrainerPool
 from fedssl.util.trees import flatten
 
 BYOL = ["objective.name=byol", "objective.projector=32,16", "objective.predictor=32,16"]
@@ -34,11 +35,11 @@ def as_it_is_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """What compiling gives is told elsewhere, and takes seconds for each network."""
     torch.compiler.reset()
     if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr(training, "compiled", lambda function, **_: function)
+        monkeypatch.setattr(compiled, "compile_function", lambda function, **_: function)
 
 
 def engine_with(
-    words: list[str], lanes: int, device: str, rounds: int = 3
+    words: list[str], pool: int, device: str, rounds: int = 3
 ) -> tuple[LocalEngine, torch.Tensor]:
     config = settings(
         "algorithm.local_epochs=2", "algorithm.batch=8", "client.momentum=0.9",
@@ -46,7 +47,7 @@ def engine_with(
     )  # fmt: skip
     engine, server = engine_of(config, made_split(sum(SIZES), 3, 8), groups_of(*SIZES), device)
     engine.trainer.compiles = True
-    engine.lanes = Lanes(engine.trainer, lanes) if lanes else None
+    engine.pool = TrainerPool(engine.trainer, pool) if pool else None
     return engine, train(engine, server, rounds)
 
 
@@ -67,9 +68,9 @@ def test_side_by_side_as_one_by_one(
 ) -> None:
     seen: list[tuple[int, str, int]] = []
     made: list[str] = []
-    inner, first = Client.train, training.Replay.__init__
+    inner, first = Client.train_from, compiled.CompiledStep.__init__
 
-    def init(self: training.Replay, *args: object) -> None:
+    def init(self: compiled.CompiledStep, *args: object) -> None:
         made.append(threading.current_thread().name)
         first(self, *args)
 
@@ -78,8 +79,8 @@ def test_side_by_side_as_one_by_one(
         return inner(self, *args, **kwargs)
 
     alone, plain = engine_with(words, 0, device)
-    monkeypatch.setattr(Client, "train", train)
-    monkeypatch.setattr(training.Replay, "__init__", init)
+    monkeypatch.setattr(Client, "train_from", train)
+    monkeypatch.setattr(compiled.CompiledStep, "__init__", init)
     engine, fast = engine_with(words, 3, device)
     close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
     torch.testing.assert_close(fast, plain, rtol=close, atol=close)
@@ -103,13 +104,13 @@ def test_side_by_side_as_one_by_one(
 @pytest.mark.parametrize("device", ["cpu"])
 def test_waves_are_even_and_a_watched_round_is_not_shared(device: str) -> None:
     engine, _ = engine_with(FEDAVG, 5, device)
-    lanes = engine.lanes
-    assert lanes is not None and lanes.knows("train") and not lanes.knows("other")
-    assert [lanes.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
+    pool = engine.pool
+    assert pool is not None and pool.is_ready("train") and not pool.is_ready("other")
+    assert [pool.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
     engine.trainer.watched = {}
-    assert not lanes.knows("train")
+    assert not pool.is_ready("train")
     engine.rest()
-    assert engine.lanes is None and not engine.trainer.shares_steps
+    assert engine.pool is None and not engine.trainer.compiled_steps.is_complete
 
 
 CCL_WORDS = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=4", *MOCO]
@@ -132,27 +133,27 @@ def test_steps_that_look_beyond_their_batch(
     words: list[str], first: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Side by side as soon as all that will come again is compiled; nothing is, beside others."""
-    monkeypatch.setattr(training, "SELDOM", 1)
+    monkeypatch.setattr(compiled, "RARE", 1)
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
     alone, plain = engine_with(words, 0, device, rounds=4)
     threads: dict[int, set[bool]] = {}
     made: list[str] = []
-    inner, init = Client.train, training.Replay.__init__
+    inner, init = Client.train_from, compiled.CompiledStep.__init__
 
     def train(self: Client, *args: object, **kwargs: object) -> object:
         name = threading.current_thread().name
         threads.setdefault(self.round, set()).add(name.startswith("client"))
         return inner(self, *args, **kwargs)
 
-    def note(self: training.Replay, *args: object) -> None:
+    def note(self: compiled.CompiledStep, *args: object) -> None:
         made.append(threading.current_thread().name)
         init(self, *args)
 
-    monkeypatch.setattr(Client, "train", train)
-    monkeypatch.setattr(training.Replay, "__init__", note)
+    monkeypatch.setattr(Client, "train_from", train)
+    monkeypatch.setattr(compiled.CompiledStep, "__init__", note)
     engine, fast = engine_with(words, 3, device, rounds=4)
     assert threads == {round: {round >= first} for round in range(4)}
-    assert made == ["MainThread"] * 3 and engine.trainer.alone
+    assert made == ["MainThread"] * 3 and engine.trainer.compiled_steps.may_capture
     close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
     torch.testing.assert_close(fast, plain, rtol=close, atol=close)
     for client in alone.states:
@@ -165,18 +166,20 @@ def test_shapes_that_are_not_compiled_are_not_shared(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither while one waits for it, nor is one captured that comes up beside others."""
-    monkeypatch.setattr(training, "SELDOM", 1)
+    monkeypatch.setattr(compiled, "RARE", 1)
     engine, _ = engine_with(CCL_WORDS, 3, device)
-    assert engine.lanes is not None and engine.lanes.knows("train") and engine.lanes.knows("share")
-    trainer, steps = engine.trainer, next(iter(engine.trainer._replays.values()))
-    loss = SimpleNamespace(function=steps.function, lasting=True)
+    assert (
+        engine.pool is not None and engine.pool.is_ready("train") and engine.pool.is_ready("share")
+    )
+    trainer, steps = engine.trainer, next(iter(engine.trainer.compiled_steps.by_shape.values()))
+    loss = SimpleNamespace(function=steps.function, recurs=True)
     other = tuple(torch.cat((i, i)) for i in steps.inputs)
-    trainer.alone = False
-    assert all(trainer.replay(8, None, loss, other) is None for _ in range(3))
-    assert not engine.lanes.knows("train")
-    trainer.alone = True
-    assert trainer.replay(8, None, loss, other) is not None
-    assert engine.lanes.knows("train")
+    trainer.compiled_steps.may_capture = False
+    assert all(trainer.compiled_steps.find(8, None, loss, other) is None for _ in range(3))
+    assert not engine.pool.is_ready("train")
+    trainer.compiled_steps.may_capture = True
+    assert trainer.compiled_steps.find(8, None, loss, other) is not None
+    assert engine.pool.is_ready("train")
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -185,16 +188,16 @@ def test_a_shape_may_come_up_between_two_waves(
 ) -> None:
     """While CCL's banks grow, those who are in them see one less than newcomers do."""
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
-    monkeypatch.setattr(training, "SELDOM", 1)
+    monkeypatch.setattr(compiled, "RARE", 1)
     words = ["algorithm.local_epochs=2", "algorithm.batch=8", "augment.name=flip", *CCL_WORDS]
     known, found = [], []
-    for lanes in (0, 2):
+    for pool in (0, 2):
         made = engine_of(settings(*words), made_split(96, 3, 8), groups_of(*[16] * 6), device)
         engine, server = made
         engine.trainer.compiles = True
-        engine.lanes = Lanes(engine.trainer, lanes) if lanes else None
+        engine.pool = TrainerPool(engine.trainer, pool) if pool else None
         for ids in ([2, 3, 4, 5], [2, 3, 4, 5], [0, 1, 2, 3]):
-            known.append(engine.lanes is not None and engine.lanes.knows("train"))
+            known.append(engine.pool is not None and engine.pool.is_ready("train"))
             engine.algorithm.round(server, engine.cohort(np.array(ids), server.round))
             server.round += 1
         found.append(server.weights)
@@ -208,14 +211,14 @@ def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
     ids: list[int], expected: bool, device: str
 ) -> None:
     engine, _ = engine_with(FEDAVG, 3, device)
-    fresh = engine.lanes = Lanes(engine.trainer, 3)
+    fresh = engine.pool = TrainerPool(engine.trainer, 3)
     server = Server(engine.trainer)
     step(engine, server, 0, *ids)
-    assert fresh.knows("train") == expected
+    assert fresh.is_ready("train") == expected
     seen: list[str] = []
     engine.algorithm.train = lambda client, *_: (  # type: ignore[attr-defined]
         seen.append(threading.current_thread().name)
-        or client.reply(client.train(engine.trainer.initial, {}), engine.trainer.initial)
+        or client.reply(client.train_from(engine.trainer.initial, {}), engine.trainer.initial)
     )
     step(engine, server, 1, 0)
     assert seen == ["MainThread"]  # one client alone
@@ -234,9 +237,9 @@ def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.Monke
         time.sleep(0.3)
         ended.append(True)
 
-    assert engine.lanes is not None
+    assert engine.pool is not None
     with pytest.raises(torch.OutOfMemoryError):
-        engine.lanes.run([broken, slow])
+        engine.pool.run([broken, slow])
     assert ended  # nobody is left in a network
 
 
@@ -245,8 +248,8 @@ def test_who_interrupts_does_not_wait_for_the_others(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = engine_with(FEDAVG, 3, device)
-    server, lanes = Server(engine.trainer), engine.lanes
-    assert lanes is not None
+    server, pool = Server(engine.trainer), engine.pool
+    assert pool is not None
 
     started: list[Future[object]] = []
 
@@ -254,10 +257,10 @@ def test_who_interrupts_does_not_wait_for_the_others(
         started.extend(futures)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedssl.training.lanes.wait", interrupted)
+    monkeypatch.setattr("fedssl.training.pool.wait", interrupted)
     config = replace(engine.trainer.config.algorithm, local_epochs=10**6)
-    for trainer in lanes._trainers:
-        trainer.plan = Plan.from_config(config, 0, trainer.device)
+    for trainer in pool._trainers:
+        trainer.batches = Batches.from_config(config, 0, trainer.device)
     with pytest.raises(KeyboardInterrupt):
         step(engine, server, 1)
     try:
@@ -271,14 +274,14 @@ def test_without_memory_there_are_fewer_networks(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = engine_with(FEDAVG, 2, device)
-    lanes, twin = engine.lanes, engine.trainer.twin
-    assert lanes is not None and lanes.width(4) == 2
+    pool, twin = engine.pool, engine.trainer.twin
+    assert pool is not None and pool.width(4) == 2
 
     def full() -> training.Trainer:
-        if len(lanes._trainers) == 3:
+        if len(pool._trainers) == 3:
             raise torch.OutOfMemoryError
         return twin()
 
     monkeypatch.setattr(engine.trainer, "twin", full)
-    lanes.most = 5
-    assert [lanes.width(5), lanes.most, len(lanes._trainers)] == [3, 3, 3]
+    pool.most = 5
+    assert [pool.width(5), pool.most, len(pool._trainers)] == [3, 3, 3]

@@ -88,7 +88,7 @@ def test_traffic_of_a_dcco_round() -> None:
         train(engine, server, rounds=1)
         cohort = engine.cohort(np.arange(3), 1)
         engine.algorithm.round(server, cohort)
-        d, parameters = 16, engine.trainer.flat.parameters
+        d, parameters = 16, engine.trainer.flat.parameter_count
         moments = 4 * (4 * d + d * d)
         assert dict(cohort.traffic.up) == {
             "encode": 3 * moments,

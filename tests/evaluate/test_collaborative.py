@@ -18,7 +18,7 @@ from fedssl.deploy.sites import Introduction, server_session
 from fedssl.evaluate import collaborations, collaborative, finetune
 from fedssl.evaluate.collaborative import FineTuning, draw
 from fedssl.federation.sampling import cohort_size
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.runs import run
 from fedssl.runs.build import assemble, build_experiment
 from fedssl.runs.reevaluate import evaluate
@@ -162,7 +162,7 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     score = session.evaluator.evaluate(session.trainer.initial)[f"{SPEC}_top1"]
     nested = session.evaluator._federations[SPEC]
     found = nested.engine.trainer.flat.named(nested.train(encoder))
-    expected = Flat(body).named()
+    expected = FlatWeights(body).named()
     assert (expected["layers.0.weight"] - encoder.layers[0].weight).abs().max() > 1e-4
     for name, tensor in expected.items():
         torch.testing.assert_close(
@@ -191,7 +191,7 @@ def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm
     nested = session.evaluator._federations[SPEC]
     nested.train(session.evaluator.tower(session.trainer.initial).encoder)
     found = nested.engine.trainer.flat.named(nested.train(encoder))
-    for name, tensor in Flat(encoder).named().items():
+    for name, tensor in FlatWeights(encoder).named().items():
         assert torch.equal(found[f"towers.0.encoder.{name}"], tensor)
     assert not found["towers.0.head.layer.weight"].any()
     assert not found["towers.0.head.layer.bias"].any()

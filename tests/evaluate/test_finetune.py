@@ -8,7 +8,7 @@ from torch import nn
 from fedssl.data.dataset import Groups
 from fedssl.evaluate import finetune, linear
 from fedssl.evaluate.features import Labelled, extract, units
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.training.optim import cosine
 
 
@@ -52,7 +52,7 @@ def test_learns_what_the_frozen_encoder_cannot_see(norm):
 def test_the_encoder_stays_as_it_is(flat):
     encoder = blind(nn.BatchNorm1d).eval().requires_grad_(False)
     # A trained encoder is a view of one vector, which must not be shared with the copy.
-    holder = Flat(encoder) if flat else None
+    holder = FlatWeights(encoder) if flat else None
     before = copy.deepcopy(encoder.state_dict())
     model = finetune.fit(encoder, hidden(40, 0), 2, seed=0, device="cpu")
     for name, value in encoder.state_dict().items():

@@ -20,7 +20,7 @@ from fedssl.config import Encoder
 from fedssl.encoder import export
 from fedssl.encoder.load import ImageEncoder
 from fedssl.models.encoders import Timm, encoder
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import build, initialize, load_encoders, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, adopt
 from fedssl.runs import checkpoint, run
@@ -69,17 +69,17 @@ def test_a_backbone_is_timms_with_timms_names(name: str) -> None:
     again.load_state_dict(theirs.state_dict(), strict=True)
     with pytest.raises(RuntimeError, match=r"missing or unexpected weights extra\.weight$"):
         again.load_state_dict({**theirs.state_dict(), "extra.weight": images}, strict=True)
-    assert torch.equal(Flat(again).vector, Flat(ours).vector)
+    assert torch.equal(FlatWeights(again).vector, FlatWeights(ours).vector)
     learned = sum(p.numel() for p in theirs.parameters())
     floats = [b for b in theirs.buffers() if b.is_floating_point()]
-    assert Flat(ours).parameters == learned
-    assert len(Flat(ours).vector) == learned + sum(b.numel() for b in floats)
+    assert FlatWeights(ours).parameters == learned
+    assert len(FlatWeights(ours).vector) == learned + sum(b.numel() for b in floats)
 
 
 def test_weights_depend_on_the_seed_only() -> None:
     def vector(seed: int) -> torch.Tensor:
         settings = Encoder(f"timm/{NAMES[2]}")
-        return Flat(build(settings, (1,), 32, lambda n, norm: nn.Identity(), seed)).vector
+        return FlatWeights(build(settings, (1,), 32, lambda n, norm: nn.Identity(), seed)).vector
 
     torch.manual_seed(1)
     first = vector(0)

@@ -100,11 +100,11 @@ def test_the_bank_holds_every_sample_at_its_place(batch: str) -> None:
     start = engine.trainer.initial * 1.1
     bank = fill(client, start)
     assert bank.shape == (2, 9, 16) and not bank.requires_grad
-    epoch, _ = engine.trainer.plan.indices(3, 0, 1, 9)
+    epoch, _ = engine.trainer.batches.positions(3, 0, 1, 9)
     engine.trainer.load(start)
     for i in range(9):
         one = torch.tensor([i])
-        seen = engine.trainer.look(client.members[one], client.random_state(epoch - 1, one))
+        seen = engine.trainer.encode_batch(client.members[one], client.random_state(epoch - 1, one))
         for view, encoding in enumerate(seen.encodings):
             expected = F.normalize(encoding[0].detach(), dim=0)
             torch.testing.assert_close(bank[view, i], expected, rtol=1e-9, atol=1e-12)
@@ -114,8 +114,8 @@ def test_the_bank_holds_every_sample_at_its_place(batch: str) -> None:
 def test_to_batch_norm_the_bank_is_made_of_shuffled_batches() -> None:
     engine, client = a_client(epochs(*WORDS))
     seen: list[Tensor] = []
-    real = engine.trainer.look
-    engine.trainer.look = lambda m, s, *rest: seen.append(m) or real(m, s, *rest)  # type: ignore
+    real = engine.trainer.encode_batch
+    engine.trainer.encode_batch = lambda m, s, *rest: seen.append(m) or real(m, s, *rest)  # type: ignore
     fill(client, engine.trainer.initial)
     assert sorted(map(len, seen)) == [4, 5]  # none of one sample
     assert sorted(torch.cat(seen).tolist()) == client.members.tolist()
@@ -138,7 +138,7 @@ def test_the_loss_written_out_and_the_bank_after_each_step() -> None:
                 assert own.tolist() == scores.argmax(1).tolist()
         encoded = client._encode(number)
         value = loss(encoded)
-        _, chosen = client.trainer.plan.indices(2, number, 1, 9)
+        _, chosen = client.trainer.batches.positions(2, number, 1, 9)
         assert isinstance(chosen, Tensor) and len(chosen) == 4
         views = [F.normalize(e, dim=1) for e in encoded.encodings]
         places = range(4)

@@ -101,7 +101,7 @@ def test_masks_depend_on_round_client_and_sample() -> None:
 
     def order(client: int, round: int) -> Tensor:
         member: Client = engine.client(np.array([client]), round, remember=False)
-        return shuffled(member._samples(0)[1], 16)
+        return shuffled(member._samples_of(0)[1], 16)
 
     assert torch.equal(order(0, 0), order(0, 0))
     assert not torch.equal(order(0, 0), order(1, 0))
@@ -212,7 +212,7 @@ def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None
         engine, server = engine_of(config, made_split(), groups_of(9, 12, 10), device)
         engine.trainer.compiles = fast
         results.append(train(engine, server, 2))
-        assert len(engine.trainer._replays) == fast
+        assert len(engine.trainer.compiled_steps.by_shape) == fast
     assert relative(results[1], results[0]) < 1e-12
 
 

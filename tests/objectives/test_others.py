@@ -5,10 +5,10 @@ import torch
 from lightly.loss import NTXentLoss
 
 from fedssl.config import build
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.supervised import Supervised
-from fedssl.training.trainer import Encoded
 from fedssl.util.errors import UserError
 
 
@@ -46,7 +46,7 @@ def test_loss_within_clients_is_the_weighted_mean_of_each_clients(
     f, g = pair(12)
     labels = torch.arange(12) % 6
     used = labels if objective.needs_labels else None
-    merged = Encoded((f, g), used, np.array(sizes)).within(objective.loss)
+    merged = EncodedBatch((f, g), used, np.array(sizes)).mean_over_clients(objective.loss)
     each = zip(f.split(sizes), g.split(sizes), labels.split(sizes), strict=True)
     one_by_one = sum(len(a) * objective.loss((a, b), y) for a, b, y in each) / 12
     torch.testing.assert_close(merged, torch.as_tensor(one_by_one), rtol=1e-10, atol=1e-12)

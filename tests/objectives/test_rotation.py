@@ -60,7 +60,7 @@ def test_the_loss_written_out(norm: str) -> None:
         logits = network.towers[0](torch.from_numpy(turned.copy())).numpy()
     chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     expected = -np.mean([np.log(chances[i, i // 5]) for i in range(20)])
-    assert float(client.own_loss(encoded).detach()) == pytest.approx(expected, rel=1e-10)
+    assert float(client.batch_loss(encoded).detach()) == pytest.approx(expected, rel=1e-10)
 
 
 def test_no_labels_are_needed() -> None:

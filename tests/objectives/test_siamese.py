@@ -129,16 +129,16 @@ def test_the_target_is_the_weighted_sum_of_all_online_networks(
     config = siamese(objective, f"objective.momentum={momentum}")
     engine, server = engine_of(config, made_split(), groups_of(9))
     trainer, path = engine.trainer, []
-    real = type(trainer).descend
+    real = type(trainer).step
 
-    def descend(self: Any, *rest: Any, **named: Any) -> Any:
+    def kept_step(self: Any, *rest: Any, **named: Any) -> Any:
         result = real(self, *rest, **named)
         path.append(self.flat.params.clone())
         return result
 
-    monkeypatch.setattr(type(trainer), "descend", descend)
+    monkeypatch.setattr(type(trainer), "step", kept_step)
     start, network = (
-        trainer.initial[: trainer.flat.parameters],
+        trainer.initial[: trainer.flat.parameter_count],
         copy.deepcopy(trainer.network.towers),
     )
     slow = copy.deepcopy(network)

@@ -62,7 +62,7 @@ def test_one_client_with_everything_is_centralized_training(case: str, size: int
         loss = loop.round(round)
         assert float(server.log["loss"]) == pytest.approx(loss, rel=1e-9)
         assert_same(engine, server, [loop], loop.network.state_dict())
-    assert engine.trainer.plan.images(size) == (16 if size == 11 else 6)
+    assert engine.trainer.batches.images(size) == (16 if size == 11 else 6)
 
 
 def test_the_algorithm_centralized_is_that_client() -> None:

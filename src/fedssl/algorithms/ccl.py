@@ -22,11 +22,12 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.traffic import per_client
-from fedssl.objectives.base import Memory, Objective
+from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import EncodedBatch, Memory, Steps
 from fedssl.objectives.moco import MoCo
 from fedssl.privacy.noise import from_the_system
-from fedssl.training.plan import on_device
-from fedssl.training.trainer import Encoded, Steps, Trainer
+from fedssl.training.trainer import Trainer
+from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -146,7 +147,7 @@ class CCL(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Models and banks down, models up and averaged, banks up (section 3)."""
         # A momentum model starts as the main one; it has parameters only.
-        start = server.model[: server.flat.parameters]
+        start = server.model[: server.flat.parameter_count]
         momentum = cast(Tensor, server.state.get("momentum", start))
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
         classes = cast("dict[str, Tensor]", server.state.get("classes", {}))
@@ -209,14 +210,16 @@ class CCL(Algorithm):
     ) -> dict[str, Tree]:
         """The changes that local training makes to the main and to the momentum model."""
         places = momentum_places(client.trainer)
-        own = client.state.get("target", client.open(received)[: client.trainer.flat.parameters])
+        own = client.state.get(
+            "target", client.full_weights(received)[: client.trainer.flat.parameter_count]
+        )
         client.state["target"] = cast(Tensor, own).index_copy(0, places, momentum)
         step = Step(self, client, remote)
-        reply = client.descend(received, step)
+        reply = client.train(received, step)
         client.state |= step.counted()
         return {**reply, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
 
-    def loss(self, encoded: Encoded, remote: Tensor, chosen: Tensor) -> Tensor:
+    def loss(self, encoded: EncodedBatch, remote: Tensor, chosen: Tensor) -> Tensor:
         """L_contrast + λ L_neigh (Eq. 12), in both directions as MoCo's."""
         params, memory = self.params, encoded.memory
         loss = self.moco.contrast(encoded.encodings, *self.negatives(memory, remote))
@@ -254,7 +257,7 @@ class CCL(Algorithm):
             random_key(seed, "share", client.round, client.id), client.samples, self.features
         )
         # Batch norm looks at them together. With no backward pass there is room for more at once.
-        batches = np.array_split(chosen, max(1, trainer.plan.batches(len(chosen)) // 4))
+        batches = np.array_split(chosen, max(1, trainer.batches.per_epoch(len(chosen)) // 4))
         images, secret = trainer.images[0][client.members], self.secret(client)
         return {"features": torch.cat([self.look(trainer, images, b, secret) for b in batches])}
 
@@ -269,7 +272,7 @@ class CCL(Algorithm):
         """Features of some images; what the network sees is between 0 and 1 in any case."""
         assert trainer.target is not None
         if self.params.mix == 1:
-            inputs = images[on_device(own, trainer.device)].to(trainer.dtype) / 255
+            inputs = images[to_device(own, trainer.device)].to(trainer.dtype) / 255
         else:
             drawn = Key.draw(own, len(images), self.params.mix, images.shape[1:], secret)
             inputs = (encrypt(images, drawn, trainer.dtype) + 1) / 2
@@ -284,7 +287,7 @@ class Step(Steps):
     def __init__(self, ccl: CCL, client: Client, remote: Tensor) -> None:
         self.ccl, self.client, self.remote = ccl, client, remote
         self.function = ccl.loss
-        self.lasting = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
+        self.recurs = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
         memory: Any = client.state.get("memory", {"seen": 0})
         self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
@@ -299,7 +302,7 @@ class Step(Steps):
             client.trainer.config.seed, "neighbours", client.round, client.id, self.number
         )
         most = self.ccl.features if self.ccl.params.lambda_ else 0
-        return self.remote, on_device(choose(drawn, there, most), self.remote.device)
+        return self.remote, to_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
         """The keys of both views are in the queue."""
@@ -311,9 +314,7 @@ class Step(Steps):
     def follow(self) -> None:
         """Which images' keys enter the queue: both views', as MoCo's ``remember`` has it."""
         client, size = self.client, len(self.origins)
-        _, chosen = client.trainer.plan.indices(
-            client.round, self.number, client.id, client.samples
-        )
+        _, chosen = client.positions(self.number)
         entering = client.members[chosen].repeat(2)
         skipped = max(0, len(entering) - size)
         arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
@@ -354,7 +355,7 @@ def momentum_places(trainer: Trainer) -> Tensor:
     """Where in the momentum model the numbers are that travel: not those of kept layers (FedBN)."""
     every = torch.arange(len(trainer.initial), device=trainer.device)
     sent = every if trainer.shared is None else trainer.shared
-    return sent[sent < trainer.flat.parameters]
+    return sent[sent < trainer.flat.parameter_count]
 
 
 def finite(

@@ -12,7 +12,8 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
-from fedssl.training.trainer import Encoded, Trainer
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -73,14 +74,14 @@ class DCCO(Algorithm):
 
     def locate(self, client: Client, weights: Tensor) -> Tree:
         """The client's mean encodings, in the first round."""
-        return client.average(weights, lambda encoded: self.objective.centre(encoded.encodings))
+        return client.mean(weights, lambda encoded: self.objective.centre(encoded.encodings))
 
     def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
         """Means of the client's encodings and of their products, over its samples in the round.
 
         ⟨⟩_k of Eq. 3.
         """
-        return client.average(
+        return client.mean(
             weights, lambda encoded: self.objective.moments(encoded.encodings, centre)
         )
 
@@ -92,7 +93,7 @@ class DCCO(Algorithm):
         On ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at every step.
         """
 
-        def loss(encoded: Encoded) -> Tensor:
+        def loss(encoded: EncodedBatch) -> Tensor:
             local = self.objective.moments(encoded.encodings, centre)
             # Summed in this order the value is exactly ⟨⟩_A, however far ⟨⟩_k has moved.
             combined = {
@@ -100,7 +101,7 @@ class DCCO(Algorithm):
             }
             return self.objective.loss_of(combined, centre)
 
-        return client.descend(weights, loss)
+        return client.train(weights, loss)
 
     def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
         """Moments have the width of the projector."""

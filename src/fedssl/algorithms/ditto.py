@@ -10,7 +10,8 @@ from torch import Tensor
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import key
 from fedssl.federation.client import Client
-from fedssl.training.trainer import Pull, Trainer
+from fedssl.training.optim import Pull
+from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
 
 
@@ -38,7 +39,7 @@ class Ditto(FedAvg):
 
     def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The global model's change; the personal model stays."""
-        anchor = client.open(received)
+        anchor = client.full_weights(received)
         self.personalize(client, anchor)
         return super().train(client, received)
 
@@ -47,7 +48,7 @@ class Ditto(FedAvg):
         keep: dict[str, Any] = dict(cast("dict[str, Tree]", client.state.get("personal", {})))
         start = keep.get("weights", client.trainer.initial)
         pull = Pull(self.params.lambda_, anchor) if self.params.lambda_ else None
-        keep["weights"] = client.train(start, keep, pull=pull).weights
+        keep["weights"] = client.train_from(start, keep, pull=pull).weights
         client.state["personal"] = keep
 
     def exact_on_union(self, trainer: Trainer) -> bool:

@@ -14,7 +14,7 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client, Trained
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.util.trees import Tree
 
 
@@ -44,7 +44,7 @@ class DivergenceAware(Algorithm):
 
     def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The change that local training makes, from the mixture that the client starts at."""
-        trained = client.train(self.start(client, client.open(received)), client.state)
+        trained = client.train_from(self.start(client, client.full_weights(received)), client.state)
         client.state["network"] = trained.weights
         client.state["trained"] = torch.tensor(client.round)
         if self.params.divergence == "drift":
@@ -74,14 +74,14 @@ def own(client: Client) -> Tensor:
     return cast(Tensor, client.state["network"])
 
 
-def towers(flat: Flat) -> int:
+def towers(flat: FlatWeights) -> int:
     """How many parameters the encoders and their projectors have; the predictors' come after."""
     predictors = flat.module.predictors
     assert isinstance(predictors, nn.ModuleList)
-    return flat.parameters - sum(p.numel() for p in predictors.parameters())
+    return flat.parameter_count - sum(p.numel() for p in predictors.parameters())
 
 
-def drift(flat: Flat, trained: Trained) -> Tensor:
+def drift(flat: FlatWeights, trained: Trained) -> Tensor:
     """The mean over convolution layers of the L2 norm of what training changed."""
     change = trained.weights - trained.start
     norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in flat.of(nn.Conv2d)]

@@ -20,11 +20,12 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import EncodedBatch, Steps
 from fedssl.training import optim
-from fedssl.training.trainer import Encoded, Steps, Trainer
+from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -112,7 +113,7 @@ class FeatARC(Algorithm):
     def models(self, server: Server) -> list[Tensor]:
         """The cluster models: the server's own is the first, the others are made before round 1."""
         if "clusters" not in server.state and self.params.clusters > 1:
-            rule, n = server.config.server, server.flat.parameters
+            rule, n = server.config.server, server.flat.parameter_count
             apart = self.params.start == "apart"
             starts = {
                 str(j): another_start(server, j) if apart else server.weights.clone()
@@ -174,9 +175,9 @@ class FeatARC(Algorithm):
             for name in ("target", "memory"):  # they follow another model
                 client.state.pop(name, None)
         client.state["cluster"] = torch.tensor(chosen)
-        start = client.open(received)
+        start = client.full_weights(received)
         loss = None if frozen is None else Aligned(self, client, start, frozen)
-        trained = client.train(start, client.state, loss)
+        trained = client.train_from(start, client.state, loss)
         if self.params.clusters > 1:
             client.state["network"] = trained.weights
         reply = client.reply(trained, received)
@@ -197,17 +198,17 @@ class FeatARC(Algorithm):
         chosen = client.id % count
         if count > 1 and last is not None:
             own = features(client, last)
-            sent = (client.open(models[str(j)]) for j in range(count))
+            sent = (client.full_weights(models[str(j)]) for j in range(count))
             chosen = int(torch.stack([cosine(own, features(client, m)) for m in sent]).argmax())
         aligned = self.params.lambda_ > 0
         return chosen, goal(client, models[str(chosen)]) if aligned else None
 
-    def loss(self, encoded: Encoded, frozen: Tensor) -> Tensor:
+    def loss(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
         """The objective's loss and λ × alignment (Algorithm 2, line 10)."""
         own = self.objective.loss(encoded.encodings, encoded.labels, encoded.memory)
         return own + self.misaligned(encoded, frozen)
 
-    def misaligned(self, encoded: Encoded, frozen: Tensor) -> Tensor:
+    def misaligned(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
         """−λ × the mean cosine of each view's encoding with the frozen one of its image."""
         views = encoded.encodings[: self.objective.inputs]
         return -self.params.lambda_ * torch.stack([cosine(v, frozen) for v in views]).mean()
@@ -230,9 +231,7 @@ class Aligned(Steps):
     def inputs(self) -> tuple[Tensor, ...]:
         """The frozen features of the next step's images."""
         client = self.client
-        _, chosen = client.trainer.plan.indices(
-            client.round, self.number, client.id, client.samples
-        )
+        _, chosen = client.positions(self.number)
         return (self.frozen[chosen],)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
@@ -263,7 +262,7 @@ def goal(client: Client, received: Tensor) -> Tensor:
 
     The backbone's features if encodings are as wide, else the model's own encodings.
     """
-    found, encodings = _pass(client, client.open(received), True)
+    found, encodings = _pass(client, client.full_weights(received), True)
     return found if found.shape == encodings.shape else encodings
 
 
@@ -292,7 +291,7 @@ def another_start(server: Server, cluster: int) -> Tensor:
     """The run's network initialized anew, on the host: the same on every device."""
     config = server.config
     network = cast(Network, copy.deepcopy(server.flat.module).cpu().float())
-    flat = Flat(network)
+    flat = FlatWeights(network)
     flat.vector.copy_(server.weights)
     seed = random_key(config.seed, "cluster", cluster) % 2**63
     initialize(network, seed, config.encoder.initializer)

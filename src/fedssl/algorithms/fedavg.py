@@ -66,8 +66,8 @@ class FedAvg(Algorithm):
         """The change that local training makes."""
         if self.replaces_target:
             client.state.pop("target", None)
-        return client.descend(received)
+        return client.train(received)
 
     def exact_on_union(self, trainer: Trainer) -> bool:
-        """The passes are shared; the loss is taken client by client (``Encoded.within``)."""
+        """The passes are shared; the loss is computed client by client."""
         return self.weight == "samples" and one_plain_step(trainer)

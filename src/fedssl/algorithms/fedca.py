@@ -24,9 +24,10 @@ from fedssl.federation.server import Server
 from fedssl.federation.traffic import count_as
 from fedssl.models.network import Tower
 from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.simclr import SimCLR
-from fedssl.training.plan import on_device
-from fedssl.training.trainer import Encoded, Trainer
+from fedssl.training.trainer import Trainer
+from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
@@ -112,13 +113,13 @@ class FedCA(Algorithm):
         if not self.params.align:
             return
         assert public is not None and public.samples == self.params.public  # as was checked
-        trainer, plan = public.trainer, public.trainer.plan
+        trainer, batches = public.trainer, public.trainer.batches
         images = trainer.images[0][public.members]
-        trainer.plan = dataclasses.replace(plan, steps=None, epochs=self.params.base_epochs)
+        trainer.batches = dataclasses.replace(batches, steps=None, epochs=self.params.base_epochs)
         try:
-            public.train(trainer.initial, {})
+            public.train_from(trainer.initial, {})
         finally:
-            trainer.plan = plan
+            trainer.batches = batches
         with torch.no_grad():
             base = [features(trainer, part) for part in in_batches(trainer, images)]
         server.state |= {"public": images, "base": torch.cat(base)}
@@ -170,7 +171,7 @@ class FedCA(Algorithm):
         base: Tensor | None = None,
     ) -> dict[str, Tree]:
         """The change that local training makes; the client's projections stay until asked for."""
-        reply = client.descend(received, Step(self, client, dictionary, public, base))
+        reply = client.train(received, Step(self, client, dictionary, public, base))
         if self.params.dictionary:
             client.state["bank"] = self.project(client)
         return reply
@@ -180,7 +181,7 @@ class FedCA(Algorithm):
         """Projections of some of the client's images, of length 1, by what the network holds."""
         trainer = client.trainer
         state = random_key(trainer.config.seed, "share", client.round, client.id)
-        chosen = on_device(choose(state, client.samples, self.params.dictionary), trainer.device)
+        chosen = to_device(choose(state, client.samples, self.params.dictionary), trainer.device)
         images = trainer.images[0][client.members[chosen]]
         parts = (trainer.encode((plain(trainer, part),))[0] for part in in_batches(trainer, images))
         return F.normalize(torch.cat(list(parts)), dim=1)
@@ -207,7 +208,7 @@ class Step:
         self.public, self.base = public, base
         self.number = 0
 
-    def __call__(self, encoded: Encoded) -> Tensor:
+    def __call__(self, encoded: EncodedBatch) -> Tensor:
         """L_contrast + β L_align."""
         loss = self.fedca.simclr.contrast(encoded.encodings, self.dictionary)
         if self.fedca.params.align:
@@ -220,7 +221,7 @@ class Step:
         client, trainer = self.client, self.client.trainer
         assert self.public is not None and self.base is not None
         state = random_key(trainer.config.seed, "public", client.round, client.id, self.number)
-        chosen = on_device(choose(state, len(self.public), batch), trainer.device)
+        chosen = to_device(choose(state, len(self.public), batch), trainer.device)
         own = features(trainer, self.public[chosen])
         return (own - self.base[chosen]).square().sum(1).mean()
 
@@ -240,7 +241,7 @@ def plain(trainer: Trainer, images: Tensor) -> Tensor:
 
 def in_batches(trainer: Trainer, images: Tensor) -> tuple[Tensor, ...]:
     """As in training, since batch norm looks at them."""
-    return images.tensor_split(trainer.plan.batches(len(images)))
+    return images.tensor_split(trainer.batches.per_epoch(len(images)))
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class FedEMA(DivergenceAware):
         for name, value in zip(("mu", "mu_predictor"), mu, strict=True):
             client.state[name] = torch.tensor(value, dtype=torch.float64)
         client.state["divergence"] = divergence
-        n, end = towers(client.trainer.flat), client.trainer.flat.parameters
+        n, end = towers(client.trainer.flat), client.trainer.flat.parameter_count
         mixed = network.clone()
         for part, weight in ((slice(0, n), mu[0]), (slice(n, end), mu[1])):
             mixed[part] = weight * own(client)[part] + (1 - weight) * network[part]

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import key
 from fedssl.federation.client import Client
-from fedssl.training.trainer import Pull
+from fedssl.training.optim import Pull
 from fedssl.util.trees import Tree
 
 
@@ -36,6 +36,6 @@ class FedProx(FedAvg):
             return super().train(client, received)
         if self.replaces_target:
             client.state.pop("target", None)
-        start = client.open(received)
-        trained = client.train(start, client.state, pull=Pull(self.params.mu, start))
+        start = client.full_weights(received)
+        trained = client.train_from(start, client.state, pull=Pull(self.params.mu, start))
         return client.reply(trained, received)

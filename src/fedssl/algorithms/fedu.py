@@ -51,7 +51,7 @@ class FedU(DivergenceAware):
         if float(divergence) < self.params.threshold:
             return network
         client.state["kept"] = torch.tensor(1.0)
-        n, end = towers(client.trainer.flat), client.trainer.flat.parameters
+        n, end = towers(client.trainer.flat), client.trainer.flat.parameter_count
         return torch.cat((network[:n], own(client)[n:end], network[end:]))
 
     def report(self, client: Client) -> dict[str, Tensor]:

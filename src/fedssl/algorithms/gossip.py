@@ -131,7 +131,7 @@ class Gossip(Algorithm):
 
     def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
         """The change that local training makes to the client's own model."""
-        return client.descend(received)
+        return client.train(received)
 
 
 def metropolis(graph: Graph) -> NDArray[np.float64]:

@@ -40,12 +40,12 @@ class Standalone(Algorithm):
             start = optim.start(rule, trainer.flat.params)
             client.state |= {"weights": trainer.initial, "rule": cast("dict[str, Tree]", start)}
         weights = cast(Tensor, client.state["weights"])
-        trained = client.train(weights, client.state)
+        trained = client.train_from(weights, client.state)
         client.state["weights"] = apply_update(
             rule,
             cast(optim.State, client.state.get("rule", {})),  # files keep no empty trees
             weights,
-            trained.moved,
+            trained.change,
             learning_rates(trainer.config, client.round)[0],
             trainer.flat,
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedssl.data.partition import called
 from fedssl.data.random import choose, key
 from fedssl.evaluate.features import extract
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 
 if TYPE_CHECKING:
     from fedssl.runs.build import Experiment
@@ -65,7 +65,7 @@ def centres(experiment: Experiment) -> dict[str, Tensor]:
     }
 
 
-def layer_distances(flat: Flat, a: Tensor, b: Tensor) -> dict[str, float]:
+def layer_distances(flat: FlatWeights, a: Tensor, b: Tensor) -> dict[str, float]:
     """‖a − b‖ of each convolution and linear layer (its bias with it)."""
     squares: dict[str, Tensor] = {}
     for span in flat.of(nn.Conv2d, nn.Linear):

@@ -17,7 +17,7 @@ from fedssl.config import Config, plugins
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
 from fedssl.runs.deployed import CONNECTION, PACKAGE
-from fedssl.training.plan import Plan
+from fedssl.training.batches import Batches
 from fedssl.util.errors import UserError
 from fedssl.util.text import format_bytes
 
@@ -198,10 +198,12 @@ def _most_images(config: Config, kind: Any, most: int) -> int | None:
 
     A pass leaves out less than a batch.
     """
-    plan = Plan.from_config(config.algorithm, config.seed)
-    if plan.averaged(sys.maxsize) <= most:
+    batches = Batches.from_config(config.algorithm, config.seed)
+    if batches.averaged(sys.maxsize) <= most:
         return None
-    sizes = (size for size in range(1, most + (plan.batch or 1) + 1) if plan.averaged(size) <= most)
+    sizes = (
+        size for size in range(1, most + (batches.size or 1) + 1) if batches.averaged(size) <= most
+    )
     return max((size for size in sizes if _takes_part(config, kind, size)), default=0)
 
 

@@ -18,7 +18,7 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import learning_rates
 from fedssl.federation.traffic import Argument
-from fedssl.training.lanes import Lanes
+from fedssl.training.pool import TrainerPool
 from fedssl.training.trainer import State, Trainer
 from fedssl.util.errors import UserError
 
@@ -41,15 +41,15 @@ class LocalEngine(Engine):
     ) -> None:
         super().__init__(trainer, algorithm, groups, aggregator)
         self.states: States = States(trainer.device)
-        self.lanes = Lanes(trainer) if trainer.device.type == "cuda" else None
+        self.pool = TrainerPool(trainer) if trainer.device.type == "cuda" else None
         asked = trainer.config.engine.merge == "auto"
         self.merges = asked and self.aggregator.allows_merging and algorithm.exact_on_union(trainer)
         self._expected: set[str] = set()  # tasks whose reply was as the algorithm says
 
     def rest(self) -> None:
         """Other networks and compiled steps."""
-        self.lanes = None
-        self.trainer.forget_steps()
+        self.pool = None
+        self.trainer.compiled_steps.clear()
 
     def check_reply(self, task: str, reply: Any) -> None:
         """The first reply to a task is what other engines would take: here one is told earlier."""
@@ -102,9 +102,9 @@ class LocalCohort(Cohort):
         """Client by client, several side by side, or the whole cohort at once."""
         same = not any(item.differs for item in payload)
         merge = weight == "samples" and self.engine.merges and same
-        lanes = self.engine.lanes
-        if not merge and lanes is not None and lanes.knows(task) and len(self.ids) > 1:
-            answers = self._side_by_side(lanes, task, payload)
+        pool = self.engine.pool
+        if not merge and pool is not None and pool.is_ready(task) and len(self.ids) > 1:
+            answers = self._side_by_side(pool, task, payload)
         else:
             answers = self._one_by_one(task, payload, merge)
         for ids, client, reply in answers:
@@ -120,14 +120,14 @@ class LocalCohort(Cohort):
     def _one_by_one(
         self, task: str, payload: tuple[Argument, ...], merge: bool
     ) -> Iterator[Answer]:
-        fits = self.engine.trainer.plan.batch or 0
+        fits = self.engine.trainer.batches.size or 0
         for ids, client in self._clients(merge):
             yield ids, client, self._answer(task, payload, client)
-            if self.engine.lanes is not None and client.samples >= fits:
-                self.engine.lanes.learned(task)
+            if self.engine.pool is not None and client.samples >= fits:
+                self.engine.pool.mark_ready(task)
 
     def _side_by_side(
-        self, lanes: Lanes, task: str, payload: tuple[Argument, ...]
+        self, pool: TrainerPool, task: str, payload: tuple[Argument, ...]
     ) -> Iterator[Answer]:
         def job(ids: NDArray[np.int64]) -> Callable[[Trainer], Answer]:
             def do(trainer: Trainer) -> Answer:
@@ -136,12 +136,12 @@ class LocalCohort(Cohort):
 
             return do
 
-        width = lanes.width(len(self.ids))
+        width = pool.width(len(self.ids))
         for start in range(0, len(self.ids), width):
             jobs = [
                 job(self.ids[k : k + 1]) for k in range(start, min(start + width, len(self.ids)))
             ]
-            yield from lanes.run(jobs)
+            yield from pool.run(jobs)
 
     def _answer(self, task: str, payload: tuple[Argument, ...], client: Client) -> Any:
         arguments = (item.of(client.id) for item in payload)

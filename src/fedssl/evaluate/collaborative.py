@@ -24,7 +24,7 @@ from fedssl.evaluate.linear import zero_head
 from fedssl.federation.driver import run_round
 from fedssl.federation.sampling import draw_cohort
 from fedssl.federation.server import Server
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
 from fedssl.util.errors import UserError
@@ -187,7 +187,7 @@ class FineTuning:
     def train(self, encoder: nn.Module) -> Tensor:
         """Return the weights after all rounds from this encoder."""
         engine, config = self.engine, self.engine.trainer.config
-        engine.trainer.load(Flat(classifier(encoder, len(self.dataset.classes))).vector)
+        engine.trainer.load(FlatWeights(classifier(encoder, len(self.dataset.classes))).vector)
         server = Server(engine.trainer)
         while server.round < config.rounds:
             ids = draw_cohort(config, len(engine.groups), server.round)

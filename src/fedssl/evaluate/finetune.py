@@ -24,7 +24,7 @@ from fedssl.evaluate.features import (
     top1,
 )
 from fedssl.evaluate.linear import FEW, Training, batches, descend, zero_head
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
 
 # DCCO, appendix B: 5,000 labels and 500 labels. Its rate suits weights that 100,000 rounds have
@@ -106,7 +106,7 @@ def descent(
     """Train all of a classifier on the labelled cases."""
     training = training.over(len(train.groups))
     model.requires_grad_(True).train()
-    flat = Flat(model)
+    flat = FlatWeights(model)
     state = optim.start(training.rule, flat.params)
     for step, cases in enumerate(batches(seed, "finetune", len(train.groups), training)):
         members, sizes = train.groups.select(cases)

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from fedssl.config import Optimizer
 from fedssl.data import random
 from fedssl.evaluate.features import top1
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
-from fedssl.training.plan import on_device
+from fedssl.util.device import to_device
 
 C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
 Head = tuple[Tensor, Tensor]  # weights and biases
@@ -231,7 +231,7 @@ def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: 
     """A linear classifier after the steps of a training."""
     training = training.over(len(x))
     head = zero_head(x.shape[1], classes, x)
-    flat = Flat(head)
+    flat = FlatWeights(head)
     state = optim.start(training.rule, flat.params)
 
     def plain(chosen: Tensor, lr: float | Tensor) -> None:
@@ -247,7 +247,7 @@ def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: 
         for tensor in (flat.vector, *state.values()):
             tensor.zero_()  # as they were
     for number, index in enumerate(batches(seed, "probe", len(x), training)):
-        step(on_device(index, x.device), training.rate(number))
+        step(to_device(index, x.device), training.rate(number))
     return head
 
 
@@ -295,7 +295,7 @@ def batches(seed: int, purpose: str, count: int, training: Training) -> Iterator
         yield order[cuts[place] : cuts[place + 1]]
 
 
-def descend(flat: Flat, state: optim.State, training: Training, lr: float | Tensor) -> None:
+def descend(flat: FlatWeights, state: optim.State, training: Training, lr: float | Tensor) -> None:
     """One step along the gradient that ``flat`` holds."""
     rule = training.rule
     flat.params.add_(optim.step(rule, state, flat.params, flat.gradient, lr, flat.layers))

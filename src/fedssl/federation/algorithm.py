@@ -152,6 +152,6 @@ def one_plain_step(trainer: Trainer) -> bool:
     The change is then minus the learning rate times a gradient, and gradients of the union's
     passes are sums over its samples (DCCO paper, appendix A).
     """
-    if trainer.stateful or trainer.network.has_batch_norm or not trainer.objective.of_batches:
+    if trainer.keeps_state or trainer.network.has_batch_norm or not trainer.objective.of_batches:
         return False
-    return trainer.plan.one_full_step and trainer.config.client.optimizer == "sgd"
+    return trainer.batches.is_one_full_step and trainer.config.client.optimizer == "sgd"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedssl.config import Config, Optimizer
 from fedssl.data.dataset import Census
 from fedssl.data.partition import called
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
@@ -34,10 +34,15 @@ def learning_rates(config: Config, round: int) -> tuple[float, float]:
 
 
 def apply_update(
-    rule: Optimizer, state: optim.State, weights: Tensor, change: Tensor, lr: float, flat: Flat
+    rule: Optimizer,
+    state: optim.State,
+    weights: Tensor,
+    change: Tensor,
+    lr: float,
+    flat: FlatWeights,
 ) -> Tensor:
     """Step along a mean update: its negative is the gradient; buffers are added unchanged."""
-    n = flat.parameters
+    n = flat.parameter_count
     delta = optim.step(rule, state, weights[:n], -change[:n], lr, flat.layers)
     if len(weights) > n:
         delta = torch.cat((delta, change[n:]))
@@ -54,7 +59,7 @@ class Server:
         self.shared = trainer.shared
         self.weights = trainer.flat.vector.clone()
         self.state: dict[str, Tree] = {}  # the algorithm's: tensors by name, kept in checkpoints
-        self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameters])
+        self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameter_count])
         self.round = 0
         self.client_names = client_names
         self.census: Census | None = None  # labels of all clients' images, in a simulation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import TIMM, Encoder
-from fedssl.models import fused
+from fedssl.models.kernels import group_norm
 from fedssl.models.norms import BatchNorm, Norm, adopt, residual
 from fedssl.models.vit import ViT, check_patch
 from fedssl.util.errors import UserError
@@ -32,7 +32,7 @@ class Tiny(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features ``[B, 96]``."""
-        return self.layers(fused.layout(x)).mean(dim=(2, 3))
+        return self.layers(group_norm.layout(x)).mean(dim=(2, 3))
 
 
 class Block(nn.Module):
@@ -124,7 +124,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features ``[B, 512]`` or ``[B, 2048]``."""
-        return self.stages(self.stem(fused.layout(x))).mean(dim=(2, 3))
+        return self.stages(self.stem(group_norm.layout(x))).mean(dim=(2, 3))
 
 
 class Timm(nn.Module):
@@ -174,7 +174,7 @@ class Timm(nn.Module):
                 f"{self.size} pixels, and these have {x.shape[2]} by {x.shape[3]}; use one size "
                 "(data.size, evaluate.size)"
             )
-        return self.body(fused.layout(x))
+        return self.body(group_norm.layout(x))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As timm has it, with batch norm's counters, which nothing reads."""

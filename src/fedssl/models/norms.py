@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.models import batch, fused
+from fedssl.models.kernels import batch_norm, group_norm
 from fedssl.util.errors import UserError
 
 STATISTICS_MOMENTUM = 0.1  # share of a batch in batch norm's running statistics
@@ -60,7 +60,7 @@ class BatchNorm(_BatchNorm):
         """Normalize, and cut off below 0; ``views`` matters in training only."""
         if self._has_kernels(input):
             given = (input, self.weight, self.bias, self.eps, self.views)
-            y, mean, variance = batch.batch_norm(*given, relu=self.relu)
+            y, mean, variance = batch_norm.batch_norm(*given, relu=self.relu)
             self._follow(mean, variance, input)
             return y
         y = self._apart(input) if self.training and self.views > 1 else super().forward(input)
@@ -72,13 +72,13 @@ class BatchNorm(_BatchNorm):
         if not (alike and self._has_kernels(input)):
             return F.relu(self(input) + other)
         given = (input, other, self.weight, self.bias, self.eps, self.views)
-        y, mean, variance = batch.batch_norm_add(*given)
+        y, mean, variance = batch_norm.batch_norm_add(*given)
         self._follow(mean, variance, input)
         return y
 
     def _has_kernels(self, input: Tensor) -> bool:
         """Only in a compiled step, which is captured: starting them from Python costs time."""
-        return self.training and torch.compiler.is_compiling() and batch.applies(input)
+        return self.training and torch.compiler.is_compiling() and batch_norm.applies(input)
 
     def _apart(self, input: Tensor) -> Tensor:
         """Each view by its own statistics."""
@@ -124,8 +124,8 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize, and cut off below 0."""
-        if fused.applies(input, self.num_groups):
-            return fused.group_norm(
+        if group_norm.applies(input, self.num_groups):
+            return group_norm.group_norm(
                 input, self.weight, self.bias, self.num_groups, self.eps, self.relu
             )
         y = super().forward(input)
@@ -140,7 +140,7 @@ def residual(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
     z, other = _before_norm(shortcut, x)
     if norm is not None and _alike(y, norm, z, other):
         w, b = (None, None) if other is None else (other.weight, other.bias)
-        return fused.residual(y, norm.weight, norm.bias, z, w, b, norm.num_groups, norm.eps)
+        return group_norm.residual(y, norm.weight, norm.bias, z, w, b, norm.num_groups, norm.eps)
     y = y if norm is None else norm(y)
     z = z if other is None else other(z)
     return F.relu(y + z)
@@ -161,7 +161,7 @@ def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm |
     """Whether one kernel can take both."""
     settings = (norm.num_groups, norm.eps)
     same = isinstance(other, GroupNorm) and (other.num_groups, other.eps) == settings
-    fits = all(fused.applies(t, norm.num_groups) for t in (y, z))
+    fits = all(group_norm.applies(t, norm.num_groups) for t in (y, z))
     return (same or other is None) and fits and y.shape == z.shape
 
 

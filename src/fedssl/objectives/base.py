@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fedssl.config import Encoder, ObjectiveParams, key
 from fedssl.models.network import Network, mlp
 from fedssl.models.norms import Norm
+from fedssl.objectives.batch import Loss, Memory
 
 if TYPE_CHECKING:
-    from fedssl.federation.client import Client, Loss
+    from fedssl.federation.client import Client
 
 Moments = dict[str, Tensor]
 Centre = dict[str, Tensor]
-Memory = dict[str, Tensor]
 
 
 class Objective(ABC):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Memory
+from fedssl.objectives.batch import Memory
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.data.random import choose, permutation
 from fedssl.data.random import key as random_key
-from fedssl.objectives.base import Dual, Memory, ProjectorParams
-from fedssl.training.plan import on_device
+from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.batch import Memory
+from fedssl.util.device import to_device
 
 if TYPE_CHECKING:
     from fedssl.federation.client import Client
-    from fedssl.training.trainer import Encoded
+    from fedssl.objectives.batch import EncodedBatch
 
 ITERATIONS = 10  # of k-means
 
@@ -78,13 +79,13 @@ class Step:
         self.number = 0
         self.sets: list[tuple[Tensor, Tensor]] = []  # centroids, and each sample's cluster
 
-    def __call__(self, encoded: Encoded) -> Tensor:
+    def __call__(self, encoded: EncodedBatch) -> Tensor:
         """The mean over sets and views of the cross-entropy with the samples' clusters."""
-        client, plan = self.client, self.client.trainer.plan
-        epoch, place = divmod(self.number, plan.batches(client.samples))
+        client, batches = self.client, self.client.trainer.batches
+        epoch, place = divmod(self.number, batches.per_epoch(client.samples))
         if place == 0:
             self.sets = [self.cluster(epoch, j) for j in range(len(self.params.clusters))]
-        _, chosen = plan.indices(client.round, self.number, client.id, client.samples)
+        _, chosen = client.positions(self.number)
         views = F.normalize(torch.stack(encoded.encodings), dim=2)
         self.bank[:, chosen] = views.detach()
         self.number += 1
@@ -102,7 +103,7 @@ class Step:
             client.trainer.config.seed, "clusters", client.round, client.id, epoch, j
         )
         first = choose(drawn, client.samples, self.params.clusters[j])
-        return kmeans(rows, rows[on_device(first, rows.device)])
+        return kmeans(rows, rows[to_device(first, rows.device)])
 
 
 @torch.no_grad()
@@ -113,14 +114,14 @@ def fill(client: Client, start: Tensor) -> Tensor:
     """
     trainer, samples = client.trainer, client.samples
     trainer.load(start)
-    epoch, _ = trainer.plan.indices(client.round, 0, client.id, samples)
+    epoch, _ = client.positions(0)
     order = permutation(random_key(trainer.config.seed, "bank", client.round, client.id), samples)
     parts = []
-    for batch in np.array_split(order, trainer.plan.batches(samples)):
-        chosen = on_device(batch, trainer.device)
-        seen = trainer.look(client.members[chosen], client.random_state(epoch - 1, chosen))
+    for batch in np.array_split(order, trainer.batches.per_epoch(samples)):
+        chosen = to_device(batch, trainer.device)
+        seen = trainer.encode_batch(client.members[chosen], client.random_state(epoch - 1, chosen))
         parts.append(F.normalize(torch.stack(seen.encodings), dim=2))
-    return torch.cat(parts, dim=1)[:, on_device(np.argsort(order), trainer.device)]
+    return torch.cat(parts, dim=1)[:, to_device(np.argsort(order), trainer.device)]
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from fedssl.data.random import mix, uniform
 from fedssl.models.network import Network, Tower
 from fedssl.models.norms import Norm
 from fedssl.models.vit import EPSILON, WIDTH, Layer, ViT, patches, positions
-from fedssl.objectives.base import Memory, Objective
+from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import Memory
 from fedssl.util.errors import UserError
 
 VISIBLE = 4  # one patch of so many is seen, so that 75 % are masked

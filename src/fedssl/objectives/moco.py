@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Dual, Memory, ProjectorParams
+from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.batch import Memory
 
 TEMPERATURES = {1: 0.07, 2: 0.2}
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Memory, Objective
+from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import Memory
 from fedssl.util.errors import UserError
 
 ROTATIONS = 4  # by 0, 90, 180 and 270 degrees, counter-clockwise

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Dual, Memory, ProjectorParams
+from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.batch import Memory
 
 PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
 

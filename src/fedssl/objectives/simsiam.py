@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedssl.objectives.base import Memory
+from fedssl.objectives.batch import Memory
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 

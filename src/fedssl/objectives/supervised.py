@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Memory, Objective
+from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import Memory
 
 
 class Supervised(Objective):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fedssl.config import key
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Dual, Memory, ProjectorParams
+from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.batch import Memory
 
 
 class SwAV(Dual):

@@ -14,7 +14,7 @@ from fedssl.federation.aggregate import Aggregator
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.objectives.base import MomentObjective, Objective
-from fedssl.training.plan import Plan
+from fedssl.training.batches import Batches
 from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list
 
@@ -133,9 +133,9 @@ def telling(config: Config, replies: Replies, sizes: Sequence[int]) -> dict[int,
     Noise does not help: the server adds it. Of a secure sum nobody sees a client's part, and these
     are the clients of the smallest one that there may be, if they tell it together.
     """
-    plan = Plan.from_config(config.algorithm, config.seed)
+    batches = Batches.from_config(config.algorithm, config.seed)
     # A round that averages one image trains on this one alone, and the other way round.
-    used = {k: plan.averaged(size) for k, size in enumerate(sizes)}
+    used = {k: batches.averaged(size) for k, size in enumerate(sizes)}
     if config.privacy.secure and used:
         least = sorted(used, key=lambda k: used[k])[: fewest(config, len(used))]
         return {k: used[k] for k in least} if sum(used[k] for k in least) <= replies.most else {}

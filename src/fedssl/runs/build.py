@@ -29,7 +29,7 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.sampling import cohort_size, draw_cohort
 from fedssl.federation.server import Server
-from fedssl.models.flat import Flat
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
 from fedssl.runs import validate
@@ -111,7 +111,7 @@ class Experiment:
         fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
         classes = self.head_classes or len(self.dataset.classes)
         network = build_network(fresh, self.trainer.objective, *image_shape(self.dataset), classes)
-        return Flat(network).vector.to(self.trainer.initial)
+        return FlatWeights(network).vector.to(self.trainer.initial)
 
     def _resized_dataset(self) -> Dataset:
         """Load the data at the size of evaluation, if it is another than that of training."""
@@ -284,14 +284,14 @@ def compiles_steps(trainer: Trainer, algorithm: Algorithm, groups: Groups) -> bo
     config = trainer.config
     mode = config.engine.compile
     possible = (
-        trainer.plan.batch is not None
+        trainer.batches.size is not None
         and algorithm.compiles != "off"
         and trainer.objective.of_batches
     )
     if mode != "auto" or not possible or algorithm.compiles == "on":
         return mode == "on" and possible
     clients = cohort_size(config, len(groups))
-    steps = config.rounds * clients * trainer.plan.count(int(np.median(groups.sizes)))
+    steps = config.rounds * clients * trainer.batches.per_round(int(np.median(groups.sizes)))
     return trainer.device.type == "cuda" and steps >= WORTH_COMPILING
 
 

@@ -465,10 +465,10 @@ def traffic_line(result: RoundResult) -> dict[str, Any]:
 
 def _images(experiment: Experiment, result: RoundResult) -> int:
     sizes = experiment.engine.groups.sizes[result.answered]
-    plan, passes = experiment.trainer.plan, experiment.algorithm.passes
-    if plan.batch is None:
-        return int(sizes.sum()) * plan.count(1) * passes
-    return sum(plan.images(int(size)) for size in sizes) * passes
+    batches, passes = experiment.trainer.batches, experiment.algorithm.passes
+    if batches.size is None:
+        return int(sizes.sum()) * batches.per_round(1) * passes
+    return sum(batches.images(int(size)) for size in sizes) * passes
 
 
 def finish(experiment: Experiment, out: Path) -> dict[str, Any]:
@@ -511,7 +511,7 @@ def finish(experiment: Experiment, out: Path) -> dict[str, Any]:
         "norm_layers": norm_layers(experiment),
         "merged": experiment.engine.merges,
         "seed": experiment.config.seed,
-        "parameters": experiment.trainer.flat.parameters,
+        "parameters": experiment.trainer.flat.parameter_count,
         "device": name_device(experiment.trainer.device),
         "precision": experiment.trainer.precision,
         "torch": torch.__version__,

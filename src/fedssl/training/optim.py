@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ State = dict[str, Tensor]
 Shape = Sequence[int]
 
 LARS_TRUST = 0.001  # η of You et al. 2017, section 4
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A proximal term weight/2 ‖v − anchor‖² on the parameters (Eq. 9 of the second paper)."""
+
+    weight: float
+    anchor: Tensor
 
 
 def start(rule: Optimizer, params: Tensor) -> State:

@@ -336,7 +336,7 @@ class RemoteCohort(Cohort):
     ) -> None:
         """A client counts for as much as the data that it is known to have."""
         size = int(self.engine.groups.sizes[client])
-        samples = self.engine.trainer.plan.contributing(size)
+        samples = self.engine.trainer.batches.contributing(size)
         due = self.aggregator.contribute(task, samples, like, weight)[0]
         if share != due:
             raise Malformed(f"a weight of {share:g} where there should be {due:g}")

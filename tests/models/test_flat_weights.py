@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedssl.models.flat import Flat, positions
+from fedssl.models.flat_weights import FlatWeights, positions
 
 
 def module() -> nn.Module:
@@ -12,24 +12,24 @@ def module() -> nn.Module:
 
 def test_parameters_gradients_and_buffers_are_views() -> None:
     net = module()
-    flat = Flat(net)
-    assert flat.parameters == 12 + 4 + 8 + 8 + 2
-    assert len(flat.vector) == flat.parameters + 8  # running mean and variance
+    flat = FlatWeights(net)
+    assert flat.parameter_count == 12 + 4 + 8 + 8 + 2
+    assert len(flat.vector) == flat.parameter_count + 8  # running mean and variance
     x = torch.rand(5, 3)
     before = flat.vector.clone()
     flat.gradient.zero_()
     net(x).square().sum().backward()
     expected = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
     torch.testing.assert_close(flat.gradient, torch.cat([g.flatten() for g in expected]))
-    assert not torch.equal(flat.vector[flat.parameters :], before[flat.parameters :])
+    assert not torch.equal(flat.vector[flat.parameter_count :], before[flat.parameter_count :])
     flat.vector.copy_(torch.arange(len(before), dtype=torch.float32))
-    assert net[0].weight[0, 1] == 1 and net[2].bias[1] == flat.parameters - 1
-    assert net[1].running_mean[0] == flat.parameters
+    assert net[0].weight[0, 1] == 1 and net[2].bias[1] == flat.parameter_count - 1
+    assert net[1].running_mean[0] == flat.parameter_count
 
 
 def test_named_reads_any_vector_of_the_same_layout() -> None:
     net = module()
-    flat = Flat(net)
+    flat = FlatWeights(net)
     vector = torch.arange(len(flat.vector), dtype=torch.float32)
     named = flat.named(vector)
     assert set(named) == {k for k in net.state_dict() if "num_batches" not in k}
@@ -38,7 +38,7 @@ def test_named_reads_any_vector_of_the_same_layout() -> None:
 
 def test_gradients_do_not_leak_between_backward_passes() -> None:
     net = nn.Linear(2, 1)
-    flat = Flat(net)
+    flat = FlatWeights(net)
     for _ in range(2):
         flat.gradient.zero_()
         net(torch.ones(1, 2)).sum().backward()
@@ -47,7 +47,7 @@ def test_gradients_do_not_leak_between_backward_passes() -> None:
 
 def test_spans_lie_end_to_end_and_name_their_owner() -> None:
     net = module()
-    flat = Flat(net)
+    flat = FlatWeights(net)
     assert [s.start for s in flat.spans[1:]] == [s.stop for s in flat.spans[:-1]]
     assert flat.spans[0].start == 0 and flat.spans[-1].stop == len(flat.vector)
     owners = dict(net.named_modules())
@@ -57,13 +57,13 @@ def test_spans_lie_end_to_end_and_name_their_owner() -> None:
         tensor = getattr(span.owner, last)
         assert tensor.shape == span.shape and tensor.numel() == span.stop - span.start
         assert tensor.data_ptr() == flat.vector[span.start :].data_ptr()
-        assert isinstance(tensor, nn.Parameter) == (span.stop <= flat.parameters)
-    assert torch.equal(flat.params, flat.vector[: flat.parameters])
+        assert isinstance(tensor, nn.Parameter) == (span.stop <= flat.parameter_count)
+    assert torch.equal(flat.params, flat.vector[: flat.parameter_count])
 
 
 def test_of_finds_layers_by_type_with_their_statistics() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.Linear(2, 2))
-    flat = Flat(net)
+    flat = FlatWeights(net)
     assert [s.name for s in flat.of(nn.Conv2d)] == ["0.weight", "0.bias"]
     norms = flat.of(nn.BatchNorm2d, nn.GroupNorm)
     assert [s.name for s in norms] == [
@@ -74,7 +74,7 @@ def test_of_finds_layers_by_type_with_their_statistics() -> None:
 
 def test_positions_are_the_places_in_the_vector() -> None:
     net = module()
-    flat = Flat(net)
+    flat = FlatWeights(net)
     places = positions(flat.of(nn.BatchNorm1d))
     flat.vector.zero_()
     flat.vector[places] = 1

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from helpers import in_tritons_interpreter
 from torch import Tensor, nn
 
-from fedssl.models import fused
 from fedssl.models.encoders import Basic, Block
+from fedssl.models.kernels import group_norm as kernels
 from fedssl.models.network import Network, Tower, mlp
 from fedssl.models.norms import BatchNorm, GroupNorm, Norm
 
@@ -109,8 +109,8 @@ TILES: list[int | None] = [None, 256, 64]
 def limit(patch: pytest.MonkeyPatch, tile: int | None) -> None:
     """Fewer numbers in a tile than there are."""
     if tile is not None:
-        small = fused.Forms([(tile, 32)], (tile, 32), 16)
-        patch.setattr(fused, "FORMS", dict.fromkeys(fused.FORMS, small))
+        small = kernels.Forms([(tile, 32)], (tile, 32), 16)
+        patch.setattr(kernels, "FORMS", dict.fromkeys(kernels.FORMS, small))
 
 
 def compare(
@@ -126,7 +126,7 @@ def compare(
     weight, bias = (drawn(shape[1]).requires_grad_() for _ in range(2))
     plain = F.group_norm(x.float(), groups, weight, bias)
     plain = plain.relu() if relu else plain
-    found = fused.group_norm(x, weight, bias, groups, 1e-5, relu)
+    found = kernels.group_norm(x, weight, bias, groups, 1e-5, relu)
     assert found.dtype == dtype and found.shape == x.shape
     gradient = drawn(*shape).to(dtype)
     exact = torch.autograd.grad(plain, (x, weight, bias), gradient.float())
@@ -153,7 +153,7 @@ def compare_residual(
     inputs = [
         t.requires_grad_() for t in (x, weight, bias, z, weight_z, bias_z)[: 6 if pair else 4]
     ]
-    found = fused.residual(*inputs, *(() if pair else (None, None)), groups, 1e-5)
+    found = kernels.residual(*inputs, *(() if pair else (None, None)), groups, 1e-5)
     assert found.dtype == dtype and found.shape == x.shape
     full = [t.detach().double().requires_grad_() for t in inputs]
     norms = [
@@ -190,9 +190,9 @@ def compare_residual(
     ],
 )
 def test_a_tile_is_whole_where_it_can_be(
-    shape: tuple[int, ...], way: fused.Way, expected: tuple[int, ...], kind: fused.Kind
+    shape: tuple[int, ...], way: kernels.Way, expected: tuple[int, ...], kind: kernels.Kind
 ) -> None:
-    grid, sizes = fused._sizes(torch.empty(shape), 32, kind, way)
+    grid, sizes = kernels._sizes(torch.empty(shape), 32, kind, way)
     assert tuple(sizes[name] for name in ("BLOCK", "ROWS", "num_warps")) == expected
     assert grid == (2 * shape[1] // expected[0],)
 
@@ -201,7 +201,7 @@ def far_from_zero(device: str) -> None:
     """Where the square of the mean is large, the variance is not lost beside it."""
     x = 1000 + 2 * torch.randn((2, 64, 4, 4), generator=torch.Generator().manual_seed(0))
     ones, zeros = torch.ones(64), torch.zeros(64)
-    found = fused.group_norm(*(t.to(device) for t in (x, ones, zeros)), 32, 1e-5, False)
+    found = kernels.group_norm(*(t.to(device) for t in (x, ones, zeros)), 32, 1e-5, False)
     torch.testing.assert_close(found.cpu(), F.group_norm(x.double(), 32).float(), rtol=0, atol=1e-3)
 
 
@@ -210,9 +210,9 @@ def nan_stays(device: str) -> None:
     x, z = torch.ones(1, 8, 2, 2, device=device), torch.ones(1, 8, 2, 2, device=device)
     z[0, 3, 1, 1] = torch.nan
     ones = torch.ones(8, device=device)
-    found = fused.residual(x, ones, ones, z, None, None, 4, 1e-5)
+    found = kernels.residual(x, ones, ones, z, None, None, 4, 1e-5)
     assert torch.equal(found.isnan(), z.isnan())
-    alone = fused.group_norm(z, ones, ones, 4, 1e-5, True)
+    alone = kernels.group_norm(z, ones, ones, 4, 1e-5, True)
     assert torch.equal(alone.isnan(), F.group_norm(z, 4).isnan())
 
 
@@ -222,16 +222,16 @@ def registered(shape: tuple[int, ...], pair: bool) -> None:
     weights = [torch.randn(shape[1]) for _ in range(4)]
     inputs = [t.requires_grad_() for t in (x, *weights[:2], z, *(weights[2:] if pair else ()))]
     nothing = () if pair else (None, None)
-    torch.library.opcheck(fused._residual, (*inputs, *nothing, 4, 1e-5))
+    torch.library.opcheck(kernels._residual, (*inputs, *nothing, 4, 1e-5))
     plain = [t.detach() for t in inputs]
-    _, mean, scale = fused._residual(*plain, *nothing, 4, 1e-5)
+    _, mean, scale = kernels._residual(*plain, *nothing, 4, 1e-5)
     given = (torch.ones_like(plain[0]), *plain, *nothing, mean, scale, 4)
-    torch.library.opcheck(fused._residual_backward, given)
+    torch.library.opcheck(kernels._residual_backward, given)
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
     code = (
-        "import itertools, torch, test_fused as t\n"
+        "import itertools, torch, test_group_norm as t\n"
         "t.far_from_zero('cpu')\n"
         "t.nan_stays('cpu')\n"
         "t.registered((2, 16, 3, 3), True)\n"
@@ -303,9 +303,9 @@ def test_a_network_of_fused_layers(name: str) -> None:
 
     exact = features_and_gradients()
     found = []
-    for applies in (fused.applies, lambda *_: False):
+    for applies in (kernels.applies, lambda *_: False):
         with pytest.MonkeyPatch.context() as patch, torch.autocast("cuda", torch.bfloat16):
-            patch.setattr(fused, "applies", applies)
+            patch.setattr(kernels, "applies", applies)
             found.append(features_and_gradients())
     ours, torchs = (
         [float((f - e).norm() / e.norm()) for f, e in zip(each, exact, strict=True)]
@@ -358,9 +358,9 @@ def plain_kernels(patch: pytest.MonkeyPatch, applies: Callable[[Tensor, int], bo
         other = z if of_z[0] is None else F.group_norm(z, groups, *of_z, eps)
         return F.relu(F.group_norm(x, groups, w, b, eps) + other)
 
-    patch.setattr(fused, "applies", applies)
-    patch.setattr(fused, "group_norm", group_norm)
-    patch.setattr(fused, "residual", residual)
+    patch.setattr(kernels, "applies", applies)
+    patch.setattr(kernels, "group_norm", group_norm)
+    patch.setattr(kernels, "residual", residual)
     return asked
 
 
@@ -434,6 +434,6 @@ def test_odd_widths_are_left_to_torch(shape: tuple[int, ...], groups: int) -> No
         is_cuda = True
 
     x = torch.zeros(shape, dtype=torch.bfloat16).as_subclass(OnGpu)
-    assert not fused.applies(x, groups)
-    assert fused.applies(torch.zeros(2, 64, 2, 2, dtype=torch.bfloat16).as_subclass(OnGpu), 32)
-    assert not fused.applies(torch.zeros(2, 64, 2, 2).as_subclass(OnGpu), 32)
+    assert not kernels.applies(x, groups)
+    assert kernels.applies(torch.zeros(2, 64, 2, 2, dtype=torch.bfloat16).as_subclass(OnGpu), 32)
+    assert not kernels.applies(torch.zeros(2, 64, 2, 2).as_subclass(OnGpu), 32)

@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`fedssl.models.fused`: ``[image, pixel, channel]`` in memory.
+"""The Triton kernels of ``group_norm``: ``[image, pixel, channel]`` in memory.
 
 A tile is ``[pixel, group, channel of the group]``. Where it holds all pixels of an image it stays
 in registers; otherwise tiles are read twice, once for sums.
@@ -6,7 +6,7 @@ in registers; otherwise tiles are read twice, once for sums.
 
 # mypy: ignore-errors
 
-# ruff: noqa: D103 - what they compute is said in `fused`
+# ruff: noqa: D103 - what they compute is said in `group_norm`
 
 import triton
 import triton.language as tl

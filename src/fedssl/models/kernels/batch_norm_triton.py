@@ -1,4 +1,4 @@
-"""The Triton kernels of :mod:`fedssl.models.batch`: ``[view, row, channel]`` in memory.
+"""The Triton kernels of ``batch_norm``: ``[view, row, channel]`` in memory.
 
 A program has some channels of a span of rows of one view, and walks over it in tiles
 ``[row, channel]``. It adds tiles up number by number and sums them once at the end, so that nothing
@@ -7,12 +7,12 @@ in the walk waits for other threads.
 
 # mypy: ignore-errors
 
-# ruff: noqa: D103 - what they compute is said in `batch`
+# ruff: noqa: D103 - what they compute is said in `batch_norm`
 
 import triton
 import triton.language as tl
 
-from fedssl.models.kernels import relu
+from fedssl.models.kernels.group_norm_triton import relu
 
 
 @triton.jit

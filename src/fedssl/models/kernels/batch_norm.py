@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedssl.models.fused import ordered
+from fedssl.models.kernels.group_norm import ordered
 
 CHANNELS = 64  # of one program, at most: 128 bytes in a row, what the cache keeps together
 LEAST = 32  # rows of one program, at least
@@ -68,15 +68,15 @@ def _forward(
     views: int,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models import batch_kernels  # Triton comes with torch's builds for a GPU only
+    from fedssl.models.kernels import batch_norm_triton  # Triton comes with CUDA builds only
 
     y, mean, variance = _outputs(x, views)
     grid, walk, chunks = _sizes(x, views, "statistics")
     means = x.new_empty(views, chunks["CHUNKS"], x.shape[1], dtype=torch.float32)
     squares = torch.empty_like(means)
-    batch_kernels.statistics[grid](x, means, squares, CHUNKS=chunks["CHUNKS"], **walk)
+    batch_norm_triton.statistics[grid](x, means, squares, CHUNKS=chunks["CHUNKS"], **walk)
     grid, walk, _ = _sizes(x, views, "normalize")
-    batch_kernels.normalize[grid](
+    batch_norm_triton.normalize[grid](
         *(x, z, weight, bias, means, squares, y, mean, variance, eps),
         RELU=relu,
         ADD=z is not None,
@@ -100,13 +100,13 @@ def _backward(
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``y`` where there was a sum; otherwise dz is empty."""
-    from fedssl.models import batch_kernels
+    from fedssl.models.kernels import batch_norm_triton
 
     dx, dz, dweight, dbias = _gradient_outputs(x, y, weight, bias)
     grid, walk, chunks = _sizes(x, views, "sums")
     sums = x.new_empty(2, views, chunks["CHUNKS"], x.shape[1], dtype=torch.float32)
     scales = weight, bias, mean, variance
-    batch_kernels.sums[grid](
+    batch_norm_triton.sums[grid](
         *(gradient, x, y, *scales, dz, *sums, eps),
         RELU=relu,
         ADD=y is not None,
@@ -116,7 +116,7 @@ def _backward(
     grid, walk, _ = _sizes(x, views, "gradients")
     # What ReLU let through of a sum is dz.
     d, relu = (gradient, relu) if y is None else (dz, False)
-    batch_kernels.gradients[grid](
+    batch_norm_triton.gradients[grid](
         *(d, x, *scales, *sums, dx, dweight, dbias, eps),
         RELU=relu,
         VIEWS=views,

@@ -12,8 +12,8 @@ import torch
 from helpers import in_tritons_interpreter
 from torch import Tensor, nn
 
-from fedssl.models import batch
 from fedssl.models.encoders import Basic
+from fedssl.models.kernels import batch_norm as kernels
 from fedssl.models.network import initialize, mlp
 from fedssl.models.norms import BatchNorm, Norm
 
@@ -30,10 +30,10 @@ def limit(patch: pytest.MonkeyPatch, small: bool) -> None:
     """Several tiles in a span, and spans that differ between the kernels."""
     if small:
         # Five chunks are not a power of 2, and some of the eight that are merged do not exist.
-        first, second = batch.Walk(64, 4, 5, 1), batch.Walk(128, 4, 9, 1)
+        first, second = kernels.Walk(64, 4, 5, 1), kernels.Walk(128, 4, 9, 1)
         walks = {"statistics": first, "normalize": second, "sums": first, "gradients": second}
-        patch.setattr(batch, "WALKS", walks)
-        patch.setattr(batch, "LEAST", 2)
+        patch.setattr(kernels, "WALKS", walks)
+        patch.setattr(kernels, "LEAST", 2)
 
 
 def drawn(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str) -> Iterator[Tensor]:
@@ -58,8 +58,8 @@ def found(
     made: BatchNorm, x: Tensor, z: Tensor, kind: Kind, views: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     if kind == "add":
-        return batch.batch_norm_add(x, z, made.weight, made.bias, made.eps, views)
-    return batch.batch_norm(x, made.weight, made.bias, made.eps, views, kind == "relu")
+        return kernels.batch_norm_add(x, z, made.weight, made.bias, made.eps, views)
+    return kernels.batch_norm(x, made.weight, made.bias, made.eps, views, kind == "relu")
 
 
 def compare(
@@ -94,7 +94,7 @@ def far_from_zero(device: str) -> None:
     (x,) = (1000 + 2 * t for t in drawn((8, 16, 4, 4), 1, torch.float32, device))
     x[0, :, 0, 0] += 20  # the row that others are compared with is itself far away
     ones, zeros = torch.ones(16, device=device), torch.zeros(16, device=device)
-    y, _, variance = batch.batch_norm(x, ones, zeros, 1e-5, 2, False)
+    y, _, variance = kernels.batch_norm(x, ones, zeros, 1e-5, 2, False)
     made = BatchNorm(16).double().to(device)
     made.views = 2
     torch.testing.assert_close(y.double(), made(x.double()), rtol=0, atol=1e-4)
@@ -123,16 +123,16 @@ def not_a_number(device: str) -> None:
 def fakes(device: str) -> None:
     """What the compiler is told of the outputs is what they are."""
     for shape, kind in itertools.product([(4, 8, 3, 3), (4, 8)], KINDS[1:]):
-        x, z, gradient = (batch.ordered(t) for t in drawn(shape, 3, torch.float32, device))
+        x, z, gradient = (kernels.ordered(t) for t in drawn(shape, 3, torch.float32, device))
         made = layer(8, 2, device)
         parameters = made.weight.detach().requires_grad_(), made.bias.detach().requires_grad_()
         added = z.requires_grad_() if kind == "add" else None
         settings = 1e-5, 2, True
-        torch.library.opcheck(batch._forward, (x.requires_grad_(), added, *parameters, *settings))
-        y, *statistics = batch._forward(x, added, *parameters, *settings)
+        torch.library.opcheck(kernels._forward, (x.requires_grad_(), added, *parameters, *settings))
+        y, *statistics = kernels._forward(x, added, *parameters, *settings)
         tensors = gradient, x, y if kind == "add" else None, *parameters, *statistics
         given = [t if t is None else t.detach() for t in tensors]
-        torch.library.opcheck(batch._backward, (*given, *settings))
+        torch.library.opcheck(kernels._backward, (*given, *settings))
 
 
 def one_step(compiled: bool, device: str) -> list[Tensor]:
@@ -146,7 +146,7 @@ def one_step(compiled: bool, device: str) -> list[Tensor]:
         if isinstance(module, BatchNorm):
             module.views = 2
     (x,) = drawn((6, 16, 4, 4), 1, torch.float32, device)
-    real = batch.batch_norm_add
+    real = kernels.batch_norm_add
 
     def counted(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(given)
@@ -154,10 +154,10 @@ def one_step(compiled: bool, device: str) -> list[Tensor]:
 
     backend = "inductor" if device == "cuda" else "aot_eager"
     with pytest.MonkeyPatch.context() as patch, torch.backends.cudnn.flags(allow_tf32=False):
-        patch.setattr(batch, "applies", lambda x: compiled)
-        patch.setattr(batch, "batch_norm_add", counted)
+        patch.setattr(kernels, "applies", lambda x: compiled)
+        patch.setattr(kernels, "batch_norm_add", counted)
         run = torch.compile(net, backend=backend, fullgraph=True) if compiled else net
-        loss = run(batch.ordered(x)).square().sum()
+        loss = run(kernels.ordered(x)).square().sum()
         gradients = torch.autograd.grad(loss, list(net.parameters()))
     assert len(calls) == 2 * compiled
     return [loss.detach(), *gradients, *net.buffers()]
@@ -186,7 +186,9 @@ def interpreted() -> None:
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    in_tritons_interpreter("import test_batch; test_batch.interpreted()", Path(__file__).parent)
+    in_tritons_interpreter(
+        "import test_batch_norm; test_batch_norm.interpreted()", Path(__file__).parent
+    )
 
 
 @CUDA
@@ -246,11 +248,11 @@ def test_the_kernels_say_the_same_twice() -> None:
 def test_programs_share_the_rows(
     shape: tuple[int, ...],
     views: int,
-    kernel: batch.Kernel,
+    kernel: kernels.Kernel,
     spans: int,
     expected: tuple[int, ...],
 ) -> None:
-    grid, sizes, chunks = batch._sizes(torch.empty(shape, device="meta"), views, kernel)
+    grid, sizes, chunks = kernels._sizes(torch.empty(shape, device="meta"), views, kernel)
     assert tuple(sizes[name] for name in ("BLOCK", "ROWS", "SPAN", "num_warps")) == expected
     assert grid == (spans * shape[1] // expected[0], views)
     assert chunks == {"CHUNK": expected[2], "CHUNKS": spans, "PADDED": spans}
@@ -263,10 +265,10 @@ def test_the_kernels_take_half_precision_on_a_gpu_alone() -> None:
     def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
 
-    assert batch.applies(on_gpu(2, 24, 3, 3)) and batch.applies(on_gpu(2, 8))
-    assert not batch.applies(on_gpu(2, 12)) and not batch.applies(on_gpu(2, 8, 3))
-    assert not batch.applies(on_gpu(2, 8, dtype=torch.float32))
-    assert not batch.applies(torch.zeros(2, 8, dtype=torch.bfloat16))
+    assert kernels.applies(on_gpu(2, 24, 3, 3)) and kernels.applies(on_gpu(2, 8))
+    assert not kernels.applies(on_gpu(2, 12)) and not kernels.applies(on_gpu(2, 8, 3))
+    assert not kernels.applies(on_gpu(2, 8, dtype=torch.float32))
+    assert not kernels.applies(torch.zeros(2, 8, dtype=torch.bfloat16))
 
 
 def as_torch(
@@ -308,9 +310,9 @@ def test_a_compiled_step_has_the_kernels_and_the_same_numbers(
         seen.append("end")
         return as_torch(*given, True)
 
-    monkeypatch.setattr(batch, "batch_norm", norm)
-    monkeypatch.setattr(batch, "batch_norm_add", plus)
-    monkeypatch.setattr(batch, "applies", lambda x: True)
+    monkeypatch.setattr(kernels, "batch_norm", norm)
+    monkeypatch.setattr(kernels, "batch_norm_add", plus)
+    monkeypatch.setattr(kernels, "applies", lambda x: True)
     results(layer(16, views, "cpu").double())
     assert not seen  # nothing is compiled there
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

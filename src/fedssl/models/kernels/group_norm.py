@@ -74,11 +74,11 @@ def ordered(x: Tensor) -> Tensor:
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models import kernels  # Triton comes with torch's builds for a GPU only
+    from fedssl.models.kernels import group_norm_triton  # Triton comes with CUDA builds only
 
     y, mean, scale = _outputs(x, groups)
     grid, meta = _sizes(x, groups, "norm", "forward")
-    kernels.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
+    group_norm_triton.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
     return y, mean, scale
 
 
@@ -93,12 +93,12 @@ def _backward(
     groups: int,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models import kernels
+    from fedssl.models.kernels import group_norm_triton
 
     dx, dweight, dbias = _outputs(x, x.shape[1])
     grid, meta = _sizes(x, groups, "norm", "backward")
     tensors = (gradient, x, weight, bias, mean, scale, dx, dweight, dbias)
-    kernels.backward[grid](*tensors, RELU=relu, **meta)
+    group_norm_triton.backward[grid](*tensors, RELU=relu, **meta)
     return dx, dweight, dbias
 
 
@@ -158,13 +158,13 @@ def _residual(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models import kernels
+    from fedssl.models.kernels import group_norm_triton
 
     pair = weight_z is not None
     y, mean, scale = _residual_outputs(x, weight_z, groups)
     grid, meta = _sizes(x, groups, "residual", "forward")
     statistics = (mean[0], scale[0], mean[-1], scale[-1])
-    kernels.residual_forward[grid](
+    group_norm_triton.residual_forward[grid](
         x, weight, bias, z, weight_z, bias_z, y, *statistics, eps, PAIR=pair, **meta
     )
     return y, mean, scale
@@ -184,7 +184,7 @@ def _residual_backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Without a ``weight_z`` the output is in z's place: it says where ReLU was open."""
-    from fedssl.models import kernels
+    from fedssl.models.kernels import group_norm_triton
 
     pair = weight_z is not None
     dx, dweight, _ = _residual_outputs(x, weight_z, x.shape[1])
@@ -193,7 +193,7 @@ def _residual_backward(
     inputs = (gradient, x, weight, bias, z, weight_z, bias_z)
     statistics = (mean[0], scale[0], mean[-1], scale[-1])
     outputs = (dx, dz, dweight[0], dweight[-1], dbias)
-    kernels.residual_backward[grid](*inputs, *statistics, *outputs, PAIR=pair, **meta)
+    group_norm_triton.residual_backward[grid](*inputs, *statistics, *outputs, PAIR=pair, **meta)
     return dx, dz, dweight, dbias
 
 

@@ -1,4 +1,4 @@
-"""Several clients at once, each in a network of its own: one client's steps do not fill a GPU."""
+"""Several clients at once on a GPU, each in a network of its own."""
 
 from __future__ import annotations
 
@@ -10,82 +10,83 @@ import torch
 
 from fedssl.training.trainer import Trainer
 
-MOST = 5  # clients at once (benchmarks/NOTES.md)
+MAX_CLIENTS = 5  # at once: one client's steps do not fill a GPU (benchmarks/NOTES.md)
 Answer = TypeVar("Answer")
 
 
-class Lanes:
-    """Networks that clients train in side by side: a thread and a stream for each.
+class TrainerPool:
+    """Trainers that clients use side by side: a network, a thread and a stream for each.
 
-    Steps are compiled once, by the clients that come first, one after another; another network only
-    captures them. A client's numbers do not depend on who trains beside it.
+    The first trainer compiles the steps, for the first clients, one after another. The others only
+    capture them. A client's numbers do not depend on the clients that train beside it.
     """
 
-    def __init__(self, trainer: Trainer, most: int = MOST) -> None:
+    def __init__(self, trainer: Trainer, most: int = MAX_CLIENTS) -> None:
         self.most = most
         self._trainers = [trainer]
         self._streams = [_stream(trainer.device)]
         self._threads = ThreadPoolExecutor(most, "client")
-        self._tasks: set[str] = set()
+        self._ready: set[str] = set()
 
-    def knows(self, task: str) -> bool:
-        """Whether all that a task compiles was compiled, so that it can run side by side."""
+    def is_ready(self, task: str) -> bool:
+        """Whether every step that a task needs is compiled, so that it can run side by side."""
         trainer = self._trainers[0]
-        return task in self._tasks and trainer.shares_steps and trainer.watched is None
+        complete = trainer.compiled_steps.is_complete and trainer.watched is None
+        return task in self._ready and complete
 
-    def learned(self, task: str) -> None:
-        """A client that fills a batch has answered this task."""
-        self._tasks.add(task)
+    def mark_ready(self, task: str) -> None:
+        """Note that a client with a full batch has answered this task."""
+        self._ready.add(task)
 
     def width(self, clients: int) -> int:
-        """How many of so many clients run at once: as many as there is memory for."""
+        """Return how many of so many clients run at once, as far as memory allows."""
         wanted = min(self.most, clients)
         if wanted > len(self._trainers):
-            self._open(min(wanted, len(self._trainers) + _room(self._trainers)))
+            self._add(min(wanted, len(self._trainers) + _room(self._trainers)))
         most = min(wanted, len(self._trainers))
-        return -(-clients // -(-clients // most))  # as even as can be
+        return -(-clients // -(-clients // most))  # in groups of nearly equal size
 
-    def _open(self, networks: int) -> None:
+    def _add(self, count: int) -> None:
         first = self._trainers[0]
         try:
-            while len(self._trainers) < networks:
+            while len(self._trainers) < count:
                 other = first.twin()
-                other.adopt_steps(first)
+                other.compiled_steps.copy_from(first.compiled_steps)
                 self._trainers.append(other)
                 self._streams.append(_stream(first.device))
         except torch.OutOfMemoryError:
             self.most = len(self._trainers)
 
     def run(self, jobs: Sequence[Callable[[Trainer], Answer]]) -> list[Answer]:
-        """The answers of some jobs, each done in a network of its own."""
+        """Run each job with a trainer of its own and return their answers."""
         first = self._trainers[0]
         for trainer in self._trainers:
             if trainer is not first:
-                trainer.adopt_steps(first)
-            trainer.alone = False
+                trainer.compiled_steps.copy_from(first.compiled_steps)
+            trainer.compiled_steps.may_capture = False
         for stream in filter(None, self._streams):
             stream.wait_stream(torch.cuda.current_stream(first.device))
         started = [
-            self._threads.submit(_do, job, trainer, stream)
+            self._threads.submit(_run, job, trainer, stream)
             for job, trainer, stream in zip(jobs, self._trainers, self._streams, strict=False)
         ]
         try:
-            wait(started)  # also where one fails: none may still be at work in a network
+            wait(started)  # even if one fails: none may still use its network
         except BaseException:
             first.halted.set()
             raise
         finally:
             for trainer in self._trainers:
-                trainer.alone = True
+                trainer.compiled_steps.may_capture = True
         return [answer.result() for answer in started]
 
 
 def _room(trainers: Sequence[Trainer]) -> int:
-    """How many more networks there is memory for, and something left."""
+    """Return how many more networks fit into memory, with some memory left."""
     device = trainers[0].device
     if device.type != "cuda":
-        return MOST
-    # A network takes at most what this process has taken for the first one and all else.
+        return MAX_CLIENTS
+    # A network takes at most the memory of this process, divided by the networks there are.
     held = max(1, torch.cuda.memory_reserved(device) // len(trainers))
     return max(0, torch.cuda.mem_get_info(device)[0] // held - 1)
 
@@ -94,7 +95,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def _do(
+def _run(
     job: Callable[[Trainer], Answer], trainer: Trainer, stream: torch.cuda.Stream | None
 ) -> Answer:
     if stream is None:

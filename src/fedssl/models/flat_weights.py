@@ -29,11 +29,11 @@ class Span:
         return vector[self.start : self.stop].view(self.shape)
 
 
-class Flat:
+class FlatWeights:
     """One vector that a module's parameters (first) and float buffers (after them) are views of.
 
     >>> layer = nn.Linear(2, 1)
-    >>> flat = Flat(layer)
+    >>> flat = FlatWeights(layer)
     >>> flat.vector.zero_(), layer.weight
     (tensor([0., 0., 0.]), Parameter containing:
     tensor([[0., 0.]], requires_grad=True))
@@ -46,9 +46,9 @@ class Flat:
         self.spans = list(_spans(module))
         params = list(module.parameters())
         self.layers: list[torch.Size] = [p.shape for p in params]
-        self.parameters = sum(p.numel() for p in params)
+        self.parameter_count = sum(p.numel() for p in params)
         self.vector = torch.cat([_tensor(s).detach().reshape(-1) for s in self.spans])
-        self.gradient = torch.zeros_like(self.vector[: self.parameters])
+        self.gradient = torch.zeros_like(self.vector[: self.parameter_count])
         for span in self.spans:
             view, tensor = span.of(self.vector), _tensor(span)
             if isinstance(tensor, nn.Parameter):
@@ -60,7 +60,7 @@ class Flat:
     @property
     def params(self) -> Tensor:
         """The part of the vector that is learned."""
-        return self.vector[: self.parameters]
+        return self.vector[: self.parameter_count]
 
     @property
     def learned(self) -> list[Span]:
@@ -106,7 +106,7 @@ def _tensor(span: Span) -> Tensor:
     return tensor
 
 
-def differentiate(loss: Tensor, *flats: Flat) -> list[tuple[Tensor, ...]]:
+def differentiate(loss: Tensor, *flats: FlatWeights) -> list[tuple[Tensor, ...]]:
     """The gradients of ``loss`` by each network's parameters."""
     params = [p for flat in flats for p in flat.module.parameters()]
     found = iter(torch.autograd.grad(loss, params, materialize_grads=True))

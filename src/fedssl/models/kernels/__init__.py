@@ -1,0 +1,1 @@
+"""Triton kernels of normalization layers, and the operators that call them."""
