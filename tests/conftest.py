@@ -63,7 +63,7 @@ def one_thread() -> None:
 def no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's page takes two seconds, which only tests of it are worth."""
     if request.node.get_closest_marker("page") is None:
-        monkeypatch.setattr(report, "leave", lambda run: None)
+        monkeypatch.setattr(report, "write_page_or_warn", lambda run: None)
 
 
 @pytest.fixture(scope="session")

@@ -196,7 +196,7 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     found = Run(out).evaluate().to_dict("index")
     assert found == {"untrained": summary["untrained"], "result": summary["result"]}
     assert found["result"] != found["untrained"]
-    page, command = report.write([out]).read_text(), f"flwr run {tmp_path}/app fedssl --stream"
+    page, command = report.write_page([out]).read_text(), f"flwr run {tmp_path}/app fedssl --stream"
     assert f"{command} --run-config &#x27;out=&quot;{out}-again&quot;&#x27;" in page
     assert "on the sites&#x27; own images" in page and "per-client" not in page
     assert "images of labelled" not in page and "has none" not in page
@@ -314,7 +314,7 @@ def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
     assert main(["evaluate", str(out), f"data.root={judge}"]) == 0
     assert main(["compare", str(out), str(out)]) == 0
     assert "another version" not in "".join(capsys.readouterr())
-    report.write([out])
+    report.write_page([out])
     assert "not known" not in (out / "report.html").read_text()
 
 

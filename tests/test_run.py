@@ -167,7 +167,8 @@ def test_the_machines_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     """Float32, to the bit: the process starts with one thread or with two."""
     code = (
         "import sys, torch; from fedssl import cli, report\n"
-        "report.leave, count, words = lambda run: None, torch.get_num_threads(), sys.argv[2:]\n"
+        "report.write_page_or_warn = lambda run: None\n"
+        "count, words = torch.get_num_threads(), sys.argv[2:]\n"
         "for own in '12':\n"
         "    torch.set_num_threads(count)\n"
         "    out = ['--out', sys.argv[1] + own]\n"

@@ -25,7 +25,8 @@ from fedssl.federation.client import Client, Trained
 from fedssl.objectives.base import Centre, MomentObjective
 from fedssl.privacy import secure
 from fedssl.privacy.exchanges import build_algorithm
-from fedssl.report import curves, exchanges
+from fedssl.report.history import read_history
+from fedssl.report.messages import build_sheet
 from fedssl.runs import run
 from fedssl.runs.build import build_experiment
 from fedssl.runs.record import Run
@@ -414,7 +415,7 @@ def helped(config: Config) -> list[str]:
 
 
 def verdict(out: Path) -> str:
-    return exchanges.sheet(Run(out), curves.read(Run(out))).verdict
+    return build_sheet(Run(out), read_history(Run(out))).verdict
 
 
 def card(out: Path) -> str:

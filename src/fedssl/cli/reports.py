@@ -32,12 +32,12 @@ def add_compare(commands: Commands) -> None:
 def _report(options: argparse.Namespace) -> int:
     from fedssl import report
 
-    print(report.write(options.runs, options.out))
+    print(report.write_page(options.runs, options.out))
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from fedssl.report import compare
+    from fedssl.report import comparison
 
-    print(compare.table(options.runs))
+    print(comparison.table(options.runs))
     return 0

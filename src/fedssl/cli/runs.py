@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         print(format_result(summary, settings))
     finally:  # also when the table cannot be printed
-        report.leave(out)
+        report.write_page_or_warn(out)
     print(f"\n{format_cost(summary)}\n{out}")
     return 0
 

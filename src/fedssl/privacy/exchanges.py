@@ -2,47 +2,97 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fedssl import config as configuration
 from fedssl import privacy as hiding
 from fedssl.config import Config, Privacy, plugins
 from fedssl.federation.sampling import cohort_size
 
+# A client's own reply, its numbers for the log, a reply that a robust mean compares with others, a
+# reply that the server averages but could read, a masked reply of which only the sum is readable.
+Visibility = Literal["single", "log", "robust", "mean", "masked"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One kind of message between a client and the server."""
+
+    content: str
+    when: str = "in a round"
+    task: str | None = None  # None: outside the tasks, such as the greeting
+    visibility: Visibility = "single"
+    downwards: bool = False  # from the server to the client
+
+
+def list_messages(config: Config) -> list[Message]:
+    """List every kind of message that leaves a client, from the algorithm and ``privacy.*``."""
+    algorithm, privacy = build_algorithm(config), config.privacy
+    messages = [Message(_greeting(algorithm), "before training")]
+    for task in algorithm.asked(privacy.secure):
+        visibility = visibility_of(config, algorithm, task)
+        messages.append(Message(describe_task(algorithm, task), "in a round", task, visibility))
+    if privacy.secure:
+        keys = (
+            "public keys, shares of the masks' secrets that only other sites can open, and what "
+            "unmasks the sum"
+        )
+        messages.append(Message(keys, "for each of these sums"))
+    for task in algorithm.gathers:
+        messages.append(Message(describe_task(algorithm, task), "in a round", task))
+    messages.append(Message(_beside(privacy), "with each reply"))
+    if not privacy.secure and privacy.noise is None:
+        for task in (task for task in algorithm.logs if task not in algorithm.simulated):
+            messages.append(Message(describe_task(algorithm, task), "for the log", task, "log"))
+    if public := getattr(config.algorithm, "public", 0):
+        text = f"{public} public images"
+        messages.append(Message(text, "in every round", downwards=True))
+    failure = "one line that says what failed, and names no file of the site"
+    return [*messages, Message(failure, "when something fails")]
+
+
+def visibility_of(config: Config, algorithm: Any, task: str) -> Visibility:
+    """Return how much of a task's replies the server sees."""
+    if task in algorithm.gathers:
+        return "single"
+    if task in algorithm.logs:
+        return "log"
+    if config.cohort.average != "mean":
+        return "robust"
+    return "masked" if config.privacy.secure else "mean"
+
 
 def list_exchanges(config: Config) -> str:
-    """What leaves a site, as a list: from what the algorithm declares and ``privacy.*``."""
-    kind, privacy = build_algorithm(config), config.privacy
-    shown = "masked, so that the server learns only the sum over the sites"
-    if not privacy.secure:
-        shown = "the server computes the mean, and could see each site's own"
-    if config.cohort.average != "mean":
-        shown = f"the server sees each site's own, and takes the {config.cohort.average}"
-    lines = [
-        "- before training, and again whenever site or server come back: the version of fedssl, "
-        "the folder's name, how many images there are, their size, and a random number to know "
-        "this site by"
-    ]
-    if kind.objective.needs_labels:
-        lines[0] += ", and the classes' names"
-    for task in kind.asked(privacy.secure):
-        clipped = _clipped(privacy, kind.bound(task))
-        lines.append(f"- `{task}`, in a round: {describe_task(kind, task)} ({shown}{clipped})")
-    if privacy.secure:
-        lines.append(
-            "- for each of these sums, also: public keys, shares of the masks' secrets that only "
-            "other sites can open, and what unmasks the sum"
-        )
-    for task in kind.gathers:
-        lines.append(f"- `{task}`: {describe_task(kind, task)} (the server sees each site's own)")
-    lines.append(f"- with each reply, protected as it is: {_beside(privacy)}")
-    if kind.logs and not privacy.secure and privacy.noise is None:
-        for task in (task for task in kind.logs if task not in kind.simulated):
-            lines.append(f"- `{task}`, for the log: {describe_task(kind, task)} (single numbers)")
-    if public := getattr(config.algorithm, "public", 0):
-        lines.append(f"- (the other way: the site gets {public} public images in every round)")
-    lines.append("- when something fails: one line that says what, and names no file of the site")
+    """Format the messages as a Markdown list for the administrator of a site."""
+    algorithm = build_algorithm(config)
+    seen = {
+        "mean": "the server computes the mean, and could see each site's own",
+        "masked": "masked, so that the server learns only the sum over the sites",
+        "robust": f"the server sees each site's own, and takes the {config.cohort.average}",
+        "single": "the server sees each site's own",
+        "log": "single numbers",
+    }
+    lines = []
+    for message in list_messages(config):
+        line = f"{message.when}: {message.content}"
+        if message.downwards:
+            line = f"(the other way, {message.when}: {message.content})"
+        elif message.task is not None:
+            clipped = ""
+            if message.visibility in ("mean", "masked"):
+                clipped = _clipped(config.privacy, algorithm.bound(message.task))
+            line = f"`{message.task}`, {line} ({seen[message.visibility]}{clipped})"
+        lines.append(f"- {line}")
     return "\n".join(lines)
+
+
+def _greeting(algorithm: Any) -> str:
+    text = (
+        "again whenever site or server come back: the version of fedssl, the folder's name, how "
+        "many images there are, their size, and a random number to know this site by"
+    )
+    return text + (", and the classes' names" if algorithm.objective.needs_labels else "")
 
 
 def _clipped(privacy: Privacy, bound: float | None) -> str:
@@ -93,7 +143,8 @@ def describe_protection(config: Config) -> str:
             "**the "
             "server sees what stands above for each site by itself, one\nrow for an image, and "
             "passes it on to all sites**. It keeps the last of each site, also in the run's "
-            "folder.\nFeatures are not images, but they can tell much about them." + _hidden(config)
+            "folder.\nFeatures are not images, but they can tell much about them. "
+            + describe_mixing(config)
         )
     elif kind.gathers:
         lines.append(
@@ -122,16 +173,16 @@ def describe_protection(config: Config) -> str:
     return "\n\n".join(lines)
 
 
-def _hidden(config: Config) -> str:
-    """What InstaHide is, where there is a choice of it."""
+def describe_mixing(config: Config) -> str:
+    """Say whether images are mixed before they are encoded, where there is a choice of it."""
     mix = getattr(config.algorithm, "mix", None)
     if mix is None:
-        return " The images are taken as they are."
+        return "The images are taken as they are."
     if mix == 1:
-        return " The images are taken as they are (`algorithm.share_plain=true`)."
+        return "The images are taken as they are (algorithm.share_plain=true)."
     return (
-        f"\nBefore, each image is mixed with {mix - 1} others and signs are flipped (InstaHide), "
-        "**which is no proof of privacy**:\npublished attacks recover images from mixtures."
+        f"Before that, each image is mixed with {mix - 1} others and signs are flipped (InstaHide)."
+        "\nThis is no proof of privacy: published attacks recover images from mixtures."
     )
 
 

@@ -1,8 +1,7 @@
-"""``fedssl report``: runs as one page of HTML that needs nothing else."""
+"""Show finished and running runs as one HTML page that needs no network."""
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import time
@@ -10,62 +9,47 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.runs.record import opened
+from fedssl.util import outputs
 from fedssl.util.errors import UserError
 
-QUIET = 3.0  # seconds in which nothing is said
+SILENT_SECONDS = 3.0  # before progress is printed
 
 
-class Voice:
-    """Says on stderr what is being done, once it takes longer than one wants to wait in silence."""
+def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
+    """Write the page of these runs; without ``out`` into the run's folder, or above all of them."""
+    from fedssl.report.page import build_page
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    target = _choose_file(runs) if out is None else out
+    outputs.check_page(target, "--out")
+    outputs.folder(target.parent, "--out")
+    started = time.monotonic()
 
-    def say(self, text: str) -> None:
-        """One line, if it is time for it."""
-        if time.monotonic() - self._started > QUIET:
+    def say(text: str) -> None:
+        if time.monotonic() - started > SILENT_SECONDS:
             print(f"report: {text}", file=sys.stderr)
 
-
-def write(runs: Sequence[str | Path], out: Path | None = None) -> Path:
-    """Write the page of these runs; without ``out`` into the run's folder, or above all of them."""
-    from fedssl.report.page import build
-    from fedssl.util.outputs import check_page, write_text
-
-    found = opened(runs)
-    target = _place(runs) / "report.html" if out is None else out
-    if target.is_dir():
-        raise UserError(f"--out {target}: is a folder; name a file such as {target}/report.html")
-    check_page(target, "--out")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(target.parent, os.W_OK):  # found before the work, not after it
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        write_text(target, build(found, Voice()), "--out", private=True)  # it shows images
-    except OSError as error:
-        raise UserError(
-            f"--out {target}: cannot be written ({error.strerror}); name another file with --out"
-        ) from None
+    with outputs.replacing(target, "--out", private=True) as new:  # it shows images
+        new.write_text(build_page(opened(runs), say), encoding="utf-8")
     return target
 
 
-def _place(runs: Sequence[str | Path]) -> Path:
-    """Where a page goes: each run has one of its own, which that of several must not replace."""
-    if len(runs) == 1:
-        return Path(runs[0])
+def _choose_file(runs: Sequence[str | Path]) -> Path:
+    """Return a file that replaces the page of none of several runs."""
     folders = [Path(run) for run in runs]
+    if len(folders) == 1:
+        return folders[0] / "report.html"
     if any(folder.is_absolute() for folder in folders):
         folders = [folder.absolute() for folder in folders]
     above = Path(os.path.commonpath(folders))
-    return above.parent if above in folders else above
+    return (above.parent if above in folders else above) / "report.html"
 
 
-def leave(run: Path) -> None:
-    """The page that a run ends with; a run does not fail for it."""
+def write_page_or_warn(run: Path) -> None:
+    """Write the page of a run that has ended; only warn if that fails."""
     try:
-        write([run])
+        write_page([run])
     except UserError as error:
         print(f"fedssl: no report.html: {error}", file=sys.stderr)
-    except Exception as error:  # hours of training are not called a failure for a picture of them
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"fedssl: no report.html: {said}", file=sys.stderr)
+    except Exception as error:  # the run itself succeeded
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"fedssl: no report.html: {text}", file=sys.stderr)

@@ -58,7 +58,7 @@ def train(
             run.run(settings, folder, resume)
     except run.Interrupted:
         raise KeyboardInterrupt(f"stopped; {again}") from None
-    report.leave(folder)
+    report.write_page_or_warn(folder)
     return Run(folder)
 
 

@@ -680,7 +680,7 @@ def serve(grid: Grid, settings: Config, out: Path, resume: bool) -> dict[str, An
 
     with alone(out, resume):
         summary = _serve(grid, settings, out, resume)
-    report.leave(out)
+    report.write_page_or_warn(out)
     return summary
 
 

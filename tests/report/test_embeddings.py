@@ -1,4 +1,4 @@
-"""The map, the gallery and who holds what, against what the run itself would say."""
+"""The map, the neighbours and the partition, against what the run itself computes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fedssl import config, report
+from fedssl.config import to_tree
 from fedssl.data import standard
 from fedssl.data.places import use_local_copy
 from fedssl.evaluate.features import extract
-from fedssl.report import looks
+from fedssl.report import embeddings
+from fedssl.report.data import RunData, load_holdings, try_section
 from fedssl.runs.build import build_experiment
 from fedssl.runs.record import Run
 from fedssl.runs.split import split_clients
@@ -29,42 +31,42 @@ from fedssl.runs.split import split_clients
 SIMCLR = ("objective.name=simclr", "algorithm.name=fedavg")
 
 
-def look_of(path: Path) -> looks.Look:
-    return looks.look(looks.Data(Run(path)))
+def images_of(path: Path) -> embeddings.TestImages:
+    return embeddings.embed_test_images(RunData(Run(path)))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "ITERATIONS", 250)
+    monkeypatch.setattr(embeddings, "ITERATIONS", 250)
 
 
 def test_the_gallery_is_of_the_run_and_of_its_untrained_network(trained: Path) -> None:
-    session = build_experiment(Run(trained).settings, trains=False)
+    session = build_experiment(Run(trained).settings)
     assert session.dataset.test is not None
     images, labels = session.dataset.test.images[0], session.dataset.test.labels
     body = session.evaluator.tower(session.untrained())
     before = extract(body.encoder, images)
     body.encoder.load_state_dict(load_file(trained / "encoder.safetensors"))
     after = extract(body.encoder, images)
-    look = look_of(trained)
-    assert labels is not None and look.labels == labels.tolist()
+    shown = images_of(trained)
+    assert labels is not None and shown.labels == labels.tolist()
     shares = []
     for features, side in ((before, "before"), (after, "after")):
         near = torch.cosine_similarity(features[:, None], features[None], dim=2)
         near.fill_diagonal_(-2)
         best = near.topk(5).indices
-        for own in look.gallery:
+        for own in shown.queries:
             found = getattr(own, side)
-            assert torch.allclose(near[own.query][found], near[own.query][best[own.query]])
-            assert own.query not in found
+            assert torch.allclose(near[own.index][found], near[own.index][best[own.index]])
+            assert own.index not in found
         shares.append(100 * (labels[best] == labels[:, None]).double().mean().item())
-    assert look.right == pytest.approx(shares)
-    assert len({look.labels[own.query] for own in look.gallery}) == len(look.gallery) == 8
+    assert shown.precision == pytest.approx(shares)
+    assert len({shown.labels[own.index] for own in shown.queries}) == len(shown.queries) == 8
 
 
 def test_thumbnails_are_the_test_images_in_order(trained: Path) -> None:
-    sprite = look_of(trained).sprite
-    test = build_experiment(Run(trained).settings, trains=False).dataset.test
+    sprite = images_of(trained).thumbnails
+    test = build_experiment(Run(trained).settings).dataset.test
     assert test is not None
     sheet = np.array(Image.open(io.BytesIO(base64.b64decode(sprite.uri.partition(",")[2]))))
     for k in (0, 17, len(test) - 1):
@@ -74,8 +76,8 @@ def test_thumbnails_are_the_test_images_in_order(trained: Path) -> None:
 
 
 def test_the_map_is_the_same_every_time(trained: Path) -> None:
-    first, second = look_of(trained), look_of(trained)
-    assert first.points == second.points and "t-SNE" in first.method
+    first, second = images_of(trained), images_of(trained)
+    assert first.points == second.points and "t-SNE" in first.projection
     places = np.array(first.points)
     assert places.min() == 0 and places.max() == 1 and len(places) == len(first.labels or ())
 
@@ -87,16 +89,16 @@ def test_without_scikit_learn_the_map_is_of_principal_components(
     features = torch.zeros(40, 6)
     features[:, 2] = torch.arange(40.0)
     features[::2, 4] = 3.0
-    points, method = looks.flattened(features)
+    points, method = embeddings.project(features)
     assert method == "the first two principal components"
     line = np.array(points)[:, 0]
     assert abs(np.corrcoef(line, np.arange(40))[0, 1]) > 0.99
 
 
 def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
-    part = looks.partition(looks.Data(Run(trained)))
+    part = load_holdings(RunData(Run(trained)))
     settings = Run(trained).settings
-    dataset = build_experiment(settings, trains=False).dataset
+    dataset = build_experiment(settings).dataset
     groups = split_clients(settings, dataset)
     assert dataset.train.labels is not None and part.held is not None
     for k in range(len(groups)):
@@ -104,34 +106,36 @@ def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
         assert part.held[k] == held.tolist() and part.sizes[k] == len(groups[k])
 
 
-def test_many_clients_are_sixty_and_a_sentence(tmp_path: Path) -> None:
+def test_of_many_clients_sixty_are_shown(tmp_path: Path) -> None:
     path = made(tmp_path / "a")  # the default: 359 clients of four images
-    part = looks.partition(looks.Data(Run(path)))
+    part = load_holdings(RunData(Run(path)))
     assert (len(part.names), len(part.sizes)) == (60, 359)
-    assert "359 clients; 4 images the smallest" in report.write([path], None).read_text()
-    own = [{"id": k, "name": str(k), "samples": 3 - (k == 70)} for k in range(80)]
-    (path / "clients.json").write_text(json.dumps(own))
-    (path / "config.yaml").write_text("data: {name: folder, root: gone}")
-    text = report.write([path], None).read_text()
-    assert "80 clients; 2 images the smallest, 3 median" in text and "first 60 are shown" in text
+    assert "359 clients; 4 images the smallest" in part.caption
+    assert "first 60 are shown" in part.caption
 
 
-def untaught(path: Path) -> Path:
+def untrained(path: Path) -> Path:
     """The run with the encoder that it would start from."""
-    data = looks.Data(Run(path))
-    config = data.settings()
+    data = RunData(Run(path))
+    config = data.settings
     for tower in range(config.encoder.towers):
-        encoder, _ = looks.untrained(config, data.dataset(), tower)
+        encoder = embeddings.build_untrained(config, data.dataset(), tower)
         tensors = {k: v.detach().clone() for k, v in encoder.state_dict().items()}
         save_file(tensors, path / f"encoder{('', '-second')[tower]}.safetensors")
+    images = data.dataset().train.images
+    note = {
+        "model": "global", "encoder": to_tree(config.encoder), "features": encoder.features,
+        "channels": [i.shape[1] for i in images], "size": list(images[0].shape[2:]),
+    }  # fmt: skip
+    (path / "encoder.json").write_text(json.dumps(note))
     return path
 
 
 @pytest.mark.parametrize("tower", ["first", "second"])
 def test_two_towers(tower: str, tmp_path: Path) -> None:
     words = ("data.halves=true", "encoder.towers=2", f"evaluate.tower={tower}")
-    look = look_of(untaught(made(tmp_path / "a", words)))
-    assert all(own.before == own.after for own in look.gallery)
+    shown = images_of(untrained(made(tmp_path / "a", words)))
+    assert all(own.before == own.after for own in shown.queries)
 
 
 def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> dict[str, Any]:
@@ -152,7 +156,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> 
 @pytest.mark.parametrize(
     ("levels", "test", "why"),
     [
-        ((), False, "no test split, and training images are not shown; `fedssl search RUN"),
+        ((), False, "no test split, and training images are not shown"),
         ((), True, None),
         (("class", "case"), True, None),
     ],
@@ -161,22 +165,22 @@ def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_pa
     data = folder(tmp_path / "d<i>", levels, test, "RGB") | {"levels": list(levels) or None}
     words = ("partition.name=iid", "partition.clients=2", "cohort.size=null")
     path = again(made(tmp_path / "first", words), tmp_path / "a", data=data)
-    look = looks.tried(lambda: look_of(untaught(path)))
+    shown = try_section(lambda: images_of(untrained(path)))
     if why is not None:
-        assert isinstance(look, str) and why in look
+        assert isinstance(shown, str) and why in shown
     else:
-        assert isinstance(look, looks.Look), look
-        assert (look.labels is None) == (not levels) and len(look.gallery) >= 6
-        assert look.sprite.uri.startswith("data:image/jpeg")
-    text = report.write([path], None).read_text()
+        assert isinstance(shown, embeddings.TestImages), shown
+        assert (shown.labels is None) == (not levels) and len(shown.queries) >= 6
+        assert shown.thumbnails.uri.startswith("data:image/jpeg")
+    text = report.write_page([path], None).read_text()
     assert "it could not be made" not in text
-    assert ("There are no labels here to tell classes by" in text) == (not levels)
+    assert ("There are no labels to tell classes by" in text) == (not levels)
     (tmp_path / "d<i>").rename(tmp_path / "gone")
     known = [{"client": k, "name": str(k), "samples": 4} for k in range(2)]
     (path / "clients.json").write_text(json.dumps(known))
-    text = report.write([path], None).read_text()
-    assert "There are no labels" not in text and "d<i>" not in text
-    assert "By clients.json, without classes: data.root=" in text and "no such folder" in text
+    text = report.write_page([path], None).read_text()
+    assert "There are no labels to tell" not in text and "d<i>" not in text
+    assert "From clients.json, without classes: data.root=" in text and "no such folder" in text
 
 
 def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +190,10 @@ def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(standard, "_network_patience", asked)
     path = made(tmp_path / "a", ("data.name=cifar10", "evaluate.size=64"))
-    (path / "encoder.safetensors").touch()
-    text = report.write([path], None).read_text()
-    assert text.count("and nothing is downloaded here") == 3  # who holds what, map, gallery
+    untrained(made(tmp_path / "b")).joinpath("encoder.json").rename(path / "encoder.json")
+    (tmp_path / "b/encoder.safetensors").rename(path / "encoder.safetensors")
+    text = report.write_page([path], None).read_text()
+    assert text.count("data.name=cifar10: ") == 3  # partition, map, neighbours
     assert "a download" not in text
 
 
@@ -202,22 +207,16 @@ def test_data_on_this_machine_is_found(tmp_path: Path) -> None:
 
 
 def test_batch_norm_has_a_map_too(tmp_path: Path) -> None:
-    path = untaught(made(tmp_path / "a", ("encoder.norm=batch", *SIMCLR)))
-    assert look_of(path).right is not None
+    path = untrained(made(tmp_path / "a", ("encoder.norm=batch", *SIMCLR)))
+    assert images_of(path).precision is not None
 
 
-def test_an_encoder_of_another_shape_is_said(trained: Path, tmp_path: Path) -> None:
-    path = again(trained, tmp_path / "a", encoder__name="vit-tiny")
-    look = looks.tried(lambda: look_of(path))
-    assert isinstance(look, str) and "does not fit the configuration" in look
-
-
-def test_whatever_goes_wrong_in_a_picture_leaves_the_page(
+def test_a_section_that_fails_leaves_the_others(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(data: looks.Data) -> looks.Look:
+    def broken(data: RunData) -> None:
         raise ZeroDivisionError("never mind")
 
-    monkeypatch.setattr(looks, "look", broken)
-    text = report.write([trained], tmp_path / "page.html").read_text()
+    monkeypatch.setattr(embeddings, "embed_test_images", broken)
+    text = report.write_page([trained], tmp_path / "page.html").read_text()
     assert "it could not be made (ZeroDivisionError: never mind)" in text

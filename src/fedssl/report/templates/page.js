@@ -1,7 +1,6 @@
 "use strict";
-// Draws the page's figures from the JSON block before it. No library, no request.
+// Draw each figure from the JSON inside it. No library, no request.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
   const TEN = 10;
 
@@ -250,7 +249,7 @@
   }
 
   // Whether a thinned curve goes through here with no point of its own: its nearest one is shown.
-  const thin = (one, i, round) => one.of > one.x.length && round >= one.x[0] && round <= one.x.at(-1);
+  const thin = (one, i, round) => one.total > one.x.length && round >= one.x[0] && round <= one.x.at(-1);
 
   function dots(box, rows, hidden, width) {
     const compact = rows.length > 16;
@@ -443,8 +442,8 @@
   const icons = { lines: "line", bars: "bar", clients: "mark", map: "mark" };
 
   for (const box of document.querySelectorAll(".plot")) {
-    const { kind, index } = box.dataset;
-    const content = data[kind][index];
+    const { kind } = box.dataset;
+    const content = JSON.parse(box.querySelector("script").textContent);
     const hidden = new Set();
     const figure = make(box, "div");
     let width = 0;
