@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedssl.config import Config
 from fedssl.data.random import key, mix
-from fedssl.engines.flower.engine import quiet
+from fedssl.engines.flower.environment import silence_flower
 from fedssl.objectives.base import MomentObjective
 from fedssl.runs.build import Experiment, build_experiment, build_network
 
@@ -109,7 +109,7 @@ def mean(replies: list[Message]) -> ArrayRecord:
 
 def plain_flower(config: Config, rounds: int, workers: int) -> list[float]:
     """Seconds of each round."""
-    quiet()
+    silence_flower()
     server_app, ends, clients = ServerApp(), [], config.cohort.size
     assert clients is not None
 

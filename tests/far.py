@@ -15,8 +15,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.engines.flower.engine import Mail, client_app
-from fedssl.engines.remote.engine import STATES, RemoteEngine
+from fedssl.engines.flower.simulation import SimulatedEngine
+from fedssl.engines.flower.transport import GridTransport
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.driver import run_round
 from fedssl.runs import run
@@ -111,10 +111,10 @@ def far_session(
     far = configuration.build(tree)
     session = build_experiment(far)
     engine = session.engine
-    assert isinstance(engine, RemoteEngine)
+    assert isinstance(engine, SimulatedEngine)
     engine.open(folder)
-    grid = Here(client_app(configuration.dump(far), folder / STATES), nodes, tamper)
-    engine.transport = Mail(grid)
+    grid = Here(engine.client_app(), nodes, tamper)
+    engine.transport = GridTransport(grid)
     return session, grid
 
 

@@ -445,10 +445,10 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
     assert not any(str(mine) in text or str(OWN) in text for text in texts)
     code = (
         "from fedssl_app import client_app\n"
-        "from fedssl.engines.flower.engine import _config\n"
+        "from fedssl.deploy.site import read_config\n"
         "from pathlib import Path\n"
         "text = Path('fedssl_app/recipe.yaml').read_text()\n"
-        "print(_config(text).algorithm.name, _config(text).algorithm.momentum)\n"
+        "print(read_config(text).algorithm.name, read_config(text).algorithm.momentum)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=app, capture_output=True, text=True, check=True

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from fedssl import config
-from fedssl.deploy.sites import Introduction, server_session
+from fedssl.deploy.introduction import Introduction
+from fedssl.deploy.server import build_server_experiment
 from fedssl.runs import run
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
@@ -112,7 +113,7 @@ def test_a_server_names_the_site_that_is_too_small() -> None:
     sites = [Introduction(name, name, n, (3,), 16, 16) for name, n in (("a", 1), ("b", 6))]
     asked = [*words, "evaluate.protocols=knn", "objective.name=simclr", "encoder.norm=group"]
     with pytest.raises(UserError, match=r": a holds 1 sample"):
-        server_session(config.resolve(config.read_recipe(None), asked), sites)
+        build_server_experiment(config.resolve(config.read_recipe(None), asked), sites)
 
 
 def test_clients_with_norm_layers_of_their_own_get_their_models(

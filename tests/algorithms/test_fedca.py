@@ -21,7 +21,8 @@ from torch.func import functional_call
 from fedssl import config
 from fedssl.algorithms.fedca import FedCA, Step, features, in_batches
 from fedssl.data.random import choose, key
-from fedssl.deploy import app as deploy
+from fedssl.deploy.recipe import adapt_recipe
+from fedssl.deploy.write import write_app
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
@@ -515,7 +516,8 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
     pytest.importorskip("flwr")
     from far import Here
 
-    from fedssl.engines.flower import engine as flower
+    from fedssl.deploy.server import serve
+    from fedssl.deploy.site import client_app, load_experiment
 
     for name in ("STATE", "CACHE"):
         monkeypatch.setenv(f"FEDSSL_{name}", str(tmp_path / name))
@@ -523,19 +525,21 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
     data = [{"data": str(make_images(tmp_path / name, n))} for name, n in (("a", 6), ("b", 4))]
     own = f"data.root={tmp_path / 'server'}"
     for more, held in (("data.root=null", 0), (f"{own} algorithm.public=6", 5), (own, None)):
-        settings = deploy.settle("default", [*SITES, *more.split()])
-        flower._session.cache_clear()
-        grid, out = Here(flower.client_app(config.dump(settings)), data), tmp_path / f"run-{held}"
+        settings = adapt_recipe("default", [*SITES, *more.split()])
+        load_experiment.cache_clear()
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(config.dump(settings))
+        grid, out = Here(client_app(recipe), data), tmp_path / f"run-{held}"
         if held is not None:
             said = rf"^algorithm\.public=\d: .*, and it has {held}; name a folder with more"
             with pytest.raises(UserError, match=said):
-                flower.serve(grid, settings, out, False)
+                serve(grid, settings, out, False)
             assert not grid.types  # before the sites come
             continue
-        summary, state = flower.serve(grid, settings, out, False), whole(out)
+        summary, state = serve(grid, settings, out, False), whole(out)
         assert summary["rounds"] == 2 and len(state["server/public"]) == 5
         assert [len(state[f"server/banks/{k}"]) for k in (0, 1)] == [6, 4]
-    flower._session.cache_clear()
+    load_experiment.cache_clear()
 
 
 def test_a_deployment_says_what_is_shown_to_whom(tmp_path: Path) -> None:
@@ -543,8 +547,8 @@ def test_a_deployment_says_what_is_shown_to_whom(tmp_path: Path) -> None:
     for words, held in (((), 0), ((f"data.root={few}",), 4)):
         said = rf"algorithm\.public=5: .*, and it has {held}; name a folder with more in data\.root"
         with pytest.raises(UserError, match=said):
-            deploy.init(tmp_path / "app", "default", [*SITES, *words])
-    deploy.init(tmp_path / "app", "default", [*SITES, f"data.root={own}"])
+            write_app(tmp_path / "app", "default", [*SITES, *words])
+    write_app(tmp_path / "app", "default", [*SITES, f"data.root={own}"])
     assert "**5 of these images are public**" in (tmp_path / "app" / "SERVER.md").read_text()
     sites = (tmp_path / "app" / "SITES.md").read_text()
     (line,) = [line for line in sites.splitlines() if line.startswith("- `share`")]

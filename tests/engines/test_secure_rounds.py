@@ -17,7 +17,8 @@ from flwr.app import Message
 
 from fedssl.engines.remote.codec import pack
 from fedssl.engines.remote.engine import STATES
-from fedssl.engines.remote.site import Request, SecureStep, Site
+from fedssl.engines.remote.messages import Request, SecureStep
+from fedssl.engines.remote.site import Site
 from fedssl.engines.store import History
 from fedssl.privacy import survivors_needed
 from fedssl.runs.build import build_experiment
@@ -150,7 +151,7 @@ def test_a_site_under_secure_sums_says_nothing_in_the_open(tmp_path: Path) -> No
     request = Request(
         "locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", 1, {"0/.": network}
     )
-    (reply,) = Site(session, tmp_path).answer(request).values()
+    (reply,) = Site(session.engine, tmp_path).answer(request).values()
     assert reply.fault is not None and "secure" in reply.fault and not reply.tensors
 
 
@@ -160,7 +161,7 @@ def test_a_site_is_not_summed_twice(tmp_path: Path) -> None:
     for words, asks in (((SECURE,), step), (("objective.bound=1",), None)):
         session = build_experiment(small("engine.name=flower", *words))
         request = Request("locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", secure=asks)
-        (reply,) = Site(session, tmp_path).answer(request).values()
+        (reply,) = Site(session.engine, tmp_path).answer(request).values()
         assert reply.fault is not None and "not among what this site answers" in reply.fault
 
 
@@ -173,9 +174,9 @@ def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: 
 
 
 def test_a_site_takes_no_part_in_a_sum_of_two(tmp_path: Path) -> None:
-    site = Site(build_experiment(small("engine.name=flower", SECURE)), tmp_path)
+    site = Site(build_experiment(small("engine.name=flower", SECURE)).engine, tmp_path)
     site._check_threshold(3, 3)
-    with pytest.raises(UserError, match="not met by 2 of 2"):
+    with pytest.raises(UserError, match="2 of 2 survivors are too few"):
         site._check_threshold(2, 2)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedssl.engines.remote.codec import Malformed
-from fedssl.engines.remote.site import describe
+from fedssl.engines.remote.site import describe_fault
 from fedssl.engines.store import History, Store
 from fedssl.util import files
 from fedssl.util.errors import UserError
@@ -122,5 +122,7 @@ def test_a_full_disk_is_no_reason_to_resume(
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(UserError, match=r"No space left on device.*; make room$") as caught:
         put(Store(tmp_path), 0, FIRST, 1)
-    assert str(tmp_path) in describe(caught.value, far=False)  # a simulation hides nothing
-    assert str(tmp_path) not in describe(caught.value)
+    assert str(tmp_path) in describe_fault(
+        caught.value, is_real=False
+    )  # a simulation hides nothing
+    assert str(tmp_path) not in describe_fault(caught.value)

@@ -14,7 +14,8 @@ from torch import nn
 from fedssl import config
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
-from fedssl.deploy.sites import Introduction, server_session
+from fedssl.deploy.introduction import Introduction
+from fedssl.deploy.server import build_server_experiment
 from fedssl.evaluate import collaborations, collaborative, finetune
 from fedssl.evaluate.collaborative import FineTuning, draw
 from fedssl.federation.sampling import cohort_size
@@ -444,9 +445,9 @@ def test_a_deployments_server_refuses_before_the_first_round():
     sites = [Introduction(f"{k}", f"ward {k}", 10, (1,), 8, 8) for k in range(2)]
     words = ("engine.name=flower", "engine.sites=2", f"evaluate.protocols={SPEC}")
     with pytest.raises(UserError) as caught:
-        server_session(settings(*words), sites)
+        build_server_experiment(settings(*words), sites)
     assert (caught.value.key, caught.value.value) == ("evaluate.protocols", SPEC)
-    assert server_session(settings(*words[:2]), sites).names == ["ward 0", "ward 1"]
+    assert build_server_experiment(settings(*words[:2]), sites).names == ["ward 0", "ward 1"]
 
 
 def test_collaborations_are_found_in_both_keys():

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fedssl import config as configuration
 from fedssl import privacy
 from fedssl.config import Config
-from fedssl.deploy import app as deploy
 from fedssl.deploy import instructions
-from fedssl.deploy.sites import Introduction, server_session
+from fedssl.deploy.introduction import Introduction
+from fedssl.deploy.recipe import adapt_recipe
+from fedssl.deploy.server import build_server_experiment
 from fedssl.encoder import hub
 from fedssl.encoder.load import load_encoder
 from fedssl.engines.local import LocalEngine
@@ -440,7 +441,7 @@ def test_nothing_is_said_where_it_does_not_happen() -> None:
 
 def test_a_deployments_server_names_the_sites() -> None:
     sites = [Introduction(n, n, k, (1,), 16, 16) for n, k in (("a", 99), ("ward", 4), ("c", 67))]
-    notes = list(list_warnings(server_session(deploy.settle("default", SITES), sites)))
+    notes = list(list_warnings(build_server_experiment(adapt_recipe("default", SITES), sites)))
     said = "dcco: replies of at most 4 images (1 of 3 clients: ward) can tell the encoding of each"
     assert [note for note in notes if note.startswith(said)]
 
@@ -498,5 +499,5 @@ def test_sites_are_not_told_what_cannot_be(words: str, said: str) -> None:
 
 
 def told(words: str) -> str:
-    config = deploy.settle("default", [*SITES, *words.split()])
+    config = adapt_recipe("default", [*SITES, *words.split()])
     return " ".join(instructions.sites(config, "default").split())

@@ -35,8 +35,8 @@ def add_deploy(commands: Commands) -> None:
 
 
 def _deploy_init(options: argparse.Namespace) -> int:
-    from fedssl.deploy import app as deploy
+    from fedssl.deploy.write import write_app
 
-    deploy.init(options.folder, options.recipe, options.words)
+    write_app(options.folder, options.recipe, options.words)
     print(f"{options.folder}: written; read {options.folder / 'SERVER.md'} next")
     return 0

@@ -22,7 +22,7 @@ from fedssl.util.errors import UserError
 from fedssl.util.text import format_bytes
 
 if TYPE_CHECKING:
-    from fedssl.deploy.rehearsal import Moved
+    from fedssl.deploy.estimate import Traffic
     from fedssl.privacy import Replies
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
@@ -35,7 +35,7 @@ def fill(template: str, **values: object) -> str:
     return Template(text).substitute(values, version=__version__, flower=FLOWER, package=PACKAGE)
 
 
-def sites(config: Config, recipe: str, moved: Moved | None = None) -> str:
+def sites(config: Config, recipe: str, moved: Traffic | None = None) -> str:
     """Instructions for a site's administrator; ``moved`` is what a round costs, where known."""
     square, algorithm = "all of one square size", plugins.short_name(config.algorithm.name)
     if config.data.size is not None:
@@ -90,7 +90,7 @@ def extras(config: Config) -> str:
     return "flower" if config.privacy.noise is None else "flower,privacy"
 
 
-def _amount(config: Config, moved: Moved | None) -> str:
+def _amount(config: Config, moved: Traffic | None) -> str:
     """How many bytes a site sends and receives."""
     if moved is None:
         return "**How much** a round moves is not known beforehand; `sent.jsonl` (below) has it."

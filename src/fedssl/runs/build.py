@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import cast
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +22,9 @@ from fedssl.data.dataset import Census, Dataset, Groups
 from fedssl.data.load import convert_channels
 from fedssl.data.partition import client_names
 from fedssl.engines.base import Engine
+from fedssl.engines.flower.simulation import SimulatedEngine
 from fedssl.engines.local import LocalEngine
+from fedssl.engines.remote.engine import RemoteEngine
 from fedssl.evaluate import parse
 from fedssl.evaluate.evaluator import ModelEvaluator
 from fedssl.evaluate.models import TrainedModels
@@ -261,15 +264,21 @@ def build_engine(
     engine: Engine
     if config.engine.name == "local":
         engine = LocalEngine(trainer, algorithm, groups, aggregator)
-    else:
-        from fedssl.engines.remote.engine import RemoteEngine
-
+    elif validate.is_deployed(config):
         engine = RemoteEngine(trainer, algorithm, groups, aggregator)
+    else:
+        engine = SimulatedEngine(trainer, algorithm, groups, aggregator, build_worker_engine)
     if config.evaluate.drift:
         trainer.watched = {}
     if compiles_passes(engine):
         trainer.compile_passes()
     return engine
+
+
+@lru_cache(maxsize=1)
+def build_worker_engine(text: str) -> Engine:
+    """Build the engine of a simulation's worker from its configuration, once per process."""
+    return build_experiment(configuration.build(yaml.safe_load(text))).engine
 
 
 def build_federation(config: Config, dataset: Dataset, groups: Groups, network: Network) -> Engine:

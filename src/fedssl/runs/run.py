@@ -26,6 +26,7 @@ from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
 from fedssl.data.partition import called
 from fedssl.data.places import name_images
+from fedssl.engines.flower.environment import require_flower
 from fedssl.federation.driver import RoundResult, run_round
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, loggers
@@ -116,9 +117,7 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
     check_folder(settings, out, resume)
     loggers.require(settings)
     if settings.engine.name == "flower":
-        from fedssl.engines.flower import engine as flower
-
-        flower.require()
+        require_flower()
     overhead = Overhead()
     with plugins.translate_errors(), overhead.timed("prepare"):
         experiment = build_experiment(settings)

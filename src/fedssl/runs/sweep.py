@@ -18,6 +18,7 @@ from fedssl.data import sources
 from fedssl.data.dataset import Dataset
 from fedssl.data.load import load_dataset
 from fedssl.data.places import name_images
+from fedssl.engines.flower.environment import require_flower
 from fedssl.runs import checkpoint, loggers, run
 from fedssl.runs.build import assemble
 from fedssl.runs.record import Run
@@ -237,9 +238,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
             run.check_here(own)
             loggers.require(own)
             if own.engine.name == "flower":
-                from fedssl.engines.flower import engine as flower
-
-                flower.require()
+                require_flower()
             with plugins.translate_errors():
                 if place not in loaded:
                     loaded[place] = load_dataset(*place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import Malformed, Packed, expect, pack, unpack, unpack_like
-from fedssl.engines.remote.site import CHANGE, Reply, Request, SecureStep
+from fedssl.engines.remote.messages import CHANGE, Reply, Request, SecureStep
 from fedssl.engines.store import History, Stored
 from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.federation.algorithm import Algorithm
@@ -80,15 +80,6 @@ class RemoteEngine(Engine):
         """A simulation's clients keep their states in the run's folder."""
         self.states.folder = out / STATES
         self.states.history = self.history
-
-    def drive(self, work: Callable[[], None]) -> None:
-        """In a simulation, unless a transport is there already."""
-        if self.transport is not None:
-            work()
-            return
-        from fedssl.engines.flower.engine import simulate
-
-        simulate(self, work)
 
     def notes(self) -> dict[str, str]:
         """Which attempt did which rounds."""

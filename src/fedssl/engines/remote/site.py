@@ -1,4 +1,4 @@
-"""A client's end of a message: the task that was asked for, done here; only the reply leaves."""
+"""Answer requests where the clients' data is. Only replies leave."""
 
 from __future__ import annotations
 
@@ -6,200 +6,146 @@ import hashlib
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedssl.engines.remote.codec import Malformed, Packed, pack, tensors
-from fedssl.engines.store import History, Store
-from fedssl.federation.aggregate import Weight
+from fedssl.engines.base import Engine
+from fedssl.engines.remote.codec import Malformed, pack, tensors
+from fedssl.engines.remote.messages import CHANGE, Reply, Request, SecureStep
+from fedssl.engines.store import Store
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.privacy import survivors_needed
-from fedssl.runs.build import Experiment
 from fedssl.util.errors import UserError
 from fedssl.util.files import save
 from fedssl.util.trees import Tree, unflatten
 
-if TYPE_CHECKING:
-    from fedssl.privacy.secure import Message
-
-CHANGE = "change"  # the leaf of a reply that holds the model's change
-
-
-@dataclass(frozen=True)
-class Request:
-    """One exchange, as a node is asked: which task, for whom, with what.
-
-    The payload's tensors are named ``position/path``, or ``position@client/path`` where each client
-    gets its own. Those in ``known`` came with an earlier exchange of the round: name → exchange and
-    name there.
-    """
-
-    task: str
-    clients: tuple[int, ...]
-    round: int
-    exchange: int  # its number within the round
-    history: History
-    weight: Weight | None = None  # of a mean; none: the reply goes as it is
-    arguments: int = 0
-    payload: Mapping[str, Packed] = field(default_factory=dict)
-    known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    secure: SecureStep | None = None
-    samples: Mapping[int, int] = field(default_factory=dict)  # images that each client started with
-
-
-@dataclass(frozen=True)
-class SecureStep:
-    """Which step of which secure sum, the least survivors, and the step's messages by client."""
-
-    step: str
-    context: str
-    threshold: int
-    messages: Mapping[int, Message] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What one client sends back: its share in a mean and its tensors, or why there are none.
-
-    In a secure sum: the step's message; the masked vector is the only tensor, without a share.
-    """
-
-    share: float = 1.0
-    tensors: Mapping[str, Packed] = field(default_factory=dict)
-    fault: str | None = None
-    message: Message = field(default_factory=dict)
-
 
 class Site:
-    """The clients that live here: one on a real site, any of a partition in a simulation."""
+    """The clients whose data is here: one at a real site, any of the partition in a simulation."""
 
-    def __init__(self, session: Experiment, folder: Path, place: str = "0", alone: bool = False):
-        self.session = session
+    def __init__(self, engine: Engine, folder: Path, place: str = "0", is_real: bool = False):
+        self.engine = engine  # that of this process: its data, network and algorithm
+        self.config = engine.trainer.config
         self.store = Store(folder)
         self.received = folder / f"received-{place}"
-        self.alone = alone  # all data here is one client's, whatever number the server gave it
-        self.half = (CHANGE,) if session.config.engine.updates == "fp16" else ()
+        self.is_real = is_real  # all data here is one client's, whatever number the server gave it
+        self.half = (CHANGE,) if self.config.engine.updates == "fp16" else ()
 
     def answer(self, request: Request) -> dict[int, Reply]:
-        """Each client's reply; one that fails costs only its own."""
+        """Return each client's reply. A client that fails costs only its own reply."""
         try:
-            self._allow(request)
-            payload = self._payload(request)
+            self._check_request(request)
+            payload = self._collect_payload(request)
         except Exception as error:
-            fault = describe(error, self.alone)
+            fault = describe_fault(error, self.is_real)
             return {client: Reply(fault=fault) for client in request.clients}
-        return {client: self._one(client, request, payload) for client in request.clients}
+        return {client: self._answer_one(client, request, payload) for client in request.clients}
 
-    def _allow(self, request: Request) -> None:
-        """Only what the algorithm declares is answered, and only in the declared way."""
-        algorithm, privacy = self.session.algorithm, self.session.config.privacy
+    def _check_request(self, request: Request) -> None:
+        """Refuse everything but the tasks that the algorithm declares, in the declared way."""
+        algorithm, privacy, task = self.engine.algorithm, self.config.privacy, request.task
         if (request.secure is not None) != privacy.secure:
-            raise UserError(
-                f"task {request.task}: this site answers only "
-                + ("in secure sums" if privacy.secure else "in the open")
-            )
-        logs = tuple(algorithm.logs) if self.session.engine.aggregator.allows_client_logs else ()
-        if self.session.trainer.census is None:  # a real site
-            logs = tuple(task for task in logs if task not in algorithm.simulated)
+            how = "in secure sums" if privacy.secure else "without secure sums"
+            raise UserError(f"task {task}: this site answers only {how}")
+        if self.is_real and len(request.clients) != 1:
+            raise UserError(f"task {task}: this site is one client, not {len(request.clients)}")
+        logs = tuple(algorithm.logs) if self.engine.aggregator.allows_client_logs else ()
+        if self.is_real:
+            logs = tuple(log for log in logs if log not in algorithm.simulated)
         means = algorithm.asked(privacy.secure)
         allowed = means if request.weight is not None else (*algorithm.gathers, *logs)
-        if self.alone and len(request.clients) != 1:
-            asked = len(request.clients)
-            raise UserError(f"task {request.task}: this site is one client, not {asked}")
-        if request.task not in allowed:
-            raise UserError(
-                f"task {request.task}: not among what this site answers "
-                f"({', '.join(allowed) or 'nothing'})"
-            )
+        if task not in allowed:
+            listed = ", ".join(allowed) or "nothing"
+            raise UserError(f"task {task}: not among what this site answers ({listed})")
 
-    def _one(self, client: int, request: Request, payload: dict[str, Tensor]) -> Reply:
+    def _answer_one(self, client: int, request: Request, payload: dict[str, Tensor]) -> Reply:
         try:
             self._check_samples(client, request)
             if request.secure is not None:
-                return self._secure(client, request, request.secure, payload)
-            share, reply = self.contribution(client, request, payload)
+                return self._take_secure_step(client, request, request.secure, payload)
+            share, reply = self._contribute(client, request, payload)
             return Reply(share, pack(reply, self.half))
         except Exception as error:
-            return Reply(fault=describe(error, self.alone))
+            return Reply(fault=describe_fault(error, self.is_real))
 
     def _check_samples(self, client: int, request: Request) -> None:
-        """In a secure sum the server cannot see that a weight is another one than at the start."""
-        now = int(self.session.engine.groups.sizes[0 if self.alone else client])
+        """Refuse if images were added or removed: a secure sum would hide the changed weight."""
+        now = int(self.engine.groups.sizes[0 if self.is_real else client])
         before = request.samples.get(client, now)
         if now != before:
             raise UserError(
-                f"{now} images, where the run started with {before}; put them back as they were, "
-                "or start a new run"
+                f"{now} images, where the run started with {before}",
+                fix="Restore the images, or start a new run.",
             )
 
-    def _secure(
+    def _take_secure_step(
         self, client: int, request: Request, secure: SecureStep, payload: dict[str, Tensor]
     ) -> Reply:
-        """One step of a secure sum; what the client must not forget is written before it speaks."""
+        """Take one step of a secure sum; the client's secrets are on disk before it replies."""
         from fedssl.privacy.secure import Masker, encode
 
         name = hashlib.sha256(secure.context.encode()).hexdigest()[:32]
         path = self.store.folder / "secrets" / f"{client}-{name}"
-        told, message = Reply(), secure.messages.get(client, {})
+        reply, message = Reply(), secure.messages.get(client, {})
         if secure.step == "keys":
             _clear_secrets(path, client)
             masker = Masker(client, secure.context, secure.threshold)
-            told = Reply(message=masker.keys())
+            reply = Reply(message=masker.keys())
         else:
             masker = Masker.from_bytes(path.read_bytes())
         if secure.step == "shares":
             self._check_threshold(len(cast("list[int]", message["clients"])), masker.threshold)
-            told = Reply(message=masker.shares(message))
+            reply = Reply(message=masker.shares(message))
         elif secure.step == "masked":
-            share, tree = self.contribution(client, request, payload)
+            share, tree = self._contribute(client, request, payload)
             vector = masker.masked(message, encode(tree, share, masker.participants))
-            told = Reply(tensors=pack({"masked": torch.from_numpy(vector)}))
+            reply = Reply(tensors=pack({"masked": torch.from_numpy(vector)}))
         elif secure.step == "unmask":
-            told = Reply(message=masker.unmask(message))
+            reply = Reply(message=masker.unmask(message))
         _write_secret(path, masker.to_bytes())
-        return told
+        return reply
 
     def _check_threshold(self, clients: int, threshold: int) -> None:
-        """A server must not talk sites into smaller sums than they agreed to."""
-        share = self.session.config.privacy.threshold
+        """Refuse sums of fewer clients than the sites agreed to."""
+        share = self.config.privacy.threshold
         if threshold < survivors_needed(share, clients):
-            raise UserError(f"privacy.threshold={share}: not met by {threshold} of {clients}")
+            raise UserError(
+                f"{threshold} of {clients} survivors are too few",
+                key="privacy.threshold",
+                value=share,
+            )
 
-    def contribution(
+    def _contribute(
         self, client: int, request: Request, payload: dict[str, Tensor]
     ) -> tuple[float, Tree]:
-        """Do the task; the client's state is kept before anything is said."""
-        session, ids = self.session, np.array([client])
-        groups = session.engine.groups
-        members, sizes = groups.select(ids * 0 if self.alone else ids)
+        """Run the task; the client's state is stored before anything is returned."""
+        engine, ids = self.engine, np.array([client])
+        members, sizes = engine.groups.select(ids * 0 if self.is_real else ids)
         state = self.store.load(client, request.round, request.history)
-        state = cast("dict[str, Tree]", _to(state, session.trainer.device))
-        _, lr = learning_rates(session.config, request.round)
-        one = Client(session.trainer, members, ids, sizes, request.round, lr, state)
-        reply = getattr(session.algorithm, request.task)(one, *_arguments(request, payload, client))
-        if request.task not in session.algorithm.logs:
-            session.algorithm.check_state("client", one.state)
+        state = cast("dict[str, Tree]", _to(state, engine.trainer.device))
+        _, lr = learning_rates(self.config, request.round)
+        one = Client(engine.trainer, members, ids, sizes, request.round, lr, state)
+        reply = getattr(engine.algorithm, request.task)(one, *_arguments(request, payload, client))
+        if request.task not in engine.algorithm.logs:
+            engine.algorithm.check_state("client", one.state)
             self.store.save(client, one.state, request.round, request.history)
         if request.weight is None:
             return 1.0, reply
-        average = session.engine.aggregator
-        return average.contribute(request.task, one.weight, reply, request.weight)
+        return engine.aggregator.contribute(request.task, one.weight, reply, request.weight)
 
-    def _payload(self, request: Request) -> dict[str, Tensor]:
-        """All tensors of the request, those of earlier exchanges from where they were kept."""
+    def _collect_payload(self, request: Request) -> dict[str, Tensor]:
+        """Return all tensors of the request; those of earlier exchanges were kept on disk."""
         here = dict(tensors(request.payload))
         attempt = request.history.names[-1]
         place = self.received / f"{request.round}-{attempt}"
         for old in self.received.glob("*") if request.exchange == 0 else ():
-            if int(old.name.split("-")[0]) <= request.round:  # not those of a round that is on
+            if int(old.name.split("-")[0]) <= request.round:  # a later round may be at work
                 shutil.rmtree(old, ignore_errors=True)
         if here:
             save(place / f"{request.exchange}.safetensors", here, {}, "make room")
@@ -208,12 +154,12 @@ class Site:
             for name, (number, there) in request.known.items():
                 if number == exchange:
                     here[name] = before[there]
-        device = self.session.trainer.device
+        device = self.engine.trainer.device
         return {name: tensor.to(device) for name, tensor in here.items()}
 
 
 def _clear_secrets(path: Path, client: int) -> None:
-    """Of the client's earlier sums nothing is needed any more."""
+    """Delete the secrets of the client's earlier sums."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in path.parent.glob(f"{client}-*"):
         old.unlink(missing_ok=True)
@@ -228,14 +174,14 @@ def _write_secret(path: Path, data: bytes) -> None:
 
 
 def _to(tree: Tree, device: torch.device) -> Tree:
-    """Numbers (ndim 0) stay on the host, as in the local engine."""
+    """Move a tree to the device; single numbers stay on the host, as in the local engine."""
     if isinstance(tree, Tensor):
         return tree.to(device) if tree.ndim else tree
     return {name: _to(child, device) for name, child in tree.items()}
 
 
 def _arguments(request: Request, payload: dict[str, Tensor], client: int) -> list[Tree]:
-    """The task's arguments, in order."""
+    """Return the task's arguments for a client, in order."""
     arguments: list[Tree] = []
     for position in range(request.arguments):
         flat: dict[str, Tensor] = {}
@@ -249,15 +195,15 @@ def _arguments(request: Request, payload: dict[str, Tensor], client: int) -> lis
     return arguments
 
 
-def describe(error: Exception, far: bool = True) -> str:
-    """Why, for the server: our own lines; of anything else only its kind, since its text may tell
-    of the site's data. The site's log has it all.
+def describe_fault(error: Exception, is_real: bool = True) -> str:
+    """Describe an error for the server, and print all of it for the site.
 
-    Names of its files do not leave a site that is ``far``: it has ``told`` in place of the line.
+    Only our own errors are described by their text. Of others the server learns the kind, since
+    their text may hold data. File names stay at a real site: ``told`` replaces the text.
     """
     if isinstance(error, (UserError, Malformed)):
         print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
-        if far and isinstance(error, UserError) and error.told is not None:
+        if is_real and isinstance(error, UserError) and error.told is not None:
             return f"refused: {error.told}; the site's log says more"
         return f"refused: {error}"
     traceback.print_exception(error, file=sys.stderr)

@@ -18,10 +18,13 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedssl import __version__, privacy
 from fedssl import config as configuration
-from fedssl.deploy import app as deploy
-from fedssl.deploy import instructions
-from fedssl.deploy.sites import Introduction, site_session
-from fedssl.engines.flower import engine as flower
+from fedssl.deploy import instructions, server, transport
+from fedssl.deploy.introduction import Introduction
+from fedssl.deploy.recipe import adapt_recipe
+from fedssl.deploy.site import build_site_experiment
+from fedssl.deploy.write import write_app
+from fedssl.engines.flower import transport as grid_transport
+from fedssl.engines.flower.messages import GREETING
 from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
 from fedssl.runs import run, sweep
 from fedssl.util.errors import UserError
@@ -31,7 +34,7 @@ WORDS = ["engine.sites=3", "cohort.size=null", "rounds=7"]
 
 def test_the_app_is_complete(tmp_path: Path) -> None:
     folder = tmp_path / "app"
-    deploy.init(folder, "default", WORDS)
+    write_app(folder, "default", WORDS)
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
         "LICENSE",
         "SERVER.md",
@@ -56,7 +59,7 @@ def test_the_app_is_complete(tmp_path: Path) -> None:
 
 
 def test_the_recipe_is_the_whole_run(tmp_path: Path) -> None:
-    deploy.init(tmp_path, "default", WORDS)
+    write_app(tmp_path, "default", WORDS)
     tree = yaml.safe_load((tmp_path / "fedssl_app" / "recipe.yaml").read_text())
     config = configuration.build(tree)
     assert configuration.to_tree(config) == tree
@@ -69,25 +72,25 @@ def test_the_recipe_is_the_whole_run(tmp_path: Path) -> None:
 def test_a_root_is_the_servers_and_client_folders_are_gone(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("{extends: folder, data: {root: /all, levels: [client, class]}}")
-    assert deploy.settle(str(mine), WORDS).data.root is None
-    config = deploy.settle(str(mine), [*WORDS, "data.root=judge"])
+    assert adapt_recipe(str(mine), WORDS).data.root is None
+    config = adapt_recipe(str(mine), [*WORDS, "data.root=judge"])
     assert config.data.root == str(Path.cwd() / "judge")
     assert config.data.levels == ("class",)
 
 
 def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
-    plain = list_exchanges(deploy.settle("default", WORDS))
+    plain = list_exchanges(adapt_recipe("default", WORDS))
     for task in ("locate", "encode", "descend"):
         assert f"- `{task}`" in plain
     assert "Means of the client's encodings and of their products" in plain
     assert "could see each site's own" in plain
-    secure = list_exchanges(deploy.settle("default", [*WORDS, "privacy.secure=true"]))
+    secure = list_exchanges(adapt_recipe("default", [*WORDS, "privacy.secure=true"]))
     assert "learns only the sum" in secure and "could see" not in secure
     assert "public keys" in secure and "public keys" not in plain
-    bounded = list_exchanges(deploy.settle("default", [*WORDS, "objective.bound=1"]))
+    bounded = list_exchanges(adapt_recipe("default", [*WORDS, "objective.bound=1"]))
     assert "`locate`" in plain and "`locate`" not in secure + bounded
     words = [*WORDS, "privacy.noise=1", "privacy.clip=3", "objective.bound=1"]
-    noisy = list_exchanges(deploy.settle("default", words)).splitlines()
+    noisy = list_exchanges(adapt_recipe("default", words)).splitlines()
     encode, descend = (
         next(line for line in noisy if f"`{t}`" in line) for t in ("encode", "descend")
     )
@@ -96,14 +99,14 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
 
 
 def test_what_goes_beside_a_reply_is_listed_too() -> None:
-    plain = list_exchanges(deploy.settle("default", WORDS))
+    plain = list_exchanges(adapt_recipe("default", WORDS))
     assert "its weight in the mean" in plain and "the loss" in plain and "random number" in plain
     words = [*WORDS, "privacy.noise=1", "objective.bound=1"]
-    noisy = list_exchanges(deploy.settle("default", words))
+    noisy = list_exchanges(adapt_recipe("default", words))
     assert "its weight in the mean" in noisy and "loss" not in noisy  # which stays at the site
     assert "the classes' names" not in plain
     words = [*WORDS, "algorithm.name=fedavg", "objective.name=supervised"]
-    assert "the classes' names" in list_exchanges(deploy.settle("default", words))
+    assert "the classes' names" in list_exchanges(adapt_recipe("default", words))
 
 
 @pytest.mark.parametrize(
@@ -133,15 +136,15 @@ def test_what_is_not_protected_is_said(words: str, said: str) -> None:
 
 def test_what_is_possible_is_not_what_is_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = deploy.settle("default", WORDS)
+    config = adapt_recipe("default", WORDS)
     assert "`privacy.secure=true` turns them on" in describe_protection(config)
-    secure = deploy.settle("default", [*WORDS, "privacy.secure=true"])
+    secure = adapt_recipe("default", [*WORDS, "privacy.secure=true"])
     with pytest.raises(UserError, match="cryptography and pycryptodome are not installed"):
         privacy.build_aggregator(secure, build_algorithm(secure), 3, 3)
 
 
 def test_instructions_have_the_commands(tmp_path: Path) -> None:
-    deploy.init(tmp_path, "default", WORDS)
+    write_app(tmp_path, "default", WORDS)
     sites, server = (tmp_path / name for name in ("SITES.md", "SERVER.md"))
     assert "--node-config 'data=\"/srv/images\"'" in sites.read_text()
     text = server.read_text()
@@ -161,7 +164,7 @@ def test_instructions_have_the_commands(tmp_path: Path) -> None:
 def test_what_a_recipe_does_to_the_clients_images_is_left_out_and_said(
     recipe: str, key: str, plain: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = deploy.settle(recipe, WORDS)
+    config = adapt_recipe(recipe, WORDS)
     assert getattr(config.partition, key.partition("=")[0]) == plain
     said = f"fedssl: {recipe}: partition.{key} is left out: sites have their own data, which"
     shown = capsys.readouterr().err
@@ -173,17 +176,17 @@ def test_what_a_recipe_has_for_simulations_is_left_out_and_said(
 ) -> None:
     recipe = tmp_path / "own.yaml"
     recipe.write_text("engine: {name: flower, workers: 4, timeout: 90}\n")
-    config = deploy.settle(str(recipe), WORDS)
+    config = adapt_recipe(str(recipe), WORDS)
     assert config.engine.workers == 2 and config.engine.timeout == 90
     said = f"fedssl: {recipe}: engine.workers=4 is left out: it is for simulations\n"
     assert capsys.readouterr().err == said
 
 
 def test_a_site_is_told_of_damaged_images() -> None:
-    fails = instructions.sites(deploy.settle("default", WORDS), "default")
+    fails = instructions.sites(adapt_recipe("default", WORDS), "default")
     assert "One damaged image keeps this site, and so the run, from starting" in fails
     assert "`fedssl: refused: data.corrupt=fail" in fails and "with `data.corrupt=skip`" in fails
-    skips = instructions.sites(deploy.settle("default", [*WORDS, "data.corrupt=skip"]), "default")
+    skips = instructions.sites(adapt_recipe("default", [*WORDS, "data.corrupt=skip"]), "default")
     assert "Damaged images are left out" in skips and "keeps this site" not in skips
 
 
@@ -194,7 +197,7 @@ def test_a_site_is_told_of_damaged_images() -> None:
         (["engine.site=3"], "engine.site: unknown key (did you mean engine.sites?)"),
         (["engine.sites=0"], "engine.sites=0:"),
         (["engine.sites=3"], "cohort.size=32: more than engine.sites=3; add cohort.size=3"),
-        ([*WORDS, "cohort.minimum=4"], "cohort.minimum=4: more than the 3 clients"),
+        ([*WORDS, "cohort.minimum=4"], "cohort.minimum=4: "),
         ([*WORDS, "data.name=digits"], "data.name=digits: each site is one client"),
         ([*WORDS, "partition.name=iid"], "partition.name=iid: each site is one client"),
         ([*WORDS, "engine.name=local"], "engine.name=local: a deployment runs on Flower"),
@@ -215,7 +218,7 @@ def test_a_site_is_told_of_damaged_images() -> None:
 def test_refusals_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:
     folder = tmp_path / "app"
     with pytest.raises(UserError) as caught:
-        deploy.init(folder, "default", words)
+        write_app(folder, "default", words)
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert not folder.exists()
 
@@ -224,7 +227,7 @@ def test_the_servers_images_are_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*WORDS, "evaluate.protocols=knn"]
-    deploy.init(tmp_path / "app", "default", [*words, f"data.root={tmp_path / 'no'}"])
+    write_app(tmp_path / "app", "default", [*words, f"data.root={tmp_path / 'no'}"])
     said = f"data.root={tmp_path / 'no'}: no such folder here; the server needs it"
     assert capsys.readouterr().err == f"fedssl: {said}\n"
     images = tmp_path / "images"
@@ -232,19 +235,19 @@ def test_the_servers_images_are_looked_at(
     for name in ("a.png", "b.png"):
         Image.new("RGB", (16, 16)).save(images / name)
     with pytest.raises(UserError, match=r"evaluate.protocols=knn: .*label"):
-        deploy.init(tmp_path / "other", "default", [*words, f"data.root={images}"])
+        write_app(tmp_path / "other", "default", [*words, f"data.root={images}"])
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("name", ["ap😀", "größe", 'a"b'])
 def test_what_flower_reads_is_toml_whatever_the_folders_name(name: str, tmp_path: Path) -> None:
-    deploy.init(tmp_path / name, "default", WORDS)
+    write_app(tmp_path / name, "default", WORDS)
     project = tomllib.loads((tmp_path / name / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["tool"]["flwr"]["app"]["config"]["out"] == str(tmp_path / name / "run")
 
 
 def test_real_sites_are_not_simulated(tmp_path: Path) -> None:
-    settings = deploy.settle("default", WORDS)
+    settings = adapt_recipe("default", WORDS)
     with pytest.raises(UserError, match=r"engine.sites=3: sites are elsewhere; write an app"):
         run.run(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -256,7 +259,7 @@ def test_real_sites_are_not_simulated(tmp_path: Path) -> None:
 
 def test_paths_of_the_app_are_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    data = deploy.settle("default", [*WORDS, "data.root=photos", "data.cache=cache"]).data
+    data = adapt_recipe("default", [*WORDS, "data.root=photos", "data.cache=cache"]).data
     assert (data.root, data.cache) == (f"{tmp_path}/photos", f"{tmp_path}/cache")
 
 
@@ -264,27 +267,27 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     for folder in (tmp_path, tmp_path / "mine"):
         with pytest.raises(UserError, match="exists and is not an empty folder; name a new one"):
-            deploy.init(folder, "default", WORDS)
+            write_app(folder, "default", WORDS)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_recipe_that_was_forgotten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"engine.sites=3: expected a recipe's name before it"):
-        deploy.init(tmp_path / "app", "engine.sites=3", [])
+        write_app(tmp_path / "app", "engine.sites=3", [])
 
 
 def test_a_folder_with_a_space_can_be_pasted(tmp_path: Path) -> None:
-    deploy.init(tmp_path / "my app", "default", WORDS)
+    write_app(tmp_path / "my app", "default", WORDS)
     text = (tmp_path / "my app/SERVER.md").read_text()
     assert text.count(f"flwr run '{tmp_path}/my app' fedssl") == 2
 
 
 def test_an_unknown_recipe(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"recipe defalt: no such recipe .*did you mean default"):
-        deploy.init(tmp_path / "app", "defalt", WORDS)
+        write_app(tmp_path / "app", "defalt", WORDS)
 
 
-class Nodes(flower.SiteMail):
+class Nodes(transport.SiteTransport):
     """Sites that answer as told, without Flower."""
 
     def __init__(self, answers: Mapping[int, Introduction | str]) -> None:
@@ -300,7 +303,7 @@ class Nodes(flower.SiteMail):
         return {
             node: RecordDict(
                 {
-                    flower.HELLO: ConfigRecord(
+                    GREETING: ConfigRecord(
                         {"version": __version__}
                         | ({"fault": said} if isinstance(said, str) else {"facts": told(said)})
                     )
@@ -335,7 +338,7 @@ def test_a_site_that_cannot_take_part_is_named_once_and_left_alone_for_a_while(
     mail.answers = {1: A, 4: B}
     assert mail.place([0, 1]) == {0: 1, 1: 4}
     mail.answers = {1: A, 4: B, 2: "refused: no such folder"}
-    monkeypatch.setattr(flower, "ASKED_AGAIN", 0.0)
+    monkeypatch.setattr(transport, "RETRY_AFTER", 0.0)
     mail.place([0])
     assert mail.asked == [1, 2, 3, 4, 2] and not capsys.readouterr().err
 
@@ -346,7 +349,7 @@ def test_a_site_that_is_not_needed_is_named_once(capsys: pytest.CaptureFixture[s
     grown = Introduction("a", "here", 9, (1,), 16, 16)
     for _ in range(2):
         assert mail.place([0]) == {0: 2}
-        mail.met[2] = grown  # the same site, with an image more
+        mail.connected[2] = grown  # the same site, with an image more
     said = "fedssl: site there has nothing to do: the run has its 1 sites\n"
     assert capsys.readouterr().err == said
 
@@ -375,7 +378,7 @@ def test_a_site_with_a_new_state_is_said_to_be_another(capsys: pytest.CaptureFix
     ],
 )
 def test_how_many_a_secure_sum_needs_is_a_number(words: str, said: str) -> None:
-    config = deploy.settle("default", ["cohort.size=null", "privacy.secure=true", *words.split()])
+    config = adapt_recipe("default", ["cohort.size=null", "privacy.secure=true", *words.split()])
     assert f"if at least {said} answer." in describe_protection(config)
 
 
@@ -394,29 +397,32 @@ def test_too_few_sites_end_the_wait() -> None:
 def test_one_server_at_a_time_in_a_runs_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(UserError, match=r"resume=true: .* holds no run; leave it out"):
-        flower.serve(cast("Any", None), deploy.settle("default", WORDS), out, True)
-    with flower.alone(out, False):
+        server.serve(cast("Any", None), adapt_recipe("default", WORDS), out, True)
+    with server.claim_folder(out, False):
         (out / "config.yaml").touch()
         with (
             pytest.raises(UserError, match="a run is at work there"),
-            flower.alone(out, True),
+            server.claim_folder(out, True),
         ):
             pass
-        with pytest.raises(UserError, match="holds a run; continue"), flower.alone(out, False):
+        with (
+            pytest.raises(UserError, match="holds a run; continue"),
+            server.claim_folder(out, False),
+        ):
             pass
-    with flower.alone(out, True):
+    with server.claim_folder(out, True):
         pass
 
 
 def test_a_sites_mistakes_are_told_by_the_name_that_it_knows(tmp_path: Path) -> None:
-    config = deploy.settle("default", WORDS)
+    config = adapt_recipe("default", WORDS)
     for data, text in (
         ("", "node-config data: not given"),
         (str(tmp_path / "no"), "node-config data=.*/no: no such folder"),
         (str(tmp_path), "node-config data=.*: no images"),
     ):
         with pytest.raises(UserError, match=text):
-            site_session(config, data)
+            build_site_experiment(config, data)
 
 
 def test_weights_to_start_from_are_the_servers(
@@ -425,12 +431,12 @@ def test_weights_to_start_from_are_the_servers(
     monkeypatch.chdir(tmp_path)
     init, app = "encoder.init=encoder.safetensors", tmp_path / "app"
     with pytest.raises(UserError, match=f"encoder.init={tmp_path}/encoder.safetensors: no such"):
-        deploy.init(app, "default", [*WORDS, init])
+        write_app(app, "default", [*WORDS, init])
     Path("encoder.safetensors").touch()
     for word in ("algorithm.name=ditto", "algorithm.norm_policy=reset"):
         with pytest.raises(UserError, match=f"with {word}: sites start from the same weights"):
-            deploy.init(app, "default", [*WORDS, "algorithm.local_epochs=1", init, word])
-    deploy.init(app, "default", [*WORDS, init])
+            write_app(app, "default", [*WORDS, "algorithm.local_epochs=1", init, word])
+    write_app(app, "default", [*WORDS, init])
     tree = yaml.safe_load((app / "fedssl_app" / "recipe.yaml").read_text())
     assert tree["encoder"]["init"] == str(tmp_path / "encoder.safetensors")
 
@@ -441,6 +447,6 @@ def test_a_superlink_that_fails_once_does_not_end_the_run(
     def locked(what: list[Any]) -> list[Any]:
         raise RuntimeError("500 Internal Server Error\nmore")
 
-    assert flower._tried(locked, [1]) == []
+    assert grid_transport._try(locked, [1]) == []
     assert capsys.readouterr().err == "fedssl: the SuperLink failed: 500 Internal Server Error\n"
-    assert flower._tried(lambda what: iter(what), [1]) == [1]
+    assert grid_transport._try(lambda what: iter(what), [1]) == [1]

@@ -21,7 +21,7 @@ from fedssl.util.trees import Tree
 
 
 @dataclass(frozen=True)
-class Moved:
+class Traffic:
     """The bytes of one site in a round, by exchange: tensors, without what Flower adds."""
 
     up: dict[str, int]
@@ -29,7 +29,9 @@ class Moved:
     first: dict[str, int]  # up, in exchanges of a run's first round alone
 
 
-def site_bytes(session: Experiment, without_weights: Callable[[], Experiment]) -> Moved | None:
+def estimate_traffic(
+    session: Experiment, without_weights: Callable[[], Experiment]
+) -> Traffic | None:
     """What a site moves, by a ``session`` of the server or by the same without weights.
 
     The latter first: it takes no memory, however many sites there are, but has no values, which
@@ -43,22 +45,22 @@ def site_bytes(session: Experiment, without_weights: Callable[[], Experiment]) -
     return None
 
 
-def _rehearse(session: Experiment) -> Moved:
+def _rehearse(session: Experiment) -> Traffic:
     """Everyone's first round, and one site's second: by then the server has what it passes on."""
     engine, server, algorithm = session.engine, session.server, session.algorithm
     assert isinstance(engine, RemoteEngine)
     server.state |= algorithm.prepared_like(engine.trainer)
     sites = np.arange(len(engine.groups))
-    first, second = Rehearsed(engine, sites, 0), Rehearsed(engine, sites[:1], 1)
+    first, second = _RehearsedCohort(engine, sites, 0), _RehearsedCohort(engine, sites[:1], 1)
     for number, cohort in enumerate((first, second)):
         server.round = number
         algorithm.round(server, cohort)
     up, down = second.traffic.up, second.traffic.down
     only = {task: count // len(sites) for task, count in first.traffic.up.items() if task not in up}
-    return Moved(dict(up), dict(down), only)
+    return Traffic(dict(up), dict(down), only)
 
 
-class Rehearsed(RemoteCohort):
+class _RehearsedCohort(RemoteCohort):
     """Sites that answer at once, with zeros."""
 
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:

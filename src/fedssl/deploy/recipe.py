@@ -1,31 +1,25 @@
-"""``fedssl deploy init``: a Flower app of a recipe, with instructions for server and sites."""
+"""Adapt a recipe to real sites, and check everything that can be checked without them."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fedssl import __version__, privacy
 from fedssl import config as configuration
+from fedssl import privacy
 from fedssl.config import Config, plugins
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.load import load_dataset
-from fedssl.deploy import rehearsal
-from fedssl.deploy.instructions import extras, fill, server, sites
-from fedssl.deploy.own_files import bring_back as bring_back
-from fedssl.deploy.own_files import keep as keep
-from fedssl.deploy.own_files import ship
-from fedssl.deploy.sites import Introduction, nothing
+from fedssl.deploy.estimate import Traffic, estimate_traffic
+from fedssl.deploy.introduction import Introduction, empty_dataset
 from fedssl.evaluate import collaborations
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.exchanges import build_algorithm
 from fedssl.runs.build import assemble
-from fedssl.runs.deployed import PACKAGE
 from fedssl.runs.split import public_images
 from fedssl.util.errors import UserError
 
@@ -40,42 +34,7 @@ SIMULATED = {
 }
 
 
-def init(folder: Path, recipe: str, words: Sequence[str]) -> None:
-    """Write a complete Flower app of ``recipe`` into ``folder``, which must be new or empty."""
-    folder = folder.expanduser().absolute()
-    config = settle(recipe, words)
-    moved = _check(config)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not an empty folder; name a new one")
-    shipped, own = ship(config)
-    out = str(folder / "run")
-    texts = {
-        **own,
-        "pyproject.toml": fill(
-            "pyproject.toml.in", extras=extras(config), out=json.dumps(out, ensure_ascii=False)
-        ),
-        "LICENSE": fill("LICENSE.in"),
-        "SITES.md": sites(config, recipe, moved),
-        "SERVER.md": server(config, folder),
-        f"{PACKAGE}/__init__.py": f'"""Written by fedssl {__version__}: {recipe}."""\n',
-        f"{PACKAGE}/client_app.py": fill("app.py.in", about="What a site runs.", name="client_app"),
-        f"{PACKAGE}/server_app.py": fill(
-            "app.py.in", about="What the server runs.", name="server_app"
-        ),
-        f"{PACKAGE}/recipe.yaml": configuration.dump(shipped),
-    }
-    try:
-        for name, text in texts.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or folder}: cannot be written ({error.strerror}); name another folder"
-        ) from None
-
-
-def settle(recipe: str, words: Sequence[str]) -> Config:
+def adapt_recipe(recipe: str, words: Sequence[str]) -> Config:
     """The recipe as a deployment has it: each site is one client, and its data is its own."""
     for word in words:
         name, _, value = word.partition("=")
@@ -121,7 +80,7 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def _check(config: Config) -> rehearsal.Moved | None:
+def check_recipe(config: Config) -> Traffic | None:
     """Refuse now what would be refused when all sites are waiting; what a site moves in a round."""
     count, cohort = config.engine.sites, config.cohort
     assert count is not None
@@ -147,9 +106,9 @@ def _check(config: Config) -> rehearsal.Moved | None:
             "algorithm.norm_policy=local: normalization layers never leave the sites, so the "
             "server's encoder would have untrained ones; use average or reset"
         )
-    check_init(config)
+    check_initial_weights(config)
     if config.data.root is None:
-        check_public(config, None)
+        check_public_images(config, None)
     if "per-client" in (*(config.evaluate.protocols or ()), *(config.evaluate.monitor or ())):
         raise UserError(
             "evaluate.protocols=per-client: the server has no client's test images; leave it out"
@@ -168,12 +127,12 @@ def _check(config: Config) -> rehearsal.Moved | None:
         return _rehearse(config, count)
 
 
-def _rehearse(config: Config, count: int) -> rehearsal.Moved | None:
+def _rehearse(config: Config, count: int) -> Traffic | None:
     """Build what the server will, as far as it is known here what images there will be."""
     data, encoder, many = config.data, config.encoder, MANY
     if data.root is not None and Path(data.root).exists():
         dataset = load_dataset(data, config.seed)
-        check_public(config, dataset)
+        check_public_images(config, dataset)
     else:
         if data.root is not None:  # this machine may not be the server
             text = f"data.root={data.root}: no such folder here; the server needs it"
@@ -183,16 +142,17 @@ def _rehearse(config: Config, count: int) -> rehearsal.Moved | None:
         # Of the channels that most images have; given weights may be for others.
         encoder = dataclasses.replace(encoder, init=None)
         classes = ("a", "b") if build_algorithm(config).objective.needs_labels else ()
-        dataset = nothing(Introduction("0", "site", many, (3,), data.size, data.size, classes))
+        site = Introduction("0", "site", many, (3,), data.size, data.size, classes)
+        dataset = empty_dataset(site)
     groups = Groups(np.zeros(count * many, dtype=np.int64), np.arange(count + 1) * many)
     known = dataclasses.replace(config, encoder=encoder, device="cpu")
     bare = dataclasses.replace(known, encoder=dataclasses.replace(encoder, init=None))
-    return rehearsal.site_bytes(
+    return estimate_traffic(
         assemble(known, dataset, groups), lambda: assemble(bare, dataset, groups, weights=False)
     )
 
 
-def check_init(config: Config) -> None:
+def check_initial_weights(config: Config) -> None:
     """The server has the weights; what sites start from by themselves, they would lack."""
     init, algorithm = config.encoder.init, config.algorithm
     if init is None:
@@ -207,7 +167,7 @@ def check_init(config: Config) -> None:
             )
 
 
-def check_public(config: Config, dataset: Dataset | None) -> None:
+def check_public_images(config: Config, dataset: Dataset | None) -> None:
     """The server has the images that it is to show to the sites."""
     wanted = getattr(config.algorithm, "public", 0)
     held = 0 if dataset is None else len(public_images(config, dataset))

@@ -15,8 +15,9 @@ from far import far_session, one_round, small
 from fedssl import config as configuration
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
-from fedssl.deploy import app as deploy
-from fedssl.deploy import instructions, rehearsal
+from fedssl.deploy import estimate, instructions
+from fedssl.deploy.recipe import adapt_recipe, check_recipe
+from fedssl.deploy.write import write_app
 from fedssl.runs import metrics, run
 from fedssl.runs.build import Experiment, assemble
 from fedssl.util.text import format_bytes
@@ -42,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def planned(*words: str) -> rehearsal.Moved:
-    moved = deploy._check(deploy.settle("default", [*SMALL, f"engine.sites={SITES}", *words]))
+def planned(*words: str) -> estimate.Traffic:
+    moved = check_recipe(adapt_recipe("default", [*SMALL, f"engine.sites={SITES}", *words]))
     assert moved is not None
     return moved
 
@@ -128,18 +129,18 @@ def test_messages_count_the_same(words: str, keys: int, tmp_path: Path) -> None:
             assert 0 <= own[way] / 5 - said[task] <= keys
 
 
-def rehearsed(config: Config, session: Experiment) -> rehearsal.Moved:
+def rehearsed(config: Config, session: Experiment) -> estimate.Traffic:
     def again(weights: bool) -> Experiment:
         return assemble(config, session.dataset, session.engine.groups, weights=weights)
 
-    moved = rehearsal.site_bytes(again(True), lambda: again(False))
+    moved = estimate.estimate_traffic(again(True), lambda: again(False))
     assert moved is not None
     return moved
 
 
 def test_a_site_is_told(tmp_path: Path) -> None:
     words = [*SMALL, f"engine.sites={SITES}", "rounds=1000"]
-    deploy.init(tmp_path, "default", words)
+    write_app(tmp_path, "default", words)
     text = " ".join((tmp_path / "SITES.md").read_text().split())
     moved = planned()
     up, down = sum(moved.up.values()), sum(moved.down.values())
@@ -164,7 +165,7 @@ def test_a_site_is_told(tmp_path: Path) -> None:
 )
 def test_what_goes_with_the_number(words: str, said: str, tmp_path: Path) -> None:
     given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    deploy.init(tmp_path, "default", given)
+    write_app(tmp_path, "default", given)
     assert said in " ".join((tmp_path / "SITES.md").read_text().split())
 
 
@@ -178,7 +179,7 @@ def test_what_goes_with_the_number(words: str, said: str, tmp_path: Path) -> Non
 )
 def test_what_an_encoding_is_where_any_leave(words: str, leave: bool) -> None:
     given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    text = " ".join(instructions.sites(deploy.settle("default", given), "default").split())
+    text = " ".join(instructions.sites(adapt_recipe("default", given), "default").split())
     assert (
         "is a list of 16 numbers that the network computes from an image. It is not" in text
     ) == leave
@@ -199,7 +200,7 @@ def test_what_an_encoding_is_where_any_leave(words: str, leave: bool) -> None:
 )
 def test_what_the_other_sites_get(words: str, said: str) -> None:
     given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    text = " ".join(instructions.sites(deploy.settle("default", given), "default").split())
+    text = " ".join(instructions.sites(adapt_recipe("default", given), "default").split())
     assert said in re.sub(r".*\*\*What the other sites get", "", text)
 
 
@@ -211,5 +212,5 @@ def test_an_algorithm_that_takes_no_zeros_costs_only_the_number(
 
     monkeypatch.setattr(FedAvg, "round", fails)
     words = ["algorithm.name=fedavg", *SMALL, f"engine.sites={SITES}"]
-    deploy.init(tmp_path, "default", words)
+    write_app(tmp_path, "default", words)
     assert "**How much** a round moves" in (tmp_path / "SITES.md").read_text()

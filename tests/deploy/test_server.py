@@ -29,11 +29,14 @@ from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
 from fedssl.data import image_files
-from fedssl.deploy import app as deploy
-from fedssl.deploy import sites as site_module
-from fedssl.engines.flower import engine as flower
-from fedssl.engines.flower.engine import client_app, read_replies, serve, write_request
-from fedssl.engines.remote.site import Request
+from fedssl.deploy import site as site_module
+from fedssl.deploy.recipe import adapt_recipe
+from fedssl.deploy.server import serve, server_app
+from fedssl.deploy.site import build_site_experiment, client_app, load_experiment, read_config
+from fedssl.deploy.transport import SiteTransport
+from fedssl.deploy.write import write_app
+from fedssl.engines.flower.messages import read_replies, write_request
+from fedssl.engines.remote.messages import Request
 from fedssl.engines.store import History
 from fedssl.runs import checkpoint, loggers, run
 from fedssl.runs.deployed import PACKAGE
@@ -54,7 +57,7 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three folders of images, and the same as one data set with a folder a client."""
     monkeypatch.setenv("FEDSSL_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
-    flower._session.cache_clear()
+    load_experiment.cache_clear()
     generator = np.random.default_rng(0)
     for name, count in (("ward", 7), ("clinic", 5), ("lab", 6)):
         folder = tmp_path / "data" / "train" / name
@@ -66,12 +69,16 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settled(*words: str) -> Config:
-    return deploy.settle("default", [*WORDS, *words])
+    return adapt_recipe("default", [*WORDS, *words])
 
 
 def grid_of(config: Config, sites: Path, *names: str) -> Here:
     folders = [{"data": str(sites / name)} for name in names or ("ward", "clinic", "lab")]
-    return Here(client_app(configuration.dump(config)), folders)
+    recipe = sites / "recipe.yaml"
+    recipe.write_text(configuration.dump(config))
+    app = client_app(recipe)
+    recipe.unlink()
+    return Here(app, folders)
 
 
 def weights(out: Path) -> torch.Tensor:
@@ -170,14 +177,14 @@ def test_a_site_whose_images_change_is_told_what_to_do(
     def adds(asked: Any, reply: Any) -> Any:
         if not (sites / "lab" / "new.png").exists() and asked.metadata.dst_node_id == 13:
             shutil.copy(sites / "lab" / "0.png", sites / "lab" / "new.png")
-            flower._session.cache_clear()  # a new process, as for every message
+            load_experiment.cache_clear()  # a new process, as for every message
         return reply
 
     grid.tamper = adds
     serve(grid, config, tmp_path / "far", False)
     assert metrics(tmp_path / "far")[1]["faults"]["1"] == (
         f"train{', keys' * ('privacy.secure=true' in words)}: refused: 7 images, where the run "
-        "started with 6; put them back as they were, or start a new run"
+        "started with 6. Restore the images, or start a new run."
     )
 
 
@@ -218,8 +225,8 @@ def test_too_few_sites_end_with_one_line(sites: Path, tmp_path: Path) -> None:
     config = settled("engine.timeout=0.1")
     with pytest.raises(UserError, match="2 of 3 sites came"):
         serve(grid_of(config, sites, "ward", "lab"), config, tmp_path / "far", False)
-    mail = flower.SiteMail(grid_of(config, sites, "ward", "lab"))
-    mail.failed = dict.fromkeys(mail.grid.get_node_ids(), (-1e9, "no answer"))  # at first
+    mail = SiteTransport(grid_of(config, sites, "ward", "lab"))
+    mail.refused = dict.fromkeys(mail.grid.get_node_ids(), (-1e9, "no answer"))  # at first
     with pytest.raises(UserError, match=r"2 of 3 sites came .*; start the others"):
         mail.wait(3, 0.1)
     with pytest.raises(UserError, match="holds no run"):
@@ -288,13 +295,13 @@ def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
 ) -> None:
     app, out, judge = tmp_path / "app", tmp_path / "far", labelled(tmp_path / "labelled")
     mine = tmp_path / "mine.py"
-    own = Path(__file__).parents[1] / "examples/own"
+    own = Path(__file__).parents[2] / "examples/own"
     mine.write_bytes((own / "algorithm.py").read_bytes() + (own / "protocol.py").read_bytes())
     names = (f"algorithm.name={mine}:Momentum", f"evaluate.protocols={mine}:nearest_mean@4")
-    deploy.init(app, "default", [*WORDS, "rounds=1", *names, f"data.root={judge}"])
+    write_app(app, "default", [*WORDS, "rounds=1", *names, f"data.root={judge}"])
     with monkeypatch.context() as flowers:
         flowers.syspath_prepend(app)
-        config = flower._config((app / "fedssl_app" / "recipe.yaml").read_text())
+        config = read_config((app / "fedssl_app" / "recipe.yaml").read_text())
         summary = serve(grid_of(config, sites), config, out, False)
         serve(grid_of(config, sites), config, out, True)
         # Of an older version, or of another place: the names in its config.yaml mean nothing here.
@@ -364,7 +371,7 @@ def test_a_part_of_a_sites_folder_is_not_left_out_silently(
     shutil.copy(folder / "train" / "0.png", folder / ".trash")  # as everywhere
     (folder / "lost+found").mkdir()
     monkeypatch.setattr(image_files, "_scan", without(image_files._scan, "lost+found"))
-    flower._session.cache_clear()
+    load_experiment.cache_clear()
     hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
     assert json.loads(hello["facts"])["samples"] == 1
 
@@ -379,7 +386,7 @@ def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
 def test_one_server_at_a_time(sites: Path, tmp_path: Path) -> None:
     config, out = settled(), tmp_path / "far"
     out.mkdir()
-    with (out / flower.LOCK).open("w") as file:
+    with (out / checkpoint.LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="a run is at work there"):
             serve(grid_of(config, sites), config, out, False)
@@ -404,7 +411,7 @@ def test_a_stranger_cannot_end_a_run(
 
     grid.tamper = lies
     serve(grid, config, tmp_path / "far", False)
-    assert "none of ours" in capsys.readouterr().err
+    assert "fedssl did not write" in capsys.readouterr().err
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
@@ -432,7 +439,9 @@ def test_what_sites_record_is_what_the_server_counts(
     told = {name.removeprefix("hello/"): value for name, value in first["sent"].items()}
     assert told.pop("version") == __version__
     assert first["bytes"] == len(__version__ + json.dumps(told))
-    assert told.pop("site") == site_module.identity(site_module.state_folder(str(sites / "ward")))
+    assert told.pop("site") == site_module._site_number(
+        site_module.state_folder(str(sites / "ward"))
+    )
     shape = {"channels": [3], "height": 16, "width": 16, "classes": []}
     assert told == {"name": "ward", "samples": 7, **shape}
     if words == ("algorithm.name=fedavg",):
@@ -574,14 +583,14 @@ SIZE = "data.size is not set, and the images are not of one square size"
             corrupt,
             "data.corrupt=fail: 1 of 6 images cannot be read; data.corrupt=skip leaves such files "
             "out",
-            "data.corrupt=skip. The server's operator sets this key of the app.",
+            "data.corrupt=skip. The server's operator sets this key.",
         ),
         (
             only_corrupt,
             "node-config data: no image for train can be read",
             f"node-config data={{folder}}: no image for train can be read: {SECRET}.jpg",
         ),
-        (other_size, SIZE, "data.size=16. The server's operator sets this key of the app."),
+        (other_size, SIZE, "data.size=16. The server's operator sets this key."),
         (
             no_cache,
             "the cache cannot be written",
@@ -647,7 +656,7 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
 ) -> None:
     words = ("device=cuda:3", f"data.cache={tmp_path}/other", f"encoder.init={tmp_path}/none")
     torch.set_num_threads(2)
-    session = site_module.site_session(settled(*words, "engine.threads=3"), str(sites / "ward"))
+    session = build_site_experiment(settled(*words, "engine.threads=3"), str(sites / "ward"))
     assert torch.get_num_threads() == session.config.engine.threads == 2
     assert session.trainer.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
@@ -655,7 +664,8 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
 
 def test_a_site_that_cannot_read_the_recipe_says_so_and_records_it(sites: Path) -> None:
     text = configuration.dump(settled()) + "invented: 1\n"
-    grid = Here(client_app(text), [{"data": str(sites / "ward")}])
+    (sites / "recipe.yaml").write_text(text)
+    grid = Here(client_app(sites / "recipe.yaml"), [{"data": str(sites / "ward")}])
     hello = asked(grid, 11, RecordDict(), "query.hello")["hello"]
     assert hello["fault"].startswith("refused: invented: unknown key")
     assert hello["version"] == __version__
@@ -668,7 +678,8 @@ def test_of_a_program_that_fails_only_the_kind_is_told(
     (tmp_path / "own_failing.py").write_text("raise RuntimeError(__file__)")
     monkeypatch.syspath_prepend(tmp_path)
     text = configuration.dump(settled()).replace("name: dcco", "name: own_failing:Own")
-    grid = Here(client_app(text), [{"data": str(sites / "ward")}])
+    (sites / "recipe.yaml").write_text(text)
+    grid = Here(client_app(sites / "recipe.yaml"), [{"data": str(sites / "ward")}])
     told = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
     where = "refused: algorithm.name=own_failing:Own"
     assert told == f"{where}: RuntimeError; the site's log says more"
@@ -683,7 +694,7 @@ def test_resume_is_true_or_false(
     recipe.write_text(configuration.dump(settled()))
     context = Context(1, 1, {}, RecordDict(), {"out": str(tmp_path / "far"), "resume": given})
     with pytest.raises(UserError):
-        flower.server_app(recipe)(grid_of(settled(), tmp_path), context)
+        server_app(recipe)(grid_of(settled(), tmp_path), context)
     said = f"fedssl: resume={json.dumps(given)}: must be true or false, unquoted\n"
     assert capsys.readouterr().err == said
 
@@ -699,7 +710,7 @@ def test_a_full_disk_of_the_servers_is_told_as_what_goes_on_there(
     recipe.write_text(configuration.dump(settled()))
     context = Context(1, 1, {}, RecordDict(), {"out": str(tmp_path / "far"), "resume": False})
     with pytest.raises(UserError):
-        flower.server_app(recipe)(grid_of(settled(), sites), context)
+        server_app(recipe)(grid_of(settled(), sites), context)
     told = capsys.readouterr().err.splitlines()[-1]
     assert "make room, then continue with --run-config 'resume=true'. What was saved" in told
 
@@ -712,7 +723,7 @@ def test_where_a_site_keeps_its_state(
     assert site_module.state_folder("/srv/images").parent == tmp_path / "st"
     long = "ü" * 125 + "x"  # 251 bytes
     (sites / "ward").rename(sites / long)
-    session = site_module.site_session(settled(), str(sites / long))
+    session = build_site_experiment(settled(), str(sites / long))
     assert site_module.introduce(session, str(sites / long)).name == long
     assert site_module.state_folder(str(sites / long)).name.startswith("ü" * 123 + "-")
     assert site_module.introduce(session, "/").name == "/"

@@ -1,0 +1,156 @@
+"""The server's program of a deployment: wait for sites, run, and resume."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedssl import report
+from fedssl.config import Config
+from fedssl.data.dataset import Dataset, Groups
+from fedssl.data.load import load_dataset
+from fedssl.deploy.introduction import (
+    Introduction,
+    empty_dataset,
+    read_sites,
+    write_sites,
+)
+from fedssl.deploy.plugin_files import bring_back, keep
+from fedssl.deploy.recipe import check_initial_weights, check_public_images
+from fedssl.deploy.site import read_config
+from fedssl.deploy.transport import SiteTransport, say
+from fedssl.engines.flower.apps import build_server_app
+from fedssl.engines.remote.engine import RemoteEngine
+from fedssl.runs import loggers
+from fedssl.runs.build import Experiment, assemble
+from fedssl.runs.checkpoint import LOCK, locked
+from fedssl.runs.run import Interrupted, carry_out, check_folder
+from fedssl.util.errors import TrainingError, UserError, going_on
+from fedssl.util.files import writing
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid, ServerApp
+
+
+def server_app(recipe: Path) -> ServerApp:
+    """Build the server app of a recipe; ``out`` of the ``--run-config`` names the run's folder."""
+
+    def main(grid: Grid, run_config: Mapping[str, Any]) -> None:
+        out, resume = Path(str(run_config["out"])), run_config["resume"]
+        try:
+            if not isinstance(resume, bool):
+                raise UserError(f"resume={json.dumps(resume)}: must be true or false, unquoted")
+            with going_on("continue with --run-config 'resume=true'"):
+                serve(grid, read_config(recipe.read_text(encoding="utf-8")), out, resume)
+        except Interrupted:
+            say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")
+            raise
+        except (UserError, TrainingError) as error:
+            say(error)
+            raise
+
+    return build_server_app(main)
+
+
+def serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any]:
+    """Run or resume a whole run with real sites, and return its summary."""
+    with claim_folder(out, resume):
+        summary = _serve(grid, config, out, resume)
+    report.write_page_or_warn(out)
+    return summary
+
+
+@contextlib.contextmanager
+def claim_folder(out: Path, resume: bool) -> Iterator[None]:
+    """Keep the run's folder for one server at a time, however the previous one ended."""
+    started = (out / "config.yaml").exists()
+    if started and not resume:
+        raise UserError(
+            f"out={out}: holds a run; continue it with --run-config 'resume=true', or name another "
+            "folder with --run-config 'out=\"/another/folder\"'"
+        )
+    if resume and not started:
+        raise UserError(f"resume=true: {out} holds no run; leave it out")
+    hint = "wait for its end, or end it with flwr stop, or kill the process"
+    with locked(out / LOCK, f"out={out}", hint):
+        yield
+
+
+def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any]:
+    kept, plugin_texts = keep(config, out)
+    if resume:
+        with writing(f"out={out}"):
+            bring_back(out, plugin_texts)
+    check_folder(kept, out, resume)
+    # Otherwise these would be refused only after all sites have come.
+    check_initial_weights(config)
+    loggers.require(config)
+    data = config.data
+    own = None if data.root is None else load_dataset(data, config.seed)
+    check_public_images(config, own)
+    transport, timeout = SiteTransport(grid), config.engine.timeout
+    if resume:
+        transport.sites = read_sites(out)
+        members = {site.site for site in transport.sites}
+        transport.wait(config.cohort.minimum, timeout, members)
+    else:
+        assert config.engine.sites is not None
+        transport.sites = transport.wait(config.engine.sites, timeout)
+        write_sites(out, transport.sites)
+    experiment = build_server_experiment(config, transport.sites)
+    assert isinstance(experiment.engine, RemoteEngine)
+    experiment.engine.transport = transport
+    with writing(f"out={out}"):
+        bring_back(out, plugin_texts)
+    return carry_out(experiment, kept, out, resume)
+
+
+def build_server_experiment(config: Config, sites: Sequence[Introduction]) -> Experiment:
+    """Build the server's experiment, which knows its clients' sizes but not their images.
+
+    With ``data.root`` (labelled images at the server) it evaluates encoders, else it does not.
+    """
+    first = sites[0]
+    for other in sites[1:]:
+        for fact in ("channels", "height", "width", "classes"):
+            ours, theirs = getattr(first, fact), getattr(other, fact)
+            if ours != theirs:
+                raise UserError(
+                    f"site {other.name}: its images have {fact} {theirs} where those of "
+                    f"{first.name} have {ours}; set data.size, or mend the site's folder"
+                )
+    dataset = empty_dataset(first) if config.data.root is None else _load_own(config, first)
+    sizes = np.array([site.samples for site in sites])
+    offsets = np.concatenate(([0], np.cumsum(sizes)))
+    groups = Groups(np.zeros(offsets[-1], dtype=np.int64), offsets)
+    names = _number_equal_names([site.name for site in sites])
+    return assemble(config, dataset, groups, names)
+
+
+def _number_equal_names(names: Sequence[str]) -> list[str]:
+    """Tell equal names apart: the second of two sites ``ward`` becomes ``ward (2)``."""
+    unique: list[str] = []
+    for name in names:
+        others = (f"{name} ({k})" for k in itertools.count(2))
+        unique.append(next(n for n in itertools.chain([name], others) if n not in unique))
+    return unique
+
+
+def _load_own(config: Config, site: Introduction) -> Dataset:
+    """Load the server's labelled images for evaluation, and public ones for training."""
+    dataset = load_dataset(config.data, config.seed)
+    shape = [tuple(i.shape[1:]) for i in dataset.train.images]
+    wanted = [(c, site.height, site.width) for c in site.channels]
+    if shape != wanted:
+        raise UserError(
+            f"data.root={config.data.root}: images of shape {shape} where the sites have {wanted}"
+        )
+    if site.classes and dataset.classes != site.classes:
+        raise UserError(f"data.root={config.data.root}: not the sites' classes {site.classes}")
+    return dataset

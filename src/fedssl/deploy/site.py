@@ -1,0 +1,220 @@
+"""The program of a real site: its data, its state, its record of what it sent, and its app."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from fedssl import __version__
+from fedssl import config as configuration
+from fedssl.config import Config, Evaluate
+from fedssl.data.folders import check_all_used
+from fedssl.data.load import load_dataset
+from fedssl.deploy.introduction import Introduction
+from fedssl.engines.flower.apps import build_client_app
+from fedssl.engines.flower.messages import (
+    GREETING,
+    list_content,
+    read_clients,
+    read_request,
+    write_greeting,
+    write_replies,
+)
+from fedssl.engines.remote.messages import Reply, Request
+from fedssl.engines.remote.site import Site, describe_fault
+from fedssl.runs.build import Experiment, build_site
+from fedssl.util.errors import UserError
+from fedssl.util.files import LONGEST, write_text
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+    from flwr.clientapp import ClientApp
+
+RECORD = "sent.jsonl"
+DATA = "node-config data"  # the one setting of a site
+
+
+def client_app(recipe: Path) -> ClientApp:
+    """Build the client app of a recipe; a site adds only ``--node-config data=…``."""
+    text = recipe.read_text(encoding="utf-8")
+
+    def answer(content: RecordDict, node: Mapping[str, Any]) -> RecordDict:
+        data, about = str(node.get("data", "")), dict[str, Any]()
+
+        def refuse(error: Exception) -> RecordDict:
+            reply = Reply(fault=describe_fault(error))
+            return write_replies(dict.fromkeys(read_clients(content), reply))
+
+        try:
+            request = read_request(content)
+            about = _summarize(request)
+            # A run keeps the name of its first attempt, however often its server restarts.
+            folder = state_folder(data) / request.history.names[0]
+            site = Site(load_experiment(text, data).engine, folder, is_real=True)
+            reply = write_replies(site.answer(request))
+        except Exception as error:
+            reply = refuse(error)
+        return _record(reply, data, about, refuse)
+
+    def greet(content: RecordDict, node: Mapping[str, Any]) -> RecordDict:
+        data = str(node.get("data", ""))
+
+        def refuse(error: Exception) -> RecordDict:
+            return write_greeting({"version": __version__, "fault": describe_fault(error)})
+
+        try:
+            facts = json.dumps(asdict(introduce(load_experiment(text, data), data)))
+            reply = write_greeting({"version": __version__, "facts": facts})
+        except Exception as error:
+            reply = refuse(error)
+        return _record(reply, data, {"task": GREETING}, refuse)
+
+    return build_client_app(_list_tasks(text), answer, greet)
+
+
+def _list_tasks(text: str) -> tuple[str, ...]:
+    """List the algorithm's tasks; none if the recipe cannot be read, as the greeting says."""
+    try:
+        algorithm = configuration.variant("algorithm", read_config(text).algorithm.name)
+    except Exception:  # Flower would send its text, and there would be no record of it
+        return ()
+    return (*algorithm.means, *algorithm.gathers, *algorithm.logs)
+
+
+@functools.lru_cache(maxsize=1)
+def read_config(text: str) -> Config:
+    """Build the configuration of an app's recipe, once per process."""
+    return configuration.build(yaml.safe_load(text))
+
+
+@functools.lru_cache(maxsize=1)
+def load_experiment(text: str, data: str) -> Experiment:
+    """Load a site's images and build its network, once per process."""
+    return build_site_experiment(read_config(text), data)
+
+
+def build_site_experiment(config: Config, data: str) -> Experiment:
+    """Build the experiment of a site, whose images are all one client's.
+
+    Settings of the server's machine and of evaluation do not hold here, and weights come with
+    each request.
+    """
+    if not data:
+        fix = "Start the SuperNode with --node-config 'data=\"/folder/with/images\"'."
+        raise UserError("not given", key=DATA, fix=fix)
+    config = replace(
+        config,
+        data=replace(config.data, name="folder", root=data, holdout=0.0, cache=None),
+        device="auto",
+        encoder=replace(config.encoder, init=None),
+        # Each message gets a new process, which would pay for compiling. Torch's number of threads
+        # is still that of this machine (its cores, or OMP_NUM_THREADS).
+        engine=replace(config.engine, compile="off", threads=torch.get_num_threads()),
+        evaluate=Evaluate(),
+    )
+    try:
+        dataset = load_dataset(config.data, config.seed)
+        check_all_used(config.data)
+    except UserError as error:
+        raise _in_site_terms(error) from None
+    dataset = replace(dataset, test=None, clients=())
+    return build_site(config, dataset)
+
+
+def _in_site_terms(error: UserError) -> UserError:
+    """Name the setting that the site's administrator knows; file names stay in the site's log."""
+    key, fix, told = error.key, error.fix, error.told or "its images cannot be used"
+    if key == "data.root":
+        key, told = DATA, f"{DATA}: {told}"
+    elif key == "data.cache":
+        key, fix = "FEDSSL_CACHE", "Set FEDSSL_CACHE to a folder that can be written and has room."
+    else:
+        fix = f"{fix} The server's operator sets this key."
+    return UserError(error.problem, told, key=key, value=error.value, fix=fix)
+
+
+def introduce(experiment: Experiment, data: str) -> Introduction:
+    """Write the site's introduction."""
+    images = experiment.dataset.train.images
+    labelled = experiment.trainer.objective.needs_labels
+    height, width = images[0].shape[2:]
+    return Introduction(
+        _site_number(state_folder(data)),
+        _printable(Path(data).expanduser().resolve().name),
+        len(experiment.dataset.train),
+        tuple(i.shape[1] for i in images),
+        height,
+        width,
+        tuple(experiment.dataset.classes) if labelled else (),
+    )
+
+
+def _printable(name: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in name)[:255] or "/"
+
+
+def state_folder(data: str) -> Path:
+    """Return the folder that survives a restart of the site: one for each folder of images."""
+    home = Path(os.environ.get("FEDSSL_STATE") or "~/.local/state/fedssl").expanduser()
+    path = Path(data).expanduser().resolve()
+    suffix = f"-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+    name = os.fsencode(path.name)[: LONGEST - len(suffix)].decode(errors="ignore")
+    return home / f"{name}{suffix}"
+
+
+def _site_number(folder: Path) -> str:
+    """Return the site's random number, drawn the first time."""
+    path = folder / "site"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_text(path, uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _summarize(request: Request) -> dict[str, Any]:
+    """Summarize a request for the site's record; rounds count as in the server's metrics."""
+    step = {} if request.secure is None else {"step": request.secure.step}
+    run = request.history.names[0]
+    return {"run": run, "round": request.round + 1, "task": request.task, **step}
+
+
+def _record(
+    content: RecordDict,
+    data: str,
+    about: Mapping[str, Any],
+    refuse: Callable[[Exception], RecordDict],
+) -> RecordDict:
+    """Add a reply to the site's own record, then return it.
+
+    A reply that cannot be recorded is not sent. A fault that says so is sent in its place.
+    """
+    if not data:  # nothing is known of the site, and there is no place for a record
+        return content
+    try:
+        size, entries = list_content(content)
+        if facts := entries.pop(f"{GREETING}/facts", None):  # one entry each, as elsewhere
+            entries |= {f"{GREETING}/{name}": value for name, value in json.loads(facts).items()}
+        _append_line(state_folder(data), {**about, "bytes": size, "sent": entries})
+    except Exception as error:  # Flower would send its text, which may tell of the site
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        text = f"cannot be written ({reason})"
+        return refuse(UserError(f"{RECORD}: {text}", f"the site's record {text}"))
+    return content
+
+
+def _append_line(folder: Path, line: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with (folder / RECORD).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"time": when, **line}) + "\n")

@@ -1,0 +1,48 @@
+"""Write the Flower app of a recipe, with instructions for the server and the sites."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedssl import __version__
+from fedssl import config as configuration
+from fedssl.deploy.instructions import extras, fill, server, sites
+from fedssl.deploy.plugin_files import ship
+from fedssl.deploy.recipe import adapt_recipe, check_recipe
+from fedssl.runs.deployed import PACKAGE
+from fedssl.util.errors import UserError
+
+
+def write_app(folder: Path, recipe: str, words: Sequence[str]) -> None:
+    """Write a complete Flower app of ``recipe`` into ``folder``, which must be new or empty."""
+    folder = folder.expanduser().absolute()
+    config = adapt_recipe(recipe, words)
+    traffic = check_recipe(config)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not an empty folder; name a new one")
+    shipped, plugin_texts = ship(config)
+    out = json.dumps(str(folder / "run"), ensure_ascii=False)
+    client = {"about": "The client app: what a site runs.", "module": "site", "name": "client_app"}
+    main = {"about": "The server app.", "module": "server", "name": "server_app"}
+    texts = {
+        **plugin_texts,
+        "pyproject.toml": fill("pyproject.toml.in", extras=extras(config), out=out),
+        "LICENSE": fill("LICENSE.in"),
+        "SITES.md": sites(config, recipe, traffic),
+        "SERVER.md": server(config, folder),
+        f"{PACKAGE}/__init__.py": f'"""Written by fedssl {__version__}: {recipe}."""\n',
+        f"{PACKAGE}/client_app.py": fill("app.py.in", **client),
+        f"{PACKAGE}/server_app.py": fill("app.py.in", **main),
+        f"{PACKAGE}/recipe.yaml": configuration.dump(shipped),
+    }
+    try:
+        for name, text in texts.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: cannot be written ({error.strerror}); name another folder"
+        ) from None

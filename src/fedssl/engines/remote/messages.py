@@ -1,0 +1,62 @@
+"""The messages between server and clients: a request, a step of a secure sum, and a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fedssl.engines.remote.codec import Packed
+from fedssl.engines.store import History
+from fedssl.federation.aggregate import Weight
+
+if TYPE_CHECKING:
+    from fedssl.privacy.secure import Message
+
+CHANGE = "change"  # the leaf of a reply that holds the model's change
+
+
+@dataclass(frozen=True)
+class SecureStep:
+    """A step of a secure sum, with the step's messages by client."""
+
+    step: str
+    context: str
+    threshold: int  # the fewest clients that must survive
+    messages: Mapping[int, Message] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One exchange as a node receives it: the task, its clients and the payload.
+
+    The payload's tensors are named ``position/path``, or ``position@client/path`` where each client
+    gets its own. A tensor in ``known`` came with an earlier exchange of the round: it maps the name
+    to that exchange and to the name there.
+    """
+
+    task: str
+    clients: tuple[int, ...]
+    round: int
+    exchange: int  # its number within the round
+    history: History
+    weight: Weight | None = None  # how clients count in a mean; None for single replies
+    arguments: int = 0
+    payload: Mapping[str, Packed] = field(default_factory=dict)
+    known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    secure: SecureStep | None = None
+    samples: Mapping[int, int] = field(default_factory=dict)  # images that each client started with
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's reply: its share in a mean and its tensors, or why there are none.
+
+    In a secure sum the reply holds the step's message. The masked vector is the only tensor, and
+    there is no share.
+    """
+
+    share: float = 1.0
+    tensors: Mapping[str, Packed] = field(default_factory=dict)
+    fault: str | None = None
+    message: Message = field(default_factory=dict)
