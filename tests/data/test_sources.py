@@ -1,4 +1,4 @@
-"""What clients differ in: labels, clusters of features, rotations and styles; and the picture."""
+"""What clients differ in: labels, clusters of features, rotations and styles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from helpers import made_split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image
 from rounds import assert_both_engines_agree
 from safetensors.torch import save_file
 
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
-from fedssl.data import picture, sources
+from fedssl.data import sources
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.load import load_dataset
 from fedssl.data.partition import counts
@@ -35,6 +34,12 @@ from fedssl.runs.validate import check_deployment, list_warnings
 from fedssl.util.errors import UserError
 
 ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
+
+
+def groups_of(*clients: list[int]) -> Groups:
+    return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
+
+
 STYLE = ("partition.name=skew", "partition.source=style", "partition.sources=10")
 CLUSTERS = ("partition.name=skew", "partition.source=features", "partition.sources=3")
 
@@ -418,76 +423,7 @@ def test_deploy_init_says_that_a_recipes_source_is_left_out(
     assert not capsys.readouterr().err
 
 
-# The picture -----------------------------------------------------------------------------------
-
-
-def groups_of(*clients: list[int]) -> Groups:
-    return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
-
-
-def row_of(image: Image.Image, client: int, clients: int) -> list[tuple[int, ...]]:
-    """The pixels along the middle of a client's bar."""
-    step = picture.bar_step(clients)
-    pixels = np.asarray(image)[picture.TOP + client * step + step // 2 - 1]
-    return [tuple(map(int, p)) for p in pixels[picture.LEFT : picture.LEFT + picture.WIDTH]]
-
-
-def test_the_picture_has_a_bar_a_client_and_a_colour_a_class(tmp_path: Path) -> None:
-    labels = np.array([0, 0, 1, 1, 1, 2, -1, 0])
-    groups = groups_of([0, 1, 2, 5], [3, 4], [6, 7])
-    picture.draw(tmp_path / "a.png", groups, labels, ("x", "y", "z", "unseen"))
-    with Image.open(tmp_path / "a.png") as file:
-        assert file.format == "PNG"
-        image = file.convert("RGB")
-    x, y, z, unseen = picture.palette(4)
-    white, gray = (255, 255, 255), (128, 128, 128)
-    assert row_of(image, 0, 3) == [x] * 300 + [y] * 150 + [z] * 150
-    assert row_of(image, 1, 3) == [y] * 300 + [white] * 300
-    assert row_of(image, 2, 3) == [x] * 150 + [gray] * 150 + [white] * 300
-    below = np.asarray(image)[picture.TOP + 3 * picture.bar_step(3) :]
-    for colour in (x, y, z, unseen):  # the legend
-        assert (below == colour).all(axis=2).sum() == 11 * 11
-
-
-def test_a_hundred_clients_fit_and_more_are_said_to_be_left_out(tmp_path: Path) -> None:
-    labels = np.arange(1000) % 10
-    names = [str(c) for c in range(10)]
-    sizes = []
-    for clients in (100, 150):
-        groups = groups_of(*(list(range(k, 1000, clients)) for k in range(clients)))
-        picture.draw(tmp_path / "a.png", groups, labels, names)
-        with Image.open(tmp_path / "a.png") as image:
-            sizes.append(image.size)
-            assert row_of(image.convert("RGB"), 99, 100)[0] != (255, 255, 255)
-    assert sizes[0] == sizes[1] and sizes[0][1] < 1000
-
-
-@pytest.mark.parametrize("count", [1, 10, 11, 100, 200])
-def test_colours_differ(count: int) -> None:
-    colours = picture.palette(count)
-    assert len({*colours, (255, 255, 255), (128, 128, 128)}) == count + 2
-
-
-def test_the_picture_without_labels(tmp_path: Path) -> None:
-    for labels in (None, np.full(4, -1)):
-        picture.draw(tmp_path / "a.png", groups_of([0, 1], [3]), labels, ())
-        with Image.open(tmp_path / "a.png") as image:
-            (colour,) = picture.palette(1)
-            assert row_of(image.convert("RGB"), 1, 2)[:301] == [colour] * 300 + [(255,) * 3]
-
-
-def test_the_command_prints_the_distance_and_draws(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "a.png"
-    words = [*STYLE[:2], "partition.sources=5", "partition.clients=5"]
-    assert main(["partition", *words, "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert "distance           0.800 on average" in shown and "styles a client    1" in shown
-    assert "plain  sepia  contrast  canvas  blur" in shown and str(out) in shown
-    with Image.open(out) as image:
-        colours = [row_of(image.convert("RGB"), k, 5)[100] for k in range(5)]
-    assert colours == picture.palette(5)
+# The command ---------------------------------------------------------------------------------
 
 
 def test_the_command_says_what_is_uneven(capsys: pytest.CaptureFixture[str]) -> None:

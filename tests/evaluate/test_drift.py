@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 
 from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
+from fedssl.report.charts import palette
 from fedssl.runs import run
 from fedssl.runs.build import Experiment, assemble
 from fedssl.util.errors import UserError
@@ -136,7 +137,7 @@ def test_the_picture_and_the_metrics_of_a_run(tmp_path: Path) -> None:
     assert all(0 < v <= 1 for line in lines for v in line["local_cka"].values())
     with Image.open(tmp_path / "local-features.png") as image:
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 20) or ()}
-    drawn = [tuple(bytes.fromhex(c[1:])) for c in drift.COLOURS]
+    drawn = palette(10)
     assert {*drawn[:4]} <= colours and drawn[4] not in colours  # the global model and three clients
 
 
@@ -144,9 +145,9 @@ def test_the_pictures_clients_have_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words: list[str] = []
-    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda _, at, text, **__: words.append(text))
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda _, at, text, *__: words.append(text))
     features = {name: torch.rand(4, 3) for name in ("global", "global 1", "0", "2")}
-    drift.picture(features, ["a very long name", "b", "3"], tmp_path / "a.png")
+    drift.draw_features(features, ["a very long name", "b", "3"], tmp_path / "a.png")
     assert words == ["global", "global 1", "a very long ", "client 3"]
 
 

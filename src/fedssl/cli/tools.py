@@ -42,9 +42,10 @@ def _partition(options: argparse.Namespace) -> int:
     _, settings = resolve_words(options.words)
     check_png(options.out)
 
-    from fedssl.data import picture, sources
+    from fedssl.data import sources
     from fedssl.data.load import load_dataset
     from fedssl.data.partition import client_names, table, uneven
+    from fedssl.report import charts
     from fedssl.runs.split import split_clients
     from fedssl.util.devices import pick_device
 
@@ -57,7 +58,7 @@ def _partition(options: argparse.Namespace) -> int:
     for note in uneven(settings.partition, groups.sizes):
         print(f"fedssl: {note}", file=sys.stderr)
     if options.out is not None:
-        picture.draw(options.out, groups, labels, found.names, names)
+        charts.draw_partition(options.out, groups, labels, found.names, names)
         print(f"\n{options.out}")
     return 0
 
@@ -67,7 +68,7 @@ def _representability(options: argparse.Namespace) -> int:
 
     check_png(options.out)
     table = theory.compare(options.d, options.k, options.seed)
-    print(theory.report(table, options.d))
+    print(theory.format_table(table, options.d))
     if options.out is not None:
         theory.draw(options.out, table, options.d)
         print(f"\n{options.out}")

@@ -15,13 +15,12 @@ from fedssl.data.partition import called
 from fedssl.data.random import choose, key
 from fedssl.evaluate.features import extract
 from fedssl.models.flat_weights import FlatWeights
+from fedssl.report import charts
 
 if TYPE_CHECKING:
     from fedssl.runs.build import Experiment
 
 IMAGES = 500  # training images, the same for all models, whose features are compared
-SIDE, DOT = 900, 4  # of the picture, in pixels
-COLOURS = ("#222222", "#e6862d", "#3f7fbf", "#4c9f4c", "#b5539c", "#8c6d46", "#d0433b", "#30a0a0")
 
 
 def measure(experiment: Experiment) -> dict[str, Any]:
@@ -103,26 +102,15 @@ def cka(a: Tensor, b: Tensor) -> float:
     return float(cross / own) if own > 0 else float("nan")
 
 
-def picture(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:
-    """All models' features in one plane, a colour a model: the first two directions of their PCA.
+def draw_features(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:
+    """Draw all models' features on the first two axes of their PCA (Figure 9 has UMAP after it).
 
-    (Figure 9 has UMAP after a PCA.) ``names`` are those of the clients, by number.
+    ``names`` are those of the clients, by number.
     """
-    from PIL import Image, ImageDraw
-
     rows = torch.cat(list(features.values())).double().cpu()
     rows = rows - rows.mean(0)
     points = (rows @ torch.linalg.svd(rows, full_matrices=False)[2][:2].T).numpy()
-    low, high = points.min(0), points.max(0)
-    at = 20 + (points - low) / np.maximum(high - low, 1e-12) * (SIDE - 60)
-    image = Image.new("RGB", (SIDE, SIDE), "white")
-    draw = ImageDraw.Draw(image)
-    owners = np.repeat(np.arange(len(features)), [len(f) for f in features.values()])
-    for i in np.random.default_rng(0).permutation(len(at)):  # no model lies over all others
-        x, y = at[i]
-        draw.ellipse((x, y, x + DOT, y + DOT), fill=COLOURS[owners[i] % len(COLOURS)])
-    for number, name in enumerate(features):
-        label = called(names, int(name))[:12] if name.isdecimal() else name
-        colour = COLOURS[number % len(COLOURS)]
-        draw.text((10 + 90 * (number % 9), SIDE - 34 + 14 * (number // 9)), label, fill=colour)
-    image.save(path)
+    labels = [called(names, int(name)) if name.isdecimal() else name for name in features]
+    ends = np.cumsum([len(part) for part in features.values()])[:-1]
+    groups = dict(zip(labels, np.split(points, ends), strict=True))
+    charts.save(charts.draw_points(groups), path, "evaluate.drift")

@@ -485,7 +485,7 @@ def finish(experiment: Experiment, out: Path) -> dict[str, Any]:
         )
     export(experiment, out)
     if experiment.trainer.watched:
-        drift.picture(drift.looks(experiment), experiment.names, out / "local-features.png")
+        drift.draw_features(drift.looks(experiment), experiment.names, out / "local-features.png")
     totals = Metrics.totals(out, experiment.overhead.take())
     settings = experiment.config.evaluate
     watched = settings.monitor or (

@@ -1,4 +1,4 @@
-"""The linear model: its data, closed forms against descent, and the paper's two conclusions."""
+"""The linear model: data, closed forms against descent, and the paper's two conclusions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 from fedssl.cli import main
 from fedssl.contrib import theory
 from fedssl.contrib.theory import Array, Source
-from fedssl.data.picture import palette
+from fedssl.report import charts
 
 GROWING = (64, 160, 400)
 SOURCES = 3
@@ -34,7 +34,7 @@ def rate(measure: Callable[[dict[str, Array]], float]) -> float:
     return float(np.polyfit(np.log(GROWING), np.log(means), 1)[0])
 
 
-def test_the_data_are_the_papers() -> None:
+def test_data_has_the_papers_moments() -> None:
     """Moments and counts of source 2 of 3 (appendix E.1)."""
     d = 400
     tau, mu = d ** (1 / 5), d ** (-1 / 5)
@@ -145,51 +145,36 @@ def test_proposition_4_1_classifiers_learn_their_own_direction() -> None:
         assert min(compared(d, seed)[name][k] for d in GROWING for seed in SEEDS) >= 1
 
 
-def test_the_picture_has_a_bar_as_long_as_each_value(
+def test_the_chart_has_a_bar_for_each_value(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a.png"
     assert main(["theory", "representability", "--d", "64", "--k", "3", "--out", str(out)]) == 0
-    assert str(out) in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
     with Image.open(out) as file:
         pixels = np.asarray(file.convert("RGB"))
-    table, colours = compared(64), palette(SOURCES)
-    longest = max(1.0, *(float(row.max()) for row in table.values()))
-    for number, row in enumerate(table.values()):
-        top = theory.TOP + number * (theory.BAR * SOURCES + theory.GAP)
+    table, colors = compared(64), charts.palette(SOURCES)
+    step = charts.bar_step(len(table) * (SOURCES + 1))
+    longest = max(float(row.max()) for row in table.values())
+    for number, (name, row) in enumerate(table.items()):
+        (text,) = [text for text in printed if text.startswith(name)]
+        np.testing.assert_allclose(list(map(float, text.split()[-3:])), row, atol=5.1e-4)
         for j, value in enumerate(row):
-            line = pixels[top + j * theory.BAR + theory.BAR // 2, theory.LEFT :]
-            length = (line == colours[j]).all(axis=1).sum()
-            assert abs(length - theory.LENGTH * value / longest) <= 2  # the line at 1 is drawn last
-
-
-@pytest.mark.parametrize("name", ["a.jpg", "nowhere/a.png"])
-def test_a_picture_that_cannot_be_written(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--d", "16", "--k", "2", "--out", str(tmp_path / name)]
-    assert main(["theory", "representability", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: --out {tmp_path / name}: ") and said.count("\n") == 1
-
-
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["theory", "representability", "--d", "64", "--k", "3"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    for name, row in compared(64).items():
-        (line,) = [text for text in printed if text.startswith(name)]
-        np.testing.assert_allclose(list(map(float, line.split()[-3:])), row, atol=5.1e-4)
+            top = charts.TOP + (number * (SOURCES + 1) + j) * step
+            line = pixels[top + step // 2 - 1, charts.LEFT :]
+            length = (line == colors[j]).all(axis=1).sum()
+            assert abs(length - charts.WIDTH * value / longest) <= 1
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--k", "1"], "fedssl: --k 1: sources differ only"),
-        (["--d", "8"], "fedssl: --d 8: must be from 12"),
-        (["--d", "100000"], "fedssl: --d 100000: must be from 12"),
-    ],
-)
-def test_bad_input(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ("words", "key"),
+    [(["--k", "1"], "--k 1"), (["--d", "8"], "--d 8"), (["--d", "100000"], "--d 100000"),
+     (["--d", "16", "--k", "2", "--out", "nowhere/a.png"], "--out nowhere/a.png"),
+     (["--out", "a.jpg"], "--out a.jpg")],
+)  # fmt: skip
+def test_bad_input_is_one_line(
+    words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["theory", "representability", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(sentence) and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"fedssl: {key}: ") and error.count("\n") == 1

@@ -76,7 +76,7 @@ def test_what_packages_offer_and_whether_it_is_used(monkeypatch: pytest.MonkeyPa
 
 
 def test_it_knows_every_extra() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {
         re.split(r"[\[<>=]", package)[0]: extra
         for extra, packages in project["optional-dependencies"].items()

@@ -653,7 +653,7 @@ def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_
     tree = yaml.safe_load((moved / "config.yaml").read_text())
     tree["data"] |= {"name": "folder", "root": secret, "cache": secret}
     tree["encoder"]["init"] = secret
-    own = Path(__file__).parents[1] / "examples" / "own"  # as a user's files, anywhere
+    own = Path(__file__).parents[2] / "examples" / "own"  # as a user's files, anywhere
     tree["partition"] = {"name": f"{own}/partition.py:Halving"}
     protocol = f"{own}/protocol.py:nearest_mean"
     tree["evaluate"] |= {"protocols": ["knn", f"{protocol}@100"], "monitor": [protocol]}
