@@ -304,12 +304,12 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 def recipes(paper: str) -> str:
     """A paper's recipes: a line a table, and one for files of their own that begin alike."""
     files: dict[str, list[str]] = {}
-    for name in config.matching(paper):
-        table = config.table(name)
+    for name in config.match_recipes(paper):
+        table = config.find_table(name)
         files.setdefault(name.split("-")[0] if table is None else table.file, []).append(name)
     rows = ["| recipes | what they are | how many |", "| --- | --- | --- |"]
     for file, names in files.items():
-        table, about = config.table(names[0]), describe_recipe(names[0])[1]
+        table, about = config.find_table(names[0]), describe_recipe(names[0])[1]
         if table is not None:
             about = f"{table.title}: {table.about}"
         elif len(names) > 1:
@@ -324,7 +324,7 @@ def compared(pattern: str) -> str:
     """The paper's numbers, and ours with the images and the rounds that they had."""
     rows = ["| recipe | measure | the paper's | ours |", "| --- | --- | --- | --- |"]
     lines = read_lines(ROWS)
-    for name in config.matching(pattern):
+    for name in config.match_recipes(pattern):
         paper = config.read_recipe(name).get("paper", {})
         results = dict(paper.get("results", {}))
         if not results and paper.get("note"):

@@ -139,7 +139,7 @@ def test_a_runs_folder_is_named_after_its_recipe(
         (["run", "folder", "data.root=photos", "evaluate.protocols=nn"], "evaluate.protocols=nn"),
         (["run", "--resume", "--out", "/nonexistent/x"], "holds no run"),
         (["run", "no-such-recipe"], "no such recipe or file"),
-        (["run", "fedema/table3"], "a table of 22 recipes; name one"),
+        (["run", "fedema/table3"], "a table of 22 recipes. Name one"),
         (["recipes", "fedema/tabel3"], "did you mean fedema/table3?"),
         (["run", "data.name=folder", "data.root=/nonexistent"], "data.root"),
         (["run", "data.name=folder"], "data.root"),

@@ -86,7 +86,7 @@ def test_every_key_and_choice_is_known() -> None:
                 assert {f"{section}.{key}={c}" for c in completion._choices(kind)} <= offered
     for word in ("algorithm.norm_policy=reset", "objective.preset=fedema", "engine.merge=off"):
         assert word in completion.keys(word.partition("=")[0] + "=")
-    assert {*config.flat(config.to_tree(config.build({})))} - {"paper"} <= known
+    assert {*config.flatten(config.to_tree(config.build({})))} - {"paper"} <= known
     assert "log=mlflow" in completion.keys("log=")
     assert set(completion.keys("encoder.norm=")) == {"encoder.norm=batch", "encoder.norm=group"}
 
@@ -94,7 +94,7 @@ def test_every_key_and_choice_is_known() -> None:
 def test_recipes_and_tables_are_offered() -> None:
     found = completion.words("fedema/table3")
     assert "fedema/table3" in found and "fedema/table3/fedbyol/cifar10-noniid" in found
-    assert set(config.recipes()) <= set(completion.words(""))
+    assert set(config.list_recipes()) <= set(completion.words(""))
 
 
 def test_the_file_says_that_it_completes() -> None:

@@ -68,9 +68,9 @@ def test_an_error_has_the_key_the_value_and_a_fix(word: str, key: str, value: ob
         ("objective.name=barlow", "objective.name=barlow: unknown. Choose one of cco, vicreg"),
         ("algorithm.name=fedavgg", "algorithm.name=fedavgg: unknown (did you mean fedavg?)"),
         ("encoder.name=resnet99", "encoder.name=resnet99: unknown"),
-        ("rounds", "rounds: expected key=value"),
+        ("rounds", '"rounds" is not key=value'),
         ("evaluate.baselines=fedfoo", "evaluate.baselines=fedfoo: unknown"),
-        ("encoder.init=", "encoder.init=: has no value; give one, or encoder.init=null for none"),
+        ("encoder.init=", "encoder.init=: no value. Give a value, or encoder.init=null for none"),
     ],
 )
 def test_an_unknown_name_is_one_line(word: str, said: str) -> None:
@@ -187,8 +187,8 @@ def test_a_recipe_that_extends_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("rounds: 1\nseed: 1\nrounds: 2\n", "line 3: rounds stands in line 1 already; leave one"),
-        ("server: {lr: 1, lr: 2}\n", "line 1: lr stands in line 1 already"),
+        ("rounds: 1\nseed: 1\nrounds: 2\n", "not valid YAML (line 3: rounds is in line 1 already)"),
+        ("server: {lr: 1, lr: 2}\n", "not valid YAML (line 1: lr is in line 1 already)"),
     ],
 )
 def test_a_key_that_a_file_has_twice(text: str, said: str, tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_a_name_stays_as_it_is_written(name: str) -> None:
 
 
 def test_names_in_a_list_stay_as_they_are_written() -> None:
-    tree = config.merged({}, ["data.root=[2024_01, 010, 2024-01-31]", "seed=[0, -1, 10]"])
-    assert config.swept(tree) == {
+    tree = config.apply_words({}, ["data.root=[2024_01, 010, 2024-01-31]", "seed=[0, -1, 10]"])
+    assert config.find_sweep(tree) == {
         "data.root": ["2024_01", "010", "2024-01-31"],
         "seed": [0, -1, 10],
     }
@@ -287,7 +287,7 @@ def test_recipes_from_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not valid YAML"):
         resolve(recipe=str(path))
     path.write_text("- 1\n")
-    with pytest.raises(UserError, match="expected keys and values"):
+    with pytest.raises(UserError, match="not keys and values"):
         resolve(recipe=str(path))
     with pytest.raises(UserError, match="no such recipe or file"):
         resolve(recipe="dcco/cifar100-noniid-5")

@@ -24,7 +24,7 @@ from fedssl.util.errors import UserError
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
 PERSONAL = ("ditto", "standalone", "featarc")
-TREES = {name: config.read_recipe(name) for name in config.recipes()}
+TREES = {name: config.read_recipe(name) for name in config.list_recipes()}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def _fewer(spec: str, labels: int) -> str:
 def options(tree: dict[str, Any]) -> set[tuple[str, str]]:
     """Every key of a configuration, with its value where that is a word and not a number."""
     found = set()
-    for name, value in config.flat(tree).items():
+    for name, value in config.flatten(tree).items():
         for item in value if name == "evaluate.protocols" else [value]:
             is_number = isinstance(item, int | float) and not isinstance(item, bool)
             found.add((name, "" if is_number else str(item)))
@@ -311,7 +311,7 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
     ],
 )
 def test_the_papers_settings(key: str, paper: dict[str, Any]) -> None:
-    flat = config.flat(TREES[key])
+    flat = config.flatten(TREES[key])
     assert {name: flat[name] for name in paper} == paper
 
 
@@ -332,10 +332,10 @@ rows:
 def test_a_table_of_ones_own_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(TABLE)
-    names = [n.removeprefix(f"{path}/") for n in config.matching(str(path))]
+    names = [n.removeprefix(f"{path}/") for n in config.match_recipes(str(path))]
     assert names == ["one/a", "one/b", "two/a", "two/b", "three/b"]
-    assert config.matching(f"{path}/*/b") == [f"{path}/{n}/b" for n in ("one", "two", "three")]
-    assert config.matching(f"{path}/two") == [f"{path}/two/{n}" for n in ("a", "b")]
+    assert config.match_recipes(f"{path}/*/b") == [f"{path}/{n}/b" for n in ("one", "two", "three")]
+    assert config.match_recipes(f"{path}/two") == [f"{path}/two/{n}" for n in ("a", "b")]
     assert config.read_recipe(f"{path}/one/a") == {
         "rounds": 4,
         "seed": 1,
@@ -359,19 +359,19 @@ def test_reading_a_recipe_gives_one_a_copy() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("[-, ~]", "[1]", "rows.three.paper=[1]: expected a list of 2, one for each column"),
-        ("[-, ~]", "[1, much]", "column b: much: expected a number"),
-        ("cells: {b:", "cells: {c:", "rows.one.cells.c: no such column; choose one of a, b"),
-        ("measure: knn_top1", "schedule: constant", "a number of what?"),
-        ("rows:", "rows: 1\nx:", "rows: expected names with keys"),
-        ("  two: {note: a remark}", "  two: 5", "rows.two: expected a name without / and keys"),
+        ("[-, ~]", "[1]", "rows.three.paper=[1]: not one number a column. Give a list of 2"),
+        ("[-, ~]", "[1, much]", "column b=much: not a number"),
+        ("cells: {b:", "cells: {c:", "rows.one.cells.c: unknown column. Choose one of a, b"),
+        ("measure: knn_top1", "schedule: constant", "a number without a measure"),
+        ("rows:", "rows: 1\nx:", "rows: not names with keys"),
+        ("  two: {note: a remark}", "  two: 5", "rows.two: not a name without / and keys"),
     ],
 )
 def test_mistakes_in_a_table(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(TABLE.replace(old, new))
     with pytest.raises(UserError) as error:
-        for name in config.matching(str(path)):
+        for name in config.match_recipes(str(path)):
             config.read_recipe(name)
     assert sentence in str(error.value)
 
@@ -379,7 +379,7 @@ def test_mistakes_in_a_table(tmp_path: Path, old: str, new: str, sentence: str) 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("fedema/table3", "a table of 22 recipes; name one, as in fedema/table3/standalone/"),
+        ("fedema/table3", "a table of 22 recipes. Name one, such as fedema/table3/standalone/"),
         ("fedema/table3/fedbyol", "did you mean fedema/table3/fedbyol/"),
         ("fedema/table3/fedbyol/cifar10-nonid", "did you mean fedema/table3/fedbyol/cifar10-"),
         ("dcco/cifar100-iid-4/x", "no such recipe or file"),
@@ -392,8 +392,8 @@ def test_names_that_are_no_recipe(name: str, sentence: str) -> None:
 
 
 def test_a_prefix_is_a_whole_part_of_the_name() -> None:
-    assert len(config.matching("fedema/table1")) == 10  # and none of tables 10 to 12
-    assert len(config.matching("fedema/table3/*/cifar10-noniid")) == 5
-    assert config.matching("default") == ["default"]
+    assert len(config.match_recipes("fedema/table1")) == 10  # and none of tables 10 to 12
+    assert len(config.match_recipes("fedema/table3/*/cifar10-noniid")) == 5
+    assert config.match_recipes("default") == ["default"]
     with pytest.raises(UserError, match=r"did you mean fedema/table3\?"):
-        config.matching("fedema/tabel3")
+        config.match_recipes("fedema/tabel3")

@@ -517,7 +517,7 @@ def test_every_table_names_recipes_and_claims_rows_that_there_are(generate: Modu
     tables = yaml.safe_load(generate.TABLES.read_text(encoding="utf-8"))
     shown = set()
     for table in tables.values():
-        assert set(table["rows"].values()) <= set(config.recipes())
+        assert set(table["rows"].values()) <= set(config.list_recipes())
         assert set(table.get("heads", {})) <= set(table["rows"])
         for claim in table.get("claims", []):
             words, _, measure = claim.partition(" at ")
@@ -640,7 +640,7 @@ def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: P
     rows = load("results/add.py").read(ROOT / "results/rows.jsonl")
     done = [(r["recipe"], r["changed"], r["seed"]) for r in rows if r["data"].startswith(images)]
     for job in planned:
-        values = config.flat(config.to_tree(job.settings))
+        values = config.flatten(config.to_tree(job.settings))
         changed = {key: values[key] for key in job.changed}
         assert (job.name, changed, job.settings.seed) not in done
         asked = config.variant("algorithm", job.settings.algorithm.name).compiles == "on"
@@ -672,7 +672,7 @@ def test_what_is_planned_settles_all_claims_of_its_tables(
     made = []
     for job in load("results/measure.py").planned(lines, words, tmp_path):
         rounds = {"rounds": job.settings.rounds, "paper_rounds": job.published.rounds}
-        values = config.flat(config.to_tree(job.settings))
+        values = config.flatten(config.to_tree(job.settings))
         changed = {key: values[key] for key in job.changed}
         row = {"recipe": job.name, "data": data, "changed": changed, **rounds}
         made.append(line("", None) | row)

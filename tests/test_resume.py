@@ -277,7 +277,7 @@ def test_relative_paths_of_an_older_run_are_the_same_paths(
     with pytest.raises(UserError, match=r"data\.root was /photos in run and is now /other"):
         run.check_same(other, full, Path("run"))
     own = ("partition.name=skew", "partition.encoder=a", "encoder.init=b")
-    tree = config.to_tree(config.placed(config.resolve(config.read_recipe(None), own)))
+    tree = config.to_tree(config.with_absolute_paths(config.resolve(config.read_recipe(None), own)))
     assert tree["partition"]["encoder"] == str(sites.resolve() / "a")
     assert tree["encoder"]["init"] == str(sites.resolve() / "b")
 

@@ -27,7 +27,7 @@ SMALL = (
 
 
 def tree(*words: str) -> config.Tree:
-    return config.merged(config.read_recipe(None), [*SMALL, *words])
+    return config.apply_words(config.read_recipe(None), [*SMALL, *words])
 
 
 def test_every_combination_is_a_run() -> None:
@@ -56,7 +56,7 @@ def test_every_combination_is_a_run() -> None:
     ],
 )
 def test_what_is_a_sweep(words: list[str], keys: list[str]) -> None:
-    assert sorted(config.swept(tree(*words))) == keys
+    assert sorted(config.find_sweep(tree(*words))) == keys
 
 
 def test_keys_beside_a_list_of_names_are_for_all_that_have_them() -> None:
@@ -69,11 +69,11 @@ def test_keys_beside_a_list_of_names_are_for_all_that_have_them() -> None:
 
 def test_keys_beside_names_stay_in_a_longer_list_and_go_with_another_name() -> None:
     before = tree("algorithm.name=[fedavg,fedprox]", "algorithm.mu=0.5")
-    longer = config.merged(before, ["algorithm.name=[fedavg,fedprox,ditto]"])
+    longer = config.apply_words(before, ["algorithm.name=[fedavg,fedprox,ditto]"])
     assert longer["algorithm"]["mu"] == 0.5
-    assert "mu" not in config.merged(before, ["algorithm.name=fedema"])["algorithm"]
-    ditto = config.merged(tree("algorithm.name=[fedema,fedprox]", "algorithm.lambda=0.9"), [])
-    assert "lambda" not in config.merged(ditto, ["algorithm.name=ditto"])["algorithm"]
+    assert "mu" not in config.apply_words(before, ["algorithm.name=fedema"])["algorithm"]
+    ditto = config.apply_words(tree("algorithm.name=[fedema,fedprox]", "algorithm.lambda=0.9"), [])
+    assert "lambda" not in config.apply_words(ditto, ["algorithm.name=ditto"])["algorithm"]
 
 
 def test_a_sweep_says_which_keys_its_runs_go_without(
@@ -83,9 +83,9 @@ def test_a_sweep_says_which_keys_its_runs_go_without(
     words = [*SMALL, "algorithm.name=[fedprox,fedavg]", "algorithm.mu=0.5"]
     words += ["objective.name=[cco,vicreg]", "objective.lambda=0.5"]
     lines = {
-        "fedssl: algorithm.mu=0.5: not for fedavg: no such key there",
-        "fedssl: objective.name=['cco', 'vicreg']: leaves out the recipe's "
-        "objective.projector=[128, 128, 128], for cco too",
+        "fedssl: algorithm.mu=0.5: left out for fedavg",
+        "fedssl: objective.name=['cco', 'vicreg']: the recipe's "
+        "objective.projector=[128, 128, 128] is left out, for cco too",
     }
     del words[words.index("objective.projector=[32,16]")]
     assert cli.main(["run", *words, "--out", str(tmp_path / "a")]) == 130
@@ -94,7 +94,7 @@ def test_a_sweep_says_which_keys_its_runs_go_without(
     assert cli.main(["run", *words, "--out", str(tmp_path / "b")]) == 130
     assert "projector" not in capsys.readouterr().err
     assert cli.main(["run", "--resume", "--out", str(tmp_path / "b")]) == 130
-    assert "not for fedavg" in capsys.readouterr().err
+    assert "left out for fedavg" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,11 @@ def test_values_may_be_added_to_a_list(
     assert cli.main(["run", "--resume", "--out", "sweep", *words]) == 0
     out, said = capsys.readouterr()
     assert "3 of 3 runs" in out and said.count(": finished before") == 2
-    assert sorted(config.swept(config.read_yaml(Path("sweep/sweep.yaml")))["seed"]) == [0, 1, 2]
+    assert sorted(config.find_sweep(config.read_yaml(Path("sweep/sweep.yaml")))["seed"]) == [
+        0,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(

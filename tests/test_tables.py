@@ -44,7 +44,7 @@ def test_rounds_to_a_target_are_shown_beside_the_papers() -> None:
 def test_the_list_has_every_recipe_or_its_table() -> None:
     lines = format_recipes().splitlines()
     names = [line.split()[0] for line in lines[1:]]
-    for recipe in config.recipes():
+    for recipe in config.list_recipes():
         assert recipe in names or recipe.rsplit("/", 2)[0] in names
     assert len(names) == len(set(names)) < 80
     text = "\n".join(lines)

@@ -703,7 +703,7 @@ def test_a_full_disk_of_the_servers_is_told_as_what_goes_on_there(
     sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(path: Path, *arguments: Any) -> None:
-        raise UserError(f"{path}: cannot be written; {files.RESUME}")
+        raise UserError(f"{path}: cannot be written", can_resume=True)
 
     monkeypatch.setattr(checkpoint, "save", full)
     recipe = tmp_path / "recipe.yaml"

@@ -18,7 +18,7 @@ from fedssl import __version__
 from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
 from fedssl.cli.arguments import Parser
 from fedssl.util import streams
-from fedssl.util.errors import CONTINUE, TrainingError, UserError
+from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.outputs import FULL
 from fedssl.util.process import wait_briefly
 
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in FULL:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        then = CONTINUE if hasattr(options, "resume") else "try again"
-        print(f"fedssl: {where}{error.strerror}; make room, then {then}", file=sys.stderr)
+        then = "continue with --resume" if hasattr(options, "resume") else "try again"
+        print(f"fedssl: {where}{error.strerror}. Make room, then {then}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fedssl: stopped", file=sys.stderr)

@@ -29,7 +29,7 @@ def words(prefix: str, **_: Any) -> list[str]:
 
 def recipes(prefix: str = "", **_: Any) -> list[str]:
     """Recipes, and the tables that they are cells of."""
-    found = config.recipes()
+    found = config.list_recipes()
     tables = {name.rpartition("/")[0].rpartition("/")[0] for name in found if name.count("/") > 2}
     return [name for name in (*found, *sorted(tables)) if name.startswith(prefix)]
 

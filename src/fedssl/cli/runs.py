@@ -10,7 +10,7 @@ from pathlib import Path
 from fedssl import config
 from fedssl.cli.arguments import Commands, add_words, complete_with, path, resolve_words
 from fedssl.runs.api import fresh_folder
-from fedssl.util.errors import UserError, go_on
+from fedssl.util.errors import UserError, format_resume
 
 REPRODUCE = """examples:
   fedssl reproduce fedema/table3                          every cell of a table, one after another
@@ -108,12 +108,12 @@ def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Tree, list[str
     held = _find_config(options.out) if options.resume else None
     name = options.words[0] if named else "default"
     recipe = config.read_recipe(name) if named or held is None else config.read_yaml(held)
-    tree = config.merged(recipe, words)
+    tree = config.apply_words(recipe, words)
     # Words without lists, for a sweep's folder, are an error that the sweep reports.
     goes_on = held is not None and held.name == "sweep.yaml"
-    if not goes_on and not config.swept(tree):
+    if not goes_on and not config.find_sweep(tree):
         return None
-    return name, tree, list(config.left_out(recipe, tree))
+    return name, tree, list(config.find_omissions(recipe, tree))
 
 
 def _find_config(out: Path) -> Path | None:
@@ -126,7 +126,7 @@ def _find_config(out: Path) -> Path | None:
 
 def _report_stop(out: Path) -> int:
     """Print how to continue after Ctrl-C, if the run had begun; return the exit code."""
-    hint = "" if _find_config(out) is None else f"; continue with: {go_on(out)}"
+    hint = "" if _find_config(out) is None else f"; continue with: {format_resume(out)}"
     print(f"fedssl: stopped{hint}", file=sys.stderr)
     return 130
 

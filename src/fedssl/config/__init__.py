@@ -1,14 +1,14 @@
-"""Configuration: sections and keys, recipes, and the words that override them."""
+"""Configuration: keys, recipes, sweeps and plug-ins."""
 
-from fedssl.config.assemble import (
+from fedssl.config.build import (
     build,
     dump,
-    flat,
-    placed,
-    renamed,
+    flatten,
+    rename_protocols,
+    resolve,
     to_tree,
+    with_absolute_paths,
     with_algorithm,
-    without_public,
 )
 from fedssl.config.keys import (
     Effect,
@@ -23,12 +23,16 @@ from fedssl.config.keys import (
     keys_affecting,
     path_keys,
 )
-from fedssl.config.merge import with_values
-from fedssl.config.overrides import changed, merged, resolve
-from fedssl.config.recipe_files import matching, read_recipe, read_yaml, recipes, table
+from fedssl.config.merge import apply_words, with_values
+from fedssl.config.recipe_files import (
+    find_table,
+    list_recipes,
+    match_recipes,
+    read_recipe,
+    read_yaml,
+)
 from fedssl.config.schema import (
     TIMM,
-    AlgorithmParams,
     Augment,
     Checkpoint,
     Cohort,
@@ -38,14 +42,21 @@ from fedssl.config.schema import (
     Engine,
     Evaluate,
     Initializer,
-    ObjectiveParams,
     Optimizer,
-    PartitionParams,
     Privacy,
-    SourceParams,
 )
-from fedssl.config.sweeps import combinations, left_out, swept
-from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, params_class, variant
+from fedssl.config.sweeps import combine_values, find_omissions, find_sweep
+from fedssl.config.variants import (
+    BASE_PARAMS,
+    DEFAULT_NAMES,
+    VARIANTS,
+    AlgorithmParams,
+    ObjectiveParams,
+    PartitionParams,
+    SourceParams,
+    params_class,
+    variant,
+)
 
 __all__ = [
     "BASE_PARAMS",
@@ -70,34 +81,32 @@ __all__ = [
     "Privacy",
     "SourceParams",
     "Tree",
+    "apply_words",
     "build",
-    "changed",
-    "combinations",
+    "combine_values",
     "convert",
     "declarations",
     "dump",
     "facts_of",
     "find_idle_keys",
-    "flat",
+    "find_omissions",
+    "find_sweep",
+    "find_table",
+    "flatten",
     "key",
     "key_types",
     "keys_affecting",
-    "left_out",
-    "matching",
-    "merged",
+    "list_recipes",
+    "match_recipes",
     "params_class",
     "path_keys",
-    "placed",
     "read_recipe",
     "read_yaml",
-    "recipes",
-    "renamed",
+    "rename_protocols",
     "resolve",
-    "swept",
-    "table",
     "to_tree",
     "variant",
+    "with_absolute_paths",
     "with_algorithm",
     "with_values",
-    "without_public",
 ]

@@ -1,15 +1,20 @@
-"""Merge trees of keys: what a layer replaces and what it keeps."""
+"""Merge trees of keys, and override them with the ``key=value`` words of a command line."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fedssl.config import plugins
 from fedssl.config.keys import Key, Tree, facts_of, key_types
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, VARIANTS, as_names, key_types_under
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, format_resume
 
 ALTERNATIVES = (("local_steps", "local_epochs"), ("size", "fraction"))  # one replaces the other
 
@@ -75,3 +80,57 @@ def dropped_keys(section: str, base: Tree, value: Tree) -> set[str]:
         # A run of a sweep, or a longer one: what is beside its names is for all that have the key.
         return key_types_under(section, before).keys() - key_types_under(section, after).keys()
     return base.keys() - key_types(BASE_PARAMS[section]).keys()
+
+
+def apply_words(recipe: Tree, words: Sequence[str]) -> Tree:
+    """Return a recipe with the keys of ``key=value`` words."""
+    return with_values(recipe, dict(map(_split_word, words)))
+
+
+def _split_word(word: str) -> tuple[str, Any]:
+    name, equals, text = word.partition("=")
+    if not equals and word and Path(word).is_dir():
+        raise UserError(f"{word}: a folder is not key=value. {suggest_command(word)}")
+    if not equals or not name:  # also of a shell's variable that is not set
+        raise UserError(f'"{word}" is not key=value', fix="Write rounds=100, for example.")
+    if not text.strip():
+        fix = f"Give a value, or {name}=null for none."
+        raise UserError("no value", key=name, value="", fix=fix)
+    return name, _read_value(text)
+
+
+def suggest_command(folder: str) -> str:
+    """Return a sentence with the command that a user may want who gives a folder."""
+    if any((Path(folder) / name).is_file() for name in ("config.yaml", "sweep.yaml")):
+        return f"To continue the run in it: {format_resume(folder)}"
+    return f"For your own images: fedssl run folder data.root={folder}"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads a whole number only if it is written as one; in a list it may be a name."""
+
+    def read_number(self, node: yaml.ScalarNode) -> Any:
+        """Return ``7`` as a number, and ``007``, ``2024_01`` and ``2024-01-31`` as text."""
+        return int(node.value) if re.fullmatch("0|-?[1-9][0-9]*", node.value) else node.value
+
+
+for _kind in ("int", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.read_number)
+
+
+def _read_value(text: str) -> Any:
+    """Return what YAML reads, unless that is not what the text says.
+
+    A folder called ``2024_01``, ``2024-01-31`` or ``photos #2`` keeps its name.
+    """
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
+        return text.strip()
+    if isinstance(value, bool) or text.lstrip()[:1] in ("[", "{", '"', "'"):
+        return value
+    if value is None:
+        return None if text.strip() in ("~", "null", "Null", "NULL") else text.strip()
+    if isinstance(value, float) and not math.isfinite(value):  # .inf, which only YAML reads
+        return value
+    return value if str(value) == text.strip() else text.strip()

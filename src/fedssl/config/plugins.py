@@ -178,11 +178,8 @@ def _describe(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def translate_errors(remedy: str = "") -> Iterator[None]:
-    """Turn an error of a user's code into one line; an error of fedssl keeps its traceback.
-
-    ``remedy`` says how to continue once the code is corrected.
-    """
+def translate_errors(can_resume: bool = False) -> Iterator[None]:
+    """Turn an error of a user's code into one line; an error of fedssl keeps its traceback."""
     try:
         yield
     except (UserError, TrainingError):
@@ -196,8 +193,11 @@ def translate_errors(remedy: str = "") -> Iterator[None]:
                 used = (f"{key}={value}" for key, value in _FILES.values())
                 error.add_note(f"(in use: {', '.join(used)})")
             raise
-        place, fix = _FILES[ours[-1].filename], f"Correct it, then {remedy}." if remedy else ""
-        raise _error(f"line {ours[-1].lineno}: {_describe(error)}", place, fix) from None
+        key, value = _FILES[ours[-1].filename]
+        problem = f"line {ours[-1].lineno}: {_describe(error)}"
+        raise UserError(
+            problem, key=key, value=value, fix="Correct it.", can_resume=can_resume
+        ) from None
 
 
 def _get_attribute(module: types.ModuleType, name: str, place: Place) -> Any:

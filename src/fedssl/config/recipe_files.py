@@ -11,54 +11,53 @@ from typing import Any
 
 import yaml
 
-from fedssl.config import grid
 from fedssl.config.keys import Tree
-from fedssl.config.merge import merge
-from fedssl.util.errors import UserError, go_on, suggest
+from fedssl.config.merge import merge, suggest_command
+from fedssl.config.recipe_tables import Table
+from fedssl.util.errors import UserError, suggest
+
+LIST = "`fedssl recipes` lists them."
 
 
-def recipes() -> dict[str, Path]:
-    """The recipes that ship and their files (those that start with an underscore are for others).
+def list_recipes() -> dict[str, Path]:
+    """Return the files of fedssl's recipes by name.
 
-    A file that holds a table (``fedssl.config.grid``) has a recipe for each cell:
-    ``table/row/column``.
+    A file that holds a table has a recipe for each cell: ``table/row/column``. Files that start
+    with an underscore are only there to be extended.
     """
-    found: dict[str, Path] = {}
-    for name, path in _shipped().items():
+    recipes: dict[str, Path] = {}
+    for name, path in _list_files().items():
         if "/_" not in name:
-            found |= dict.fromkeys(_names(name, path), path)
-    return found
+            recipes |= dict.fromkeys(_recipes_in(name, path), path)
+    return recipes
 
 
-def matching(pattern: str) -> list[str]:
-    """Recipes by name, by the table or folder that they are in, or by a pattern such as ``a/*/b``.
+def match_recipes(pattern: str) -> list[str]:
+    """Return recipes by name, by their table or folder, or by a pattern such as ``a/*/b``.
 
-    A table's file that does not ship is given by its path: ``mine.yaml``, ``mine.yaml/row``.
+    A user's table is given by its path: ``mine.yaml``, ``mine.yaml/row``.
     """
     file, path, _ = _locate(pattern)
-    own = path is not None and path not in _shipped().values()
-    names = _names(file, path) if own and path is not None else list(recipes())
+    is_users = path is not None and path not in _list_files().values()
+    names = _recipes_in(file, path) if is_users and path is not None else list(list_recipes())
     below = pattern.rstrip("/") + "/"
-    found = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
-    if not found:
-        shown = pattern or '""'
+    matches = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
+    if not matches:
         known = {parent for n in names for parent in (n, *map(str, Path(n).parents))}
-        raise UserError(
-            f"{shown}: no recipe has this name{suggest(pattern, sorted(known))}; "
-            "`fedssl recipes` lists what ships"
-        )
-    return found
+        hint = suggest(pattern, sorted(known))
+        raise UserError(f"no recipe has this name{hint}", key="recipe", value=pattern, fix=LIST)
+    return matches
 
 
-def table(name: str) -> grid.Table | None:
-    """The table that a name means or that a recipe is a cell of; none: it is a file of its own."""
+def find_table(name: str) -> Table | None:
+    """Return the table with this name or with this cell, or ``None`` for a file of one recipe."""
     file, path, _ = _locate(name)
-    return None if path is None else _table(file, path)
+    return None if path is None else _read_table(file, path)
 
 
 @functools.cache
-def _shipped() -> dict[str, Path]:
-    """Every file, by name: those without a folder first, and table2 before table10."""
+def _list_files() -> dict[str, Path]:
+    """Return all files by name: those without a folder first, and table2 before table10."""
     root = Path(__file__).parent / "recipes"
     files = {p.relative_to(root).with_suffix("").as_posix(): p for p in root.rglob("*.yaml")}
 
@@ -69,76 +68,73 @@ def _shipped() -> dict[str, Path]:
     return {name: files[name] for name in sorted(files, key=place)}
 
 
-def _names(file: str, path: Path) -> list[str]:
-    """The recipes in a file."""
-    cells = _table(file, path)
-    return [file] if cells is None else [f"{file}/{cell}" for cell in cells.cells()]
+def _recipes_in(file: str, path: Path) -> list[str]:
+    table = _read_table(file, path)
+    return [file] if table is None else [f"{file}/{cell}" for cell in table.cells()]
 
 
-def _table(file: str, path: Path) -> grid.Table | None:
-    tree = _read_once(path, path.stat().st_mtime_ns)
-    return grid.Table.read(file, tree) if grid.is_table(tree) else None
+def _read_table(file: str, path: Path) -> Table | None:
+    return Table.read(file, _read_once(path, path.stat().st_mtime_ns))
 
 
 @functools.lru_cache(maxsize=256)
 def _read_once(path: Path, changed: int) -> Tree:
-    """A recipe's file, which is not to be changed: a table is asked for once for each cell."""
+    """Return a file's content, which callers must not change: each cell reads its table's file."""
     return read_yaml(path)
 
 
 def _locate(name: str) -> tuple[str, Path | None, str]:
-    """Name and path of the file that a recipe is in (none: there is none), and its cell there."""
-    shipped, parts = _shipped(), name.split("/")
+    """Return name and path (``None`` without a file) of a recipe's file, and its cell there."""
+    files, parts = _list_files(), name.split("/")
     for end in range(len(parts), max(0, len(parts) - 3), -1):
         file = "/".join(parts[:end])
-        path = shipped.get(file.removesuffix(".yaml")) or Path(file)
+        path = files.get(file.removesuffix(".yaml")) or Path(file)
         if path.is_file():
             return file, path, "/".join(parts[end:])
     return name, None, ""
 
 
 def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
-    """A shipped recipe by name, or a YAML file by path; none: the default run.
+    """Read a recipe by name or by path, with the recipe that it ``extends``.
 
-    A recipe that ``extends`` another holds only what differs.
+    ``None`` is the default recipe.
     """
     name = "default" if name is None else name
-    if not name:  # of a shell's variable that is not set
-        raise UserError('recipe "": an empty name; give one, or leave it out for the default')
     if name in extended_by:
-        raise UserError(f"recipe {name}: extends itself ({' → '.join((*extended_by, name))})")
-    tree, *layers = _layers(name)
+        chain = " → ".join((*extended_by, name))
+        raise UserError(f"extends itself ({chain})", key="recipe", value=name)
+    tree, *layers = _read_layers(name)
     base = tree.pop("extends", None)
     start = {} if base is None else read_recipe(str(base), (*extended_by, name))
     return functools.reduce(merge, [tree, *layers], start)
 
 
-def _layers(name: str) -> list[Tree]:
-    """What a recipe's own file says, in the order in which it is merged."""
+def _read_layers(name: str) -> list[Tree]:
+    """Return the content of a recipe's file, in the order in which it is merged."""
+
+    def refuse(problem: str, fix: str) -> UserError:
+        return UserError(problem, key="recipe", value=name or '""', fix=fix)
+
     file, path, cell = _locate(name)
-    cells = None if path is None else _table(file, path)
-    if path is None and Path(name).is_dir():
-        raise UserError(f"recipe {name}: a folder, not a recipe; {suggest_command(name)}")
-    if path is None or (cell and (cells is None or cell not in cells.cells())):
-        raise UserError(
-            f"recipe {name}: no such recipe or file{suggest(name, recipes())}; "
-            "`fedssl recipes` lists what ships"
-        )
-    if cells is None:
+    table = None if path is None else _read_table(file, path)
+    if path is None and name and Path(name).is_dir():
+        raise refuse("a folder, not a recipe", suggest_command(name))
+    if path is None or (cell and (table is None or cell not in table.cells())):
+        raise refuse(f"no such recipe or file{suggest(name, list_recipes())}", LIST)
+    if table is None:
         return [copy.deepcopy(_read_once(path, path.stat().st_mtime_ns))]
     if not cell:
-        raise UserError(
-            f"recipe {name}: a table of {len(cells.cells())} recipes; name one, as in "
-            f"{file}/{cells.cells()[0]}, or run them all with `fedssl reproduce {file}`"
-        )
-    return copy.deepcopy(cells.layers(cell))
+        first = f"{file}/{table.cells()[0]}"
+        fix = f"Name one, such as {first}, or run them all with `fedssl reproduce {file}`."
+        raise refuse(f"a table of {len(table.cells())} recipes", fix)
+    return copy.deepcopy(table.layers(cell))
 
 
-class _Once(yaml.SafeLoader):
-    """Takes a key once; of two, YAML takes the last without a word."""
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a file has twice, where YAML takes the last one silently."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Where keys still stand as they are written, before others are merged in (``<<``)."""
+        """Check the keys as they are written, before others are merged in (``<<``)."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -146,31 +142,19 @@ class _Once(yaml.SafeLoader):
                 continue
             line = key.start_mark.line + 1
             if key.value in lines:
-                first = lines[key.value]
-                raise UserError(
-                    f"line {line}: {key.value} stands in line {first} already; leave one out"
-                )
+                raise ValueError(f"line {line}: {key.value} is in line {lines[key.value]} already")
             lines[key.value] = line
         return node
 
 
 def read_yaml(path: Path) -> Tree:
-    """A YAML file that holds keys and values."""
+    """Read a YAML file that holds keys and values."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Once) or {}
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected keys and values, as in `rounds: 100`")
+        raise UserError(f"{path}: not keys and values", fix="Write `rounds: 100`, for example.")
     return tree
-
-
-def suggest_command(folder: str) -> str:
-    """What someone may want who gives a folder where none is expected."""
-    if any((Path(folder) / name).is_file() for name in ("config.yaml", "sweep.yaml")):
-        return f"to go on with the run in it: {go_on(folder)}"
-    return f"for your own images: fedssl run folder data.root={folder}"

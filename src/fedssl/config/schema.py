@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedssl.config.keys import key
+from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util.errors import UserError, suggest
 
 DataName = Literal[
@@ -99,44 +100,6 @@ class Augment:
     )
 
 
-@dataclass(frozen=True)
-class PartitionParams:
-    """Keys of every partition."""
-
-    name: str = key(help="How training images are divided among clients.")
-    fraction: float = key(
-        1.0,
-        gt=0,
-        le=1,
-        kw_only=True,
-        help="Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceParams(PartitionParams):
-    """Keys of partitions in which clients differ in a source of each image (Dec-SSL, C.2)."""
-
-    source: Literal["labels", "features", "rotation", "style"] = key(
-        "labels",
-        help="Property in which clients differ: the class of an image, the cluster of its "
-        "features, its rotation or its style. Clients train on the rotated or stylized images.",
-    )
-    sources: int = key(
-        5,
-        ge=2,
-        needs="source=features|rotation|style",
-        help="Number of clusters, rotations or styles.",
-    )
-    encoder: str | None = key(
-        None,
-        path=True,
-        needs="source=features",
-        help="Encoder whose features are clustered: a run's folder or `encoder.safetensors`. "
-        "`null`: an untrained encoder of the run's architecture.",
-    )
-
-
 Initializer = Literal["he", "torch"]
 OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
 TIMM = "timm/"  # prefix of a backbone from timm
@@ -178,38 +141,6 @@ class Encoder:
                 value=self.name,
                 fix=f"Choose one of {', '.join(known)}, {TIMM}NAME.",
             )
-
-
-@dataclass(frozen=True)
-class ObjectiveParams:
-    """Keys of every objective."""
-
-    name: str = key(help="Loss that clients minimize.")
-
-
-@dataclass(frozen=True)
-class AlgorithmParams:
-    """Keys of every algorithm: how long a client trains in a round."""
-
-    name: str = key(help="Exchange between server and clients.")
-    local_steps: int | None = key(
-        None, gt=0, help="Steps of a client in a round. `null`: see `algorithm.local_epochs`."
-    )
-    local_epochs: int | None = key(
-        None,
-        gt=0,
-        help="Epochs of a client in a round, as an alternative to `algorithm.local_steps`. "
-        "Both `null`: one step.",
-    )
-    batch: int | None = key(
-        None, gt=0, help="Images of a local step. `null`: all images of the client."
-    )
-    norm_policy: Literal["average", "local", "reset"] = key(
-        "average",
-        help="Normalization layers. `average`: averaged like other layers, running statistics "
-        "included. `local`: each client keeps its own (FedBN). `reset`: averaged, with running "
-        "statistics that start anew every round.",
-    )
 
 
 @dataclass(frozen=True)

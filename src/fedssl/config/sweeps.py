@@ -14,12 +14,9 @@ from fedssl.config.schema import Config
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, key_types_under
 
 
-def swept(tree: Tree) -> dict[str, list[Any]]:
-    """Keys with a list of values where one is expected (``fedssl.runs.sweep``).
-
-    Of a key that takes a list itself, a list of lists.
-    """
-    found: dict[str, list[Any]] = {}
+def find_sweep(tree: Tree) -> dict[str, list[Any]]:
+    """Return the keys with several values: a list, or a list of lists if the key takes a list."""
+    swept: dict[str, list[Any]] = {}
     for section, given in tree.items():
         kinds = section_types(section, given)
         nested = {f"{section}.{k}": v for k, v in given.items()} if isinstance(given, dict) else {}
@@ -27,19 +24,19 @@ def swept(tree: Tree) -> dict[str, list[Any]]:
             if not isinstance(value, list) or not value or key not in kinds:
                 continue
             if not _takes_list(kinds[key]) or all(isinstance(item, list) for item in value):
-                found[key] = value
-    return found
+                swept[key] = value
+    return swept
 
 
-def combinations(tree: Tree) -> Iterator[dict[str, Any]]:
-    """Each combination of the values in a recipe's lists, by key; one empty where it has none."""
-    lists = swept(tree)
+def combine_values(tree: Tree) -> Iterator[dict[str, Any]]:
+    """Yield each combination of a sweep's values by key, or one empty mapping without a sweep."""
+    lists = find_sweep(tree)
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values, strict=True))
 
 
 def section_types(section: str, given: Any) -> dict[str, Any]:
-    """The types of a section's keys, by their full names."""
+    """Return the types of a section's keys by their full names."""
     kind = key_types(Config).get(section)
     if section in VARIANTS and isinstance(given, dict):
         fields = key_types_under(section, given.get("name", DEFAULT_NAMES[section]))
@@ -47,11 +44,11 @@ def section_types(section: str, given: Any) -> dict[str, Any]:
         fields = key_types(kind)
     else:
         return {section: kind}
-    return {f"{section}.{key}": own for key, own in fields.items()}
+    return {f"{section}.{key}": kind for key, kind in fields.items()}
 
 
-def left_out(recipe: Tree, tree: Tree) -> Iterator[str]:
-    """What runs of a sweep over names go without, of the keys in ``tree`` and of its ``recipe``."""
+def find_omissions(recipe: Tree, tree: Tree) -> Iterator[str]:
+    """Yield a warning for each key that some runs of a sweep over names do without."""
     for section, default in DEFAULT_NAMES.items():
         both = (each.get(section) for each in (tree, recipe))
         given, before = (keys if isinstance(keys, dict) else {} for keys in both)
@@ -61,11 +58,14 @@ def left_out(recipe: Tree, tree: Tree) -> Iterator[str]:
         for key, value in given.items():
             without = [str(name) for name in names if key not in key_types_under(section, name)]
             if without:
-                yield f"{section}.{key}={value}: not for {', '.join(without)}: no such key there"
-        own, lost = before.get("name", default), dropped_keys(section, before, given) - given.keys()
-        if lost and own in names:
+                yield f"{section}.{key}={value}: left out for {', '.join(without)}"
+        base, lost = (
+            before.get("name", default),
+            dropped_keys(section, before, given) - given.keys(),
+        )
+        if lost and base in names:
             keys = ", ".join(f"{section}.{key}={before[key]}" for key in sorted(lost))
-            yield f"{section}.name={names}: leaves out the recipe's {keys}, for {own} too"
+            yield f"{section}.name={names}: the recipe's {keys} is left out, for {base} too"
 
 
 def _takes_list(kind: Any) -> bool:

@@ -1,13 +1,84 @@
-"""Names that stand for a class: partitions, objectives and algorithms."""
+"""Partitions, objectives and algorithms: names that stand for a class, and their common keys."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fedssl.config import plugins
-from fedssl.config.keys import key_types
-from fedssl.config.schema import AlgorithmParams, ObjectiveParams, PartitionParams
+from fedssl.config.keys import key, key_types
+
+
+@dataclass(frozen=True)
+class PartitionParams:
+    """Keys of every partition."""
+
+    name: str = key(help="How training images are divided among clients.")
+    fraction: float = key(
+        1.0,
+        gt=0,
+        le=1,
+        kw_only=True,
+        help="Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceParams(PartitionParams):
+    """Keys of partitions in which clients differ in a source of each image (Dec-SSL, C.2)."""
+
+    source: Literal["labels", "features", "rotation", "style"] = key(
+        "labels",
+        help="Property in which clients differ: the class of an image, the cluster of its "
+        "features, its rotation or its style. Clients train on the rotated or stylized images.",
+    )
+    sources: int = key(
+        5,
+        ge=2,
+        needs="source=features|rotation|style",
+        help="Number of clusters, rotations or styles.",
+    )
+    encoder: str | None = key(
+        None,
+        path=True,
+        needs="source=features",
+        help="Encoder whose features are clustered: a run's folder or `encoder.safetensors`. "
+        "`null`: an untrained encoder of the run's architecture.",
+    )
+
+
+@dataclass(frozen=True)
+class ObjectiveParams:
+    """Keys of every objective."""
+
+    name: str = key(help="Loss that clients minimize.")
+
+
+@dataclass(frozen=True)
+class AlgorithmParams:
+    """Keys of every algorithm: how long a client trains in a round."""
+
+    name: str = key(help="Exchange between server and clients.")
+    local_steps: int | None = key(
+        None, gt=0, help="Steps of a client in a round. `null`: see `algorithm.local_epochs`."
+    )
+    local_epochs: int | None = key(
+        None,
+        gt=0,
+        help="Epochs of a client in a round, as an alternative to `algorithm.local_steps`. "
+        "Both `null`: one step.",
+    )
+    batch: int | None = key(
+        None, gt=0, help="Images of a local step. `null`: all images of the client."
+    )
+    norm_policy: Literal["average", "local", "reset"] = key(
+        "average",
+        help="Normalization layers. `average`: averaged like other layers, running statistics "
+        "included. `local`: each client keeps its own (FedBN). `reset`: averaged, with running "
+        "statistics that start anew every round.",
+    )
+
 
 VARIANTS: dict[str, dict[str, str]] = {
     "partition": {
@@ -55,15 +126,12 @@ DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
 
 
 def variant(section: str, name: str, key: str | None = None) -> Any:
-    """The class behind a name, imported when it is asked for; ``key`` is who named it.
-
-    A name that is not ours is a user's own: see ``fedssl.config.plugins``.
-    """
-    known = VARIANTS[section]
-    if name not in known:
+    """Import the class with a name: one of fedssl's, or a plug-in. ``key`` is for errors."""
+    paths = VARIANTS[section]
+    if name not in paths:
         place = (key or f"{section}.name", name)
-        return plugins.load(section, name, place, known, BASE_PARAMS[section])
-    module, attribute = known[name].split(":")
+        return plugins.load(section, name, place, paths, BASE_PARAMS[section])
+    module, attribute = paths[name].split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -73,11 +141,11 @@ def params_class(section: str, name: str) -> Any:
 
 
 def as_names(name: Any) -> list[Any]:
-    """The names of a sweep, or the one that there is."""
+    """Return the names of a sweep, or the single name, as a list."""
     return name if isinstance(name, list) else [name]
 
 
 def key_types_under(section: str, name: Any) -> dict[str, Any]:
-    """The keys under a name, or under any of several."""
+    """Return the types of the keys under a name, or under any of several."""
     kinds = [key_types(params_class(section, str(each))) for each in as_names(name)]
     return {key: kind for fields in kinds for key, kind in fields.items()}

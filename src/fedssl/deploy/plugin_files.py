@@ -86,5 +86,5 @@ def _renamed(config: Config, moved: Callable[[str], str]) -> Config:
     for section in ("algorithm", "objective"):
         params = getattr(config, section)
         sections[section] = dataclasses.replace(params, name=moved(params.name))
-    sections["evaluate"] = configuration.renamed(config.evaluate, moved)
+    sections["evaluate"] = configuration.rename_protocols(config.evaluate, moved)
     return dataclasses.replace(config, **sections)

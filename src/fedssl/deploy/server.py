@@ -31,7 +31,7 @@ from fedssl.runs import loggers
 from fedssl.runs.build import Experiment, assemble
 from fedssl.runs.checkpoint import LOCK, locked
 from fedssl.runs.run import Interrupted, carry_out, check_folder
-from fedssl.util.errors import TrainingError, UserError, going_on
+from fedssl.util.errors import TrainingError, UserError, resume_hint
 from fedssl.util.files import writing
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def server_app(recipe: Path) -> ServerApp:
         try:
             if not isinstance(resume, bool):
                 raise UserError(f"resume={json.dumps(resume)}: must be true or false, unquoted")
-            with going_on("continue with --run-config 'resume=true'"):
+            with resume_hint("continue with --run-config 'resume=true'"):
                 serve(grid, read_config(recipe.read_text(encoding="utf-8")), out, resume)
         except Interrupted:
             say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")

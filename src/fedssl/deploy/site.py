@@ -134,7 +134,7 @@ def build_site_experiment(config: Config, data: str) -> Experiment:
 
 def _in_site_terms(error: UserError) -> UserError:
     """Name the setting that the site's administrator knows; file names stay in the site's log."""
-    key, fix, told = error.key, error.fix, error.told or "its images cannot be used"
+    key, fix, told = error.key, error.fix, error.public or "its images cannot be used"
     if key == "data.root":
         key, told = DATA, f"{DATA}: {told}"
     elif key == "data.cache":

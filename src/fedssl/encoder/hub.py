@@ -112,7 +112,7 @@ def processor(encoder: ImageEncoder) -> dict[str, Any]:
 
 def recipe(settings: Config) -> Tree:
     """The run's configuration without places on its machine: a recipe for whoever has the data."""
-    named = config.renamed(settings.evaluate, plain)
+    named = config.rename_protocols(settings.evaluate, plain)
     tree = config.to_tree(dataclasses.replace(settings, evaluate=named))
     for path in config.path_keys(settings):
         section, _, key = path.partition(".")

@@ -28,7 +28,7 @@ from fedssl.models.weights import (
     place,
     tower_file,
 )
-from fedssl.util.errors import UserError, go_on
+from fedssl.util.errors import UserError, format_resume
 
 HEADER = "fedssl"  # where an exported file's own header, or config.json, holds the note
 ACCEPTED = "give the folder of a run, or what `fedssl export` wrote as safetensors or hf"
@@ -227,7 +227,8 @@ def read_note(path: Path) -> Note:
         return _parsed(json.dumps(known[HEADER]), path / "config.json")
     if (path / "config.yaml").is_file():
         raise UserError(
-            f"{path}: the run has not ended, so there is no encoder yet; end it with: {go_on(path)}"
+            f"{path}: the run has not ended, so there is no encoder yet",
+            fix=f"Continue it: {format_resume(path)}",
         )
     raise UserError(f"{path}: no encoder there; {ACCEPTED}")
 

@@ -18,7 +18,7 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
-from fedssl.util.errors import CONTINUE, UserError
+from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, misfits
 
 
@@ -139,7 +139,8 @@ class Algorithm(ABC):
     def check_state(self, owner: str, state: object) -> None:
         """Refuse a state that checkpoints could not hold; ``owner`` is ``server`` or ``client``."""
         for problem in misfits(state, f"{owner}.state"):
-            raise UserError(f"algorithm.name={self.params.name}: {problem}, then {CONTINUE}")
+            name = self.params.name
+            raise UserError(problem, key="algorithm.name", value=name, can_resume=True)
 
     def exact_on_union(self, trainer: Trainer) -> bool:
         """Whether a merged cohort gives exactly the clients' mean; a test proves each claim."""

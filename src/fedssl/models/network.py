@@ -17,7 +17,7 @@ from fedssl.data.random import key
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import BatchNorm, Norm
 from fedssl.models.weights import load_weights, place, tower_file
-from fedssl.util.errors import UserError, go_on
+from fedssl.util.errors import UserError, format_resume
 
 MakeHead = Callable[[int, Norm], nn.Module]
 MakePredictor = Callable[[Norm], nn.Module | None]
@@ -162,7 +162,7 @@ def load_encoders(network: Network, path: str) -> None:
     first = place(Path(path).expanduser(), "encoder.init=")
     if (first / "config.yaml").exists() and not tower_file(first).exists():
         raise UserError(
-            f"encoder.init={path}: a run that has not ended; let it, with {go_on(path)}"
+            f"encoder.init={path}: a run that has not ended; let it, with {format_resume(path)}"
         )
     second = tower_file(first, 1)
     files = (tower_file(first), second if second.exists() else tower_file(first))

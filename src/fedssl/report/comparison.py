@@ -146,7 +146,7 @@ def _group(runs: Sequence[Run]) -> list[list[Run]]:
     """Group finished runs that differ only in their seed; a repeated seed begins a new group."""
     groups: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
-        keys = {k: v for k, v in config.flat(run.tree).items() if k not in IGNORED}
+        keys = {k: v for k, v in config.flatten(run.tree).items() if k not in IGNORED}
         text = json.dumps(keys, sort_keys=True, default=str)
         text += "" if run.finished else str(run.path)
         copy = 0
@@ -158,7 +158,7 @@ def _group(runs: Sequence[Run]) -> list[list[Run]]:
 
 def _label_groups(groups: Sequence[Sequence[Run]], names: Mapping[Path, str]) -> list[str]:
     """Label each group by its algorithm, and by as few other keys as make labels different."""
-    keys = [config.flat(group[0].tree) for group in groups]
+    keys = [config.flatten(group[0].tree) for group in groups]
     labels = [plugins.short_name(group[0].settings.algorithm.name) for group in groups]
     for key in _differing_keys(keys):
         if len(set(labels)) == len(labels):

@@ -12,7 +12,7 @@ from typing import Any
 from fedssl import config
 from fedssl.config import Tree
 from fedssl.runs.record import Run
-from fedssl.util.errors import UserError, going_on
+from fedssl.util.errors import UserError, resume_hint
 from fedssl.util.process import wait_briefly
 
 _FRESH: set[Path] = set()  # folders that were made for runs that had not started yet
@@ -40,8 +40,8 @@ def train(
     if out == "":  # which Path takes for the current folder
         raise UserError('out="": an empty name; give one, or "." for the folder that you are in')
     name, tree = recipe_of(recipe, Path(out) if resume and out is not None else None)
-    tree = config.changed(tree, dotted(overrides))
-    for key, values in config.swept(tree).items():
+    tree = config.with_values(tree, dotted(overrides))
+    for key, values in config.find_sweep(tree).items():
         raise UserError(
             f"{key}={values}: several values are for fedssl run on the command line; call "
             "fedssl.train once for each"
@@ -54,7 +54,7 @@ def train(
 
     again = f"continue with fedssl.train(out={str(folder)!r}, resume=True)"
     try:
-        with going_on(again):
+        with resume_hint(f"Then {again}."):
             run.run(settings, folder, resume)
     except run.Interrupted:
         raise KeyboardInterrupt(f"stopped; {again}") from None
@@ -73,7 +73,7 @@ def recipe_of(
         base = own.pop("extends", None)
         if base is None:
             return "own", config.with_values({}, own)
-        return "own", config.changed(config.read_recipe(str(base)), own)
+        return "own", config.with_values(config.read_recipe(str(base)), own)
     name = None if recipe is None else str(recipe)
     return name or "default", config.read_recipe(name)
 

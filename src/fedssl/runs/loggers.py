@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.util.errors import CONTINUE, UserError
+from fedssl.util.errors import UserError
 from fedssl.util.files import write_json
 
 PATIENCE = 30.0  # seconds that the end of a run waits for lines still on their way
@@ -139,7 +139,7 @@ class MLflow(Logger):
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         run = self._client.create_run(experiment, run_name=out.resolve().name).info.run_id
-        keys = configuration.flat(configuration.to_tree(config))
+        keys = configuration.flatten(configuration.to_tree(config))
         params = [Param(key, str(value)[:_LONGEST]) for key, value in keys.items()]
         for some in _parts(params, _MOST_PARAMS):
             self._client.log_batch(run, params=some)
@@ -258,8 +258,11 @@ def start(config: Config | None, out: Path, round: int) -> list[Logger]:
                 logger.close(False)
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"log={name}: cannot be opened ({reason}); mend it, or leave it out with log=[], "
-                f"then {CONTINUE}. The run is in {out}"
+                f"cannot be opened ({reason})",
+                key="log",
+                value=name,
+                fix=f"Correct it, or leave it out with log=[]. The run is in {out}.",
+                can_resume=True,
             ) from None
     return found
 

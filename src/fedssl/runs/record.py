@@ -108,7 +108,7 @@ class Run:
 
         Needs pandas (the extra ``frames``).
         """
-        frame = _pandas("Run.metrics").DataFrame([config.flat(line) for line in self.lines()])
+        frame = _pandas("Run.metrics").DataFrame([config.flatten(line) for line in self.lines()])
         return frame.set_index("round") if len(frame) else frame
 
     @cached_property

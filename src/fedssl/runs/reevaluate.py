@@ -200,7 +200,8 @@ def _on_other_data(settings: config.Config, given: Set[str], own: object) -> con
     if "data.levels" not in given and (data.name != own or _needs_class(settings)):
         data = replace(data, levels=None)
     if getattr(settings.algorithm, "public", 0):
-        settings = replace(settings, algorithm=config.without_public(settings.algorithm))
+        without: Any = {"public": 0, "align": 0.0}
+        settings = replace(settings, algorithm=replace(settings.algorithm, **without))
     whole = config.build({"partition": {"name": "iid", "clients": 1}})
     return replace(
         settings,

@@ -24,7 +24,7 @@ from fedssl.runs.record import read_json
 from fedssl.runs.run import Interrupted as Interrupted
 from fedssl.training.trainer import precision_on
 from fedssl.util.devices import name_device, pick_device
-from fedssl.util.errors import TrainingError, UserError, going_on
+from fedssl.util.errors import TrainingError, UserError, resume_hint
 from fedssl.util.files import write_text, writing
 from fedssl.util.text import align_columns, name_measure
 
@@ -119,7 +119,7 @@ class Job:
     def record(self, commit: str | None = None, failed: str = "") -> dict[str, Any]:
         """A line of table.jsonl: what was measured, and everything it depends on."""
         summary = self.summary() or {}
-        values = config.flat(config.to_tree(self.settings))
+        values = config.flatten(config.to_tree(self.settings))
         ours = dict.fromkeys((*self.measures, *self.tops))
         said = _so_far(self) if failed else summary
         return {
@@ -173,12 +173,12 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
     share = _scale(scale)
     root = out or (ROOT if share == 1 else ROOT / f"scale-{share:g}")
     jobs = []
-    for name in config.matching(pattern):
+    for name in config.match_recipes(pattern):
         recipe = config.read_recipe(name)
         try:
-            tree = config.merged(recipe, words)
+            tree = config.apply_words(recipe, words)
             for choice, settings in _choices(tree).items():
-                command = _command(name, words, share, _values(settings, config.swept(tree)))
+                command = _command(name, words, share, _values(settings, config.find_sweep(tree)))
                 own = scaled(settings, share)
                 place = (*_place(name), own, config.resolve(recipe), root, command, choice)
                 jobs.append(Job(name, *place))
@@ -191,7 +191,7 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
 
 def _choices(tree: config.Tree) -> dict[str, Config]:
     """A run for each combination of the lists' values; what chooses among them is no test image."""
-    lists = config.swept(tree)
+    lists = config.find_sweep(tree)
     found = sweep.runs(tree) if lists else {"": config.build(tree)}
     for key, values in lists.items():
         if key == "seed":
@@ -208,7 +208,7 @@ def _choices(tree: config.Tree) -> dict[str, Config]:
 
 def _values(settings: Config, keys: Iterable[str]) -> dict[str, str]:
     """Some of a run's settings, as words that say them."""
-    values = config.flat(config.to_tree(settings))
+    values = config.flatten(config.to_tree(settings))
     plain = {key: values.get(key) for key in keys}
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in plain.items()}
 
@@ -246,7 +246,7 @@ def work(jobs: Sequence[Job]) -> list[Job]:
             continue
         print(label, file=sys.stderr)
         try:
-            with going_on("call it again, and it goes on"):
+            with resume_hint("Then call it again, and it continues."):
                 run.run(job.settings, job.folder, resume=_started(job))
         except TrainingError as error:
             print(f"{label}: {error}", file=sys.stderr)
@@ -300,7 +300,7 @@ def report(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
         groups.setdefault(job.table, []).append(job)
     blocks = []
     for name, group in groups.items():
-        known = config.table(group[0].name)
+        known = config.find_table(group[0].name)
         head = name or "recipes" if known is None else f"{known.title}: {known.about}"
         folder = str(group[0].root / name)
         chosen = [line for job in group for line in _chosen(job, jobs)]
@@ -392,7 +392,7 @@ def _scale(text: str) -> float:
 
 def _place(name: str) -> tuple[str, str, str]:
     """Table, row and column of a recipe; one with a file of its own is a row of its folder."""
-    table = config.table(name)
+    table = config.find_table(name)
     if table is None:
         folder, _, stem = name.removesuffix(".yaml").rpartition("/")
         return "" if name.endswith(".yaml") else folder, stem, ""
@@ -410,10 +410,10 @@ def _check_folder(job: Job) -> None:
     """A folder that holds a run holds this one; ``work`` compares images that were moved."""
     if not _started(job):
         return
-    before = config.placed(config.build(config.read_yaml(job.folder / "config.yaml")))
-    now = config.placed(job.settings)
+    before = config.with_absolute_paths(config.build(config.read_yaml(job.folder / "config.yaml")))
+    now = config.with_absolute_paths(job.settings)
     for key in _differences(before, now, SAME_RUN):
-        old, new = (config.flat(config.to_tree(c)).get(key) for c in (before, now))
+        old, new = (config.flatten(config.to_tree(c)).get(key) for c in (before, now))
         raise UserError(
             f"{key}={new}: the run in {job.folder} has {old}; choose another folder with --out, "
             "or remove that one"
@@ -422,7 +422,7 @@ def _check_folder(job: Job) -> None:
 
 def _differences(a: Config, b: Config, free: Set[str]) -> list[str]:
     """Keys in which two configurations differ, but for those that do not matter."""
-    left, right = (config.flat(config.to_tree(c)) for c in (a, b))
+    left, right = (config.flatten(config.to_tree(c)) for c in (a, b))
     return [key for key in {**left, **right} if left.get(key) != right.get(key) and key not in free]
 
 

@@ -38,7 +38,7 @@ from fedssl.runs.progress import Progress
 from fedssl.runs.record import Run
 from fedssl.runs.validate import is_deployed, list_warnings
 from fedssl.util.devices import name_device
-from fedssl.util.errors import CONTINUE, TrainingError, UserError, go_on
+from fedssl.util.errors import TrainingError, UserError, format_resume
 from fedssl.util.files import save, write_json, write_text, writing
 
 MOST_PERSONAL_FILES = 100
@@ -78,7 +78,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
             folder: stack.enter_context(_metrics(experiment, folders[folder], folder))
             for folder, experiment in experiments.items()
         }
-        with _stop_signals() as stop, plugins.translate_errors(CONTINUE):
+        with _stop_signals() as stop, plugins.translate_errors(can_resume=True):
             for folder, experiment in experiments.items():
                 work = functools.partial(train, experiment, folder, stop, metrics[folder])
                 experiment.engine.drive(work)
@@ -98,7 +98,7 @@ def carry_out(experiment: Experiment, settings: Config, out: Path, resume: bool)
     """One run of a experiment whose clients are elsewhere."""
     start_folder(experiment, settings, out, resume)
     with _metrics(experiment, settings, out) as metrics:
-        with _stop_signals() as stop, plugins.translate_errors(CONTINUE):
+        with _stop_signals() as stop, plugins.translate_errors(can_resume=True):
             experiment.engine.drive(functools.partial(train, experiment, out, stop, metrics))
         summary = finish(experiment, out)
         metrics.conclude(summary)
@@ -155,7 +155,7 @@ def check_folder(settings: Config, out: Path, resume: bool) -> None:
     elif holds(out, "sweep.yaml"):
         raise UserError(
             f"--out {out}: holds a sweep; choose another folder, or go on with the sweep: "
-            f"{go_on(out)}"
+            f"{format_resume(out)}"
         )
     elif resume:
         raise UserError(f"--resume: {out} holds no run; start it without --resume")
@@ -218,7 +218,7 @@ def start_folder(experiment: Experiment, settings: Config, out: Path, resume: bo
         if resume and started(out):
             _note(settings, out)
         else:
-            _claim(out, config.dump(config.placed(settings)))
+            _claim(out, config.dump(config.with_absolute_paths(settings)))
             write_json(out / "clients.json", clients(experiment))
     experiment.engine.open(out)
     if resume and not checkpoint.read(out, experiment) and any(read(out)):
@@ -281,7 +281,9 @@ def check_same(new: Config, old: Config, out: Path) -> None:
     free = config.keys_affecting(new, "evaluation", "monitoring", "speed", "nothing")
     if new.engine.sites is None:
         free |= config.keys_affecting(new, "location")
-    before, after = (config.flat(config.to_tree(config.placed(each))) for each in (old, new))
+    before, after = (
+        config.flatten(config.to_tree(config.with_absolute_paths(each))) for each in (old, new)
+    )
     for name in sorted({**before, **after}):
         if before.get(name) != after.get(name) and name not in free:
             raise _changed(name, before.get(name), after.get(name), out)
@@ -296,7 +298,9 @@ def _changed(name: str, before: object, after: object, out: Path) -> UserError:
 
 def moved(settings: Config, out: Path) -> tuple[str | None, str | None] | None:
     """Where the run in ``out`` had its images and where they are now; none: in the same place."""
-    before, now = (config.placed(each).data.root for each in (Run(out).settings, settings))
+    before, now = (
+        config.with_absolute_paths(each).data.root for each in (Run(out).settings, settings)
+    )
     return None if before == now else (before, now)
 
 
@@ -312,7 +316,7 @@ def check_moved(settings: Config, out: Path, dataset: Dataset) -> None:
 
 def _note(settings: Config, out: Path) -> None:
     """Write down what a run goes on with, if that is something else than before."""
-    before, now = (config.placed(each) for each in (Run(out).settings, settings))
+    before, now = (config.with_absolute_paths(each) for each in (Run(out).settings, settings))
     if now != before:
         write_text(out / "config.yaml", config.dump(now))
 
@@ -428,8 +432,14 @@ def _no_memory(experiment: Experiment, out: Path) -> UserError:
     now = "all images of a client" if batch is None else batch
     fix = f"lower algorithm.batch (now {now}) and start a new run in another folder"
     if experiment.engine.merges:
-        fix = f"lower engine.chunk (now {chunk}), then {CONTINUE}. {checkpoint.kept(out)}"
-    return UserError(f"device={experiment.trainer.device}: out of memory; {fix}")
+        fix = f"lower engine.chunk (now {chunk}). {checkpoint.kept(out)}."
+    return UserError(
+        "out of memory",
+        key="device",
+        value=experiment.trainer.device,
+        fix=fix[0].upper() + fix[1:],
+        can_resume=experiment.engine.merges,
+    )
 
 
 def draw(experiment: Experiment, round: int) -> NDArray[np.int64]:

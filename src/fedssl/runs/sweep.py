@@ -34,7 +34,7 @@ Place = tuple[config.Data, int]  # what data is loaded by, and the seed
 def runs(tree: config.Tree) -> dict[str, Config]:
     """The settings of each run, by what is its own: every combination of the lists' values."""
     found: dict[str, Config] = {}
-    for own in config.combinations(tree):
+    for own in config.combine_values(tree):
         label = _label(own)
         if label in found:
             raise UserError(f"{label}: stands in a list twice; leave one out")
@@ -112,7 +112,7 @@ def _check_folder(tree: config.Tree, out: Path, resume: bool) -> None:
     if started:
         return
     if run.started(out):
-        key, values = next(iter(config.swept(tree).items()))
+        key, values = next(iter(config.find_sweep(tree).items()))
         if resume:
             raise UserError(
                 f"--resume: {out} holds one run, and {key}={values} is several; leave it out, or "
@@ -129,7 +129,7 @@ def _check_folder(tree: config.Tree, out: Path, resume: bool) -> None:
 def _read(out: Path) -> config.Tree:
     """The sweep that a folder holds."""
     tree = config.read_yaml(out / FILE)
-    if not config.swept(tree):
+    if not config.find_sweep(tree):
         raise UserError(
             f"{out / FILE}: no key has a list of values; write back what it had, as in seed: [0, 1]"
         )
@@ -138,13 +138,13 @@ def _read(out: Path) -> config.Tree:
 
 def _check_lists(tree: config.Tree, before: config.Tree, out: Path) -> None:
     """Refuse lists that lack what they had: runs are found by their values, and would be lost."""
-    lists, former = config.swept(tree), config.swept(before)
+    lists, former = config.find_sweep(tree), config.find_sweep(before)
     for key, values in former.items():
         kept = {_text(value) for value in lists.get(key, [])}
         if any(_text(value) not in kept for value in values):
             raise UserError(
                 f"--resume: {key} was {values} in {out} and is now "
-                f"{config.flat(tree).get(key, 'not given')}; leave it as it was, or add values"
+                f"{config.flatten(tree).get(key, 'not given')}; leave it as it was, or add values"
             )
     for key in (key for key in lists if key not in former):
         raise UserError(
@@ -183,10 +183,13 @@ def _placed(tree: config.Tree, one: Config) -> config.Tree:
 
     In lists they stay as they are: folders are named after them.
     """
-    values, lists = config.flat(config.to_tree(config.placed(one))), config.swept(tree)
+    values, lists = (
+        config.flatten(config.to_tree(config.with_absolute_paths(one))),
+        config.find_sweep(tree),
+    )
     texts = {
         key: values[key]
-        for key, given in config.flat(tree).items()
+        for key, given in config.flatten(tree).items()
         if isinstance(given, (str, list)) and key in values and key not in lists
     }
     return config.with_values(tree, texts)

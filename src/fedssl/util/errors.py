@@ -1,4 +1,4 @@
-"""The two ways in which a run ends early: the user can mend it, or the training failed."""
+"""Errors that end a run early: a mistake that the user can fix, or training that failed."""
 
 from __future__ import annotations
 
@@ -8,67 +8,70 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-CONTINUE = "continue with --resume"  # in a hint: what goes on with a run of ``fedssl run``
-
-
 _UNSET = object()
 
 
 class UserError(Exception):
     """A mistake that the user can fix: ``key=value: problem. Fix.`` on one line.
 
-    ``key`` is the configuration key or the option (``--out``) at fault and ``value`` what it was
-    set to. A site sends ``told`` to its server instead of the text, so that no file name leaves it.
+    ``key`` is the configuration key or the option (``--out``) at fault, and ``value`` what it was
+    set to. A site sends ``public`` to its server instead of the text, so that no file name leaves
+    the site. An error that ``can_resume`` ends with how to continue the run.
     """
 
     def __init__(
         self,
         problem: str,
-        told: str | None = None,
+        public: str | None = None,
         *,
-        fix: str = "",
         key: str | None = None,
         value: object = _UNSET,
+        fix: str = "",
+        can_resume: bool = False,
     ) -> None:
+        super().__init__(problem)
         self.problem, self.fix, self.key, self.value = problem, fix, key, value
-        self.told = told
-        super().__init__(self._line())
+        self.public = public
+        self.resume_hint = "Then continue with --resume." if can_resume else ""
 
-    def _line(self) -> str:
-        text = f"{self.problem}. {self.fix}" if self.fix else self.problem
+    def __str__(self) -> str:
+        sentence = self.problem if self.problem.endswith((".", "?")) else f"{self.problem}."
+        more = " ".join(filter(None, (self.fix, self.resume_hint)))
+        text = f"{sentence} {more}" if more else self.problem
         if self.key is None:
             return text
         if self.value is _UNSET:
             return f"{self.key}: {text}"
         sign = " " if self.key.startswith("-") else "="
-        return f"{self.key}{sign}{_show(self.value)}: {text}"
+        return f"{self.key}{sign}{_format_value(self.value)}: {text}"
 
 
-def _show(value: object) -> str:
+def _format_value(value: object) -> str:
     """Format a value the way it is written on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_show, value))}]"
+        return f"[{','.join(map(_format_value, value))}]"
     return str(value)
 
 
 class TrainingError(Exception):
-    """Training cannot go on (a loss that is not finite); what was saved is kept."""
+    """Training cannot go on, as with a loss that is not finite; what was saved is kept."""
 
 
 @contextlib.contextmanager
-def going_on(words: str) -> Iterator[None]:
-    """Hints within say ``words`` where a run does not go on with ``--resume``."""
+def resume_hint(sentence: str) -> Iterator[None]:
+    """Replace ``Then continue with --resume.`` in errors, where a run continues in another way."""
     try:
         yield
     except UserError as error:
-        error.args = (str(error).replace(CONTINUE, words),)
+        if error.resume_hint:
+            error.resume_hint = sentence
         raise
 
 
-def go_on(folder: str | Path) -> str:
-    """The command that goes on with a run or a sweep, to be pasted."""
+def format_resume(folder: str | Path) -> str:
+    """Return the command that continues a run or a sweep."""
     return f"fedssl run --resume --out {shlex.quote(str(folder))}"
 
 

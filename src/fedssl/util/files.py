@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedssl.util.errors import CONTINUE, UserError
+from fedssl.util.errors import UserError
 from fedssl.util.outputs import FULL
 
 LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
-RESUME = f"make room, then {CONTINUE}. What was saved before is kept"
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def writing(where: str) -> Iterator[None]:
 
 
 def save(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], remedy: str = RESUME
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], can_resume: bool = True
 ) -> None:
     """Write a safetensors file so that a reader sees the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +45,10 @@ def save(
     except (SafetensorError, OSError) as error:
         new.unlink(missing_ok=True)
         raise UserError(
-            f"{path}: cannot be written ({error}); {remedy}", "a file cannot be written; make room"
+            f"{path}: cannot be written ({error})",
+            "a file cannot be written; make room",
+            fix="Make room. What was saved before is kept." if can_resume else "Make room.",
+            can_resume=can_resume,
         ) from None
 
 

@@ -148,7 +148,7 @@ class Site:
             if int(old.name.split("-")[0]) <= request.round:  # a later round may be at work
                 shutil.rmtree(old, ignore_errors=True)
         if here:
-            save(place / f"{request.exchange}.safetensors", here, {}, "make room")
+            save(place / f"{request.exchange}.safetensors", here, {}, can_resume=False)
         for exchange in {number for number, _ in request.known.values()}:
             before = load_file(place / f"{exchange}.safetensors")
             for name, (number, there) in request.known.items():
@@ -199,12 +199,12 @@ def describe_fault(error: Exception, is_real: bool = True) -> str:
     """Describe an error for the server, and print all of it for the site.
 
     Only our own errors are described by their text. Of others the server learns the kind, since
-    their text may hold data. File names stay at a real site: ``told`` replaces the text.
+    their text may hold data. File names stay at a real site: ``public`` replaces the text.
     """
     if isinstance(error, (UserError, Malformed)):
         print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
-        if is_real and isinstance(error, UserError) and error.told is not None:
-            return f"refused: {error.told}; the site's log says more"
+        if is_real and isinstance(error, UserError) and error.public is not None:
+            return f"refused: {error.public}; the site's log says more"
         return f"refused: {error}"
     traceback.print_exception(error, file=sys.stderr)
     return f"failed: {type(error).__name__}"

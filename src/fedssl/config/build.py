@@ -1,10 +1,10 @@
-"""Assemble a checked configuration from a tree, and turn it back into one."""
+"""Build a checked configuration from a tree of keys, and turn it back into one."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,10 +13,15 @@ import yaml
 
 from fedssl.config import plugins
 from fedssl.config.keys import Tree, convert_section, path_keys
-from fedssl.config.merge import merge
-from fedssl.config.schema import AlgorithmParams, Config, Encoder, Evaluate
+from fedssl.config.merge import apply_words, merge
+from fedssl.config.schema import Config, Encoder, Evaluate
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, params_class, variant
 from fedssl.util.errors import UserError
+
+
+def resolve(recipe: Tree, words: Sequence[str] = ()) -> Config:
+    """Build a configuration from a recipe and the ``key=value`` words that override it."""
+    return build(apply_words(recipe, words))
 
 
 def build(tree: Tree) -> Config:
@@ -33,12 +38,12 @@ def build(tree: Tree) -> Config:
         kind = params_class(section, name)
         sections[section] = convert_section(kind, {**given, "name": name}, section)
     config = convert_section(Config, {**tree, **sections}, "")
-    config = dataclasses.replace(config, evaluate=renamed(config.evaluate, plugins.make_absolute))
+    config = replace(config, evaluate=rename_protocols(config.evaluate, plugins.make_absolute))
     _check(config)
     return cast(Config, config)
 
 
-def placed(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """Return the configuration with absolute paths, as a run's folder keeps it."""
     if config.engine.sites is not None:
         return config  # in a deployment a path is for machines that are elsewhere
@@ -52,19 +57,17 @@ def placed(config: Config) -> Config:
     return config
 
 
-def renamed(evaluate: Evaluate, name: Callable[[str], str]) -> Evaluate:
-    """The same with other names of the protocols."""
+def rename_protocols(evaluate: Evaluate, rename: Callable[[str], str]) -> Evaluate:
+    """Return the section with other names of its protocols."""
 
     def each(specs: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return None if specs is None else tuple(map(name, specs))
+        return None if specs is None else tuple(map(rename, specs))
 
-    return dataclasses.replace(
-        evaluate, protocols=each(evaluate.protocols), monitor=each(evaluate.monitor)
-    )
+    return replace(evaluate, protocols=each(evaluate.protocols), monitor=each(evaluate.monitor))
 
 
 def to_tree(config: Any) -> Tree:
-    """The nested plain mapping of a configuration: what ``config.yaml`` holds."""
+    """Return the configuration as nested plain mappings, as in ``config.yaml``."""
     tree: Tree = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -79,28 +82,23 @@ def to_tree(config: Any) -> Tree:
 
 
 def dump(config: Config) -> str:
-    """The configuration as YAML."""
+    """Return the configuration as YAML."""
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
-def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``."""
+def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """Return ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value and prefix + name != "paper":
-            out.update(flat(value, f"{prefix}{name}."))
+            out.update(flatten(value, f"{prefix}{name}."))
         else:
             out[prefix + name] = value
     return out
 
 
-def without_public(algorithm: AlgorithmParams) -> AlgorithmParams:
-    """The same algorithm where there are no public images, for judging only."""
-    return dataclasses.replace(algorithm, public=0, align=0.0)  # type: ignore[call-arg]
-
-
 def with_algorithm(config: Config, name: str) -> Config:
-    """The same run under another algorithm (its own keys keep their defaults)."""
+    """Return the same run with another algorithm, whose keys have their defaults."""
     tree = merge(to_tree(config), {"algorithm": {"name": name}})
     tree["evaluate"]["baselines"] = []
     return build(tree)
