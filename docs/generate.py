@@ -11,11 +11,9 @@ hold them.
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import dataclasses
 import inspect
-import io
 import itertools
 import json
 import os
@@ -23,7 +21,6 @@ import posixpath
 import re
 import statistics
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -183,8 +180,9 @@ def _variant(section: str, name: str, shared: Sequence[str]) -> Iterator[str]:
     own = [n for n in fields if n not in shared or fields[n].default != base[n].default]
     own.remove("name") if "name" in own else None
     if own:
-        if kind.Params.__doc__ and not kind.Params.__doc__.startswith(kind.Params.__name__ + "("):
-            yield _docstring(kind.Params)
+        about = inspect.getdoc(kind.Params) or ""
+        if not re.fullmatch(r"Keys of [^.]*\.", about):
+            yield as_markdown(about)
         yield _keys(f"{section}.", kind.Params, own)
 
 
@@ -195,18 +193,24 @@ def _docstring(thing: Any) -> str:
 def _keys(
     prefix: str, kind: Any, names: Sequence[str], standard: Any = None, variants: Sequence[str] = ()
 ) -> str:
-    """A table of keys: what each may be, what it is if not given, and what its comment says."""
-    types_, comments = config.key_types(kind), _comments(kind)
-    rows = ["| key | values | default | what it is |", "| --- | --- | --- | --- |"]
+    """Return a table of keys: values, range, default and description."""
+    kinds, facts = config.key_types(kind), config.facts_of(kind)
+    rows = ["| key | values | default | description |", "| --- | --- | --- | --- |"]
     for field in (f for f in dataclasses.fields(kind) if f.name in names):
         key = field.name.rstrip("_")
-        values = _words(types_[key])
+        values = ", ".join(filter(None, (_words(kinds[key]), facts[key].range)))
         if key == "name" and variants:
             values = ", ".join(f"`{name}`" for name in variants)
         default = _default(field) if standard is None else _value(getattr(standard, field.name))
         if key == "name" and prefix.rstrip(".") in config.DEFAULT_NAMES:
             default = f"`{config.DEFAULT_NAMES[prefix.rstrip('.')]}`"
-        cells = (f"`{prefix}{key}`", values, default, comments.get(field.name, ""))
+        needs = facts[key].needs and f" Only with `{prefix}{facts[key].needs}`."
+        cells = (
+            f"`{prefix}{key}`",
+            values,
+            default,
+            facts[key].help + needs.replace("|", "` or `"),
+        )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
@@ -241,41 +245,6 @@ def _value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         value = json.dumps(value)
     return f"`{value}`" if value != "" else ""
-
-
-def _comments(kind: type) -> dict[str, str]:
-    """What the comments above and beside a dataclass's fields say, inherited ones too."""
-    found: dict[str, str] = {}
-    for cls in reversed(kind.__mro__):
-        if dataclasses.is_dataclass(cls):
-            found |= _own_comments(cls)
-    return found
-
-
-def _own_comments(kind: type) -> dict[str, str]:
-    source = textwrap.dedent(inspect.getsource(kind))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
-    tree = ast.parse(source).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for node in tree.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        above: list[str] = []
-        line = node.lineno - 1
-        while line in comments and comments[line].line.strip().startswith("#"):
-            above.insert(0, comments[line].string)
-            line -= 1
-        beside = [
-            comments[i].string
-            for i in range(node.lineno, (node.end_lineno or 0) + 1)
-            if i in comments
-        ]
-        text = " ".join(comment.lstrip("# ") for comment in above + beside)
-        if text:
-            found[node.target.id] = text
-    return found
 
 
 # Command line
