@@ -46,7 +46,7 @@ def server_app(recipe: Path) -> ServerApp:
         try:
             if not isinstance(resume, bool):
                 raise UserError(f"resume={json.dumps(resume)}: must be true or false, unquoted")
-            with resume_hint("continue with --run-config 'resume=true'"):
+            with resume_hint("Then continue with --run-config 'resume=true'."):
                 serve(grid, read_config(recipe.read_text(encoding="utf-8")), out, resume)
         except Interrupted:
             say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")
