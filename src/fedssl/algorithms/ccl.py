@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.config import AlgorithmParams, key
-from fedssl.data.partition import called
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
@@ -29,6 +28,7 @@ from fedssl.privacy.noise import from_the_system
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
+from fedssl.util.text import name_client
 from fedssl.util.trees import Tree
 
 
@@ -138,7 +138,7 @@ class CCL(Algorithm):
         if self.params.remote != "off" and len(sizes) == 1:
             self.note = "ccl with one client: there are no remote features, so it is MoCo alone"
         if self.params.remote != "off" and sizes[small] < self.params.mix:
-            who = called(self.client_names, small)
+            who = name_client(self.client_names, small)
             raise UserError(
                 f"algorithm.mix={self.params.mix}: {who} holds {sizes[small]} image(s) to mix; "
                 "lower algorithm.mix, or use a partition with larger clients"
@@ -372,5 +372,7 @@ def finite(
             banks[str(client)] = reply["features"]
             continue
         what = "longer than 1" if bool(torch.isfinite(lengths).all()) else "not finite"
-        server.warn(f"{called(names, client)} shared features that are {what}: its last bank stays")
+        server.warn(
+            f"{name_client(names, client)} shared features that are {what}: its last bank stays"
+        )
     return banks

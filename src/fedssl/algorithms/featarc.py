@@ -14,7 +14,6 @@ from torch import Tensor
 from fedssl.algorithms.fedca import in_batches, plain
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.dataset import split_for_encoding
-from fedssl.data.partition import called
 from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
@@ -27,6 +26,7 @@ from fedssl.objectives.batch import EncodedBatch, Steps
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
+from fedssl.util.text import name_client
 from fedssl.util.trees import Tree
 
 SHOWN = 20  # clients that are named where clusters are shown
@@ -317,4 +317,6 @@ def _members(assigned: Mapping[int, int], clusters: int, names: Sequence[str]) -
 def _moves(moved: Mapping[int, int], names: Sequence[str]) -> str:
     if len(moved) > MOVES:
         return f"{len(moved)} clients change their cluster"
-    return ", ".join(f"{called(names, k)} goes to cluster {c}" for k, c in sorted(moved.items()))
+    return ", ".join(
+        f"{name_client(names, k)} goes to cluster {c}" for k, c in sorted(moved.items())
+    )

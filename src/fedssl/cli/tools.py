@@ -42,23 +42,25 @@ def _partition(options: argparse.Namespace) -> int:
     _, settings = resolve_words(options.words)
     check_png(options.out)
 
-    from fedssl.data import sources
+    from fedssl.data.client_table import format_table
+    from fedssl.data.dirichlet import describe_imbalance
     from fedssl.data.load import load_dataset
-    from fedssl.data.partition import client_names, table, uneven
+    from fedssl.data.partition import client_names
     from fedssl.report import charts
+    from fedssl.runs.sources import find_sources
     from fedssl.runs.split import split_clients
     from fedssl.util.devices import pick_device
 
     dataset = load_dataset(settings.data, settings.seed)
-    found = sources.assign(settings, dataset, pick_device(settings.device))
-    groups = split_clients(settings, dataset, found)
-    labels = None if found.of is None else found.of.numpy()
+    sources = find_sources(settings, dataset, pick_device(settings.device))
+    groups = split_clients(settings, dataset, sources)
+    labels = None if sources.labels is None else sources.labels.numpy()
     names = client_names(settings.partition, groups, dataset)
-    print(table(groups, labels, found.names, len(dataset.train), names, found.word))
-    for note in uneven(settings.partition, groups.sizes):
+    print(format_table(groups, labels, sources.names, len(dataset.train), names, sources.kind))
+    for note in describe_imbalance(settings.partition, groups.sizes):
         print(f"fedssl: {note}", file=sys.stderr)
     if options.out is not None:
-        charts.draw_partition(options.out, groups, labels, found.names, names)
+        charts.draw_partition(options.out, groups, labels, sources.names, names)
         print(f"\n{options.out}")
     return 0
 

@@ -83,9 +83,9 @@ class AlgorithmParams:
 VARIANTS: dict[str, dict[str, str]] = {
     "partition": {
         "iid": "fedssl.data.partition:Iid",
-        "samples": "fedssl.data.partition:Samples",
+        "samples": "fedssl.data.dirichlet:Samples",
         "classes": "fedssl.data.partition:Classes",
-        "dirichlet": "fedssl.data.partition:Dirichlet",
+        "dirichlet": "fedssl.data.dirichlet:Dirichlet",
         "skew": "fedssl.data.partition:Skew",
         "folder": "fedssl.data.partition:Folder",
     },

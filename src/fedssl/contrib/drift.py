@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedssl.data.partition import called
 from fedssl.data.random import choose, key
 from fedssl.evaluate.features import extract
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.report import charts
+from fedssl.util.text import name_client
 
 if TYPE_CHECKING:
     from fedssl.runs.build import Experiment
@@ -110,7 +110,7 @@ def draw_features(features: Mapping[str, Tensor], names: Sequence[str], path: Pa
     rows = torch.cat(list(features.values())).double().cpu()
     rows = rows - rows.mean(0)
     points = (rows @ torch.linalg.svd(rows, full_matrices=False)[2][:2].T).numpy()
-    labels = [called(names, int(name)) if name.isdecimal() else name for name in features]
+    labels = [name_client(names, int(name)) if name.isdecimal() else name for name in features]
     ends = np.cumsum([len(part) for part in features.values()])[:-1]
     groups = dict(zip(labels, np.split(points, ends), strict=True))
     charts.save(charts.draw_points(groups), path, "evaluate.drift")

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl.config import Config, SourceParams
-from fedssl.data import sources
 from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.heterogeneity import alter_images, alters_images, assign_sources
 from fedssl.data.labels import draw_share
 from fedssl.data.random import key, mix
 from fedssl.engines.base import Engine
@@ -183,14 +183,14 @@ class ModelEvaluator:
         test, params = self.dataset.test, self.config.partition
         assert test is not None
         images = test.images[self.modality]
-        if not isinstance(params, SourceParams) or not sources.alters(params):
+        if not isinstance(params, SourceParams) or not alters_images(params):
             return images
-        of_train = sources.assign(self.config, self.dataset).of
+        of_train = assign_sources(params, self.dataset, self.config.seed).labels
         assert of_train is not None
         of_test = per_client.sources(
             self.client_tests, self.clients, of_train.numpy(), len(test), self.config.seed
         )
-        return sources.alter(params, images, torch.from_numpy(of_test))
+        return alter_images(params, images, torch.from_numpy(of_test))
 
     def _score_clients(
         self, weights: Tensor, probe: linear.Head | None = None

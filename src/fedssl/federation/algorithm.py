@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams, Config, plugins
-from fedssl.data.partition import called
 from fedssl.federation.aggregate import Weight
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -19,6 +18,7 @@ from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
+from fedssl.util.text import name_client
 from fedssl.util.trees import Tree, misfits
 
 
@@ -128,7 +128,7 @@ class Algorithm(ABC):
             raise UserError(f"algorithm.batch={batch}: {self.objective.params.name} needs {need}")
         small = int(np.argmin(sizes))
         if sizes[small] < need:
-            who = called(self.client_names, small)
+            who = name_client(self.client_names, small)
             raise UserError(
                 f"algorithm.name={self.params.name} with objective.name="
                 f"{self.objective.params.name}: {who} holds {sizes[small]} sample(s), and the "

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedssl.config import Config, Optimizer
 from fedssl.data.dataset import Census
-from fedssl.data.partition import called
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
+from fedssl.util.text import name_client
 from fedssl.util.trees import Tree
 
 SCHEDULES = {"constant": optim.constant, "cosine": optim.cosine, "steps": optim.steps}
@@ -98,7 +98,7 @@ class Server:
 
     def name_client(self, client: int) -> str:
         """Return the words for a client in a message: ``client 3``, or the name of its folder."""
-        return called(self.client_names, client)
+        return name_client(self.client_names, client)
 
     def apply(self, update: Mapping[str, Tree]) -> None:
         """Update the model by the clients' mean change, and log their mean loss if they sent it."""

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from fedssl.data.client_table import count_labels, mean_distance
 from fedssl.data.dataset import Groups
-from fedssl.data.partition import called, counts, distance
 from fedssl.util import outputs
+from fedssl.util.text import name_client
 
 MOST_CLIENTS = 100
 LEFT, TOP, WIDTH = 140, 40, 600  # where bars begin, and the length of the longest, in pixels
@@ -41,13 +42,13 @@ def draw_partition(
     if labels is None or (labels < 0).all():
         labels, classes = np.zeros(groups.members.max() + 1, np.int64), ("no labels",)
     else:
-        title += f", average earth mover's distance {distance(groups, labels):.3f}"
+        title += f", average earth mover's distance {mean_distance(groups, labels):.3f}"
     if len(groups) > MOST_CLIENTS:
         title += f" (the first {MOST_CLIENTS} are shown)"
-    held = counts(groups, labels)[:MOST_CLIENTS]
+    held = count_labels(groups, labels)[:MOST_CLIENTS]
     unlabeled = groups.sizes[:MOST_CLIENTS] - held.sum(axis=1)
     held = np.pad(held, ((0, 0), (0, len(classes) - held.shape[1])))
-    bars = [called(names, k) for k in range(len(held))]
+    bars = [name_client(names, k) for k in range(len(held))]
     save(draw_bars(title, bars, np.column_stack((held, unlabeled)), classes), path)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedssl.data.partition import worded
 from fedssl.report.history import Curve, History
-from fedssl.util.text import name_measure
+from fedssl.util.text import format_client, name_measure
 
 MOST_POINTS = 1500  # of one curve
 ALL_POINTS, FEWEST_POINTS = 12_000, 200  # of all runs' curves of a measure; of a curve even then
@@ -110,7 +109,7 @@ def _draw_one(history: History, most: int) -> list[Panel]:
         names = {key: key for key in parts}
         if name != "layer_distance":
             keys = sorted(parts, key=lambda key: (int(key) if key.isdecimal() else -1, key))
-            names = {key: worded(history.names.get(key, key)) for key in keys}
+            names = {key: format_client(history.names.get(key, key)) for key in keys}
         series = [Series.from_curve(names[key], parts[key], most) for key in names]
         panels.append(Panel([name], *title_of(name), series))
     return [panel.color_in_order() for panel in panels]

@@ -10,11 +10,11 @@ from typing import TypeVar
 import numpy as np
 
 from fedssl.config import Config
-from fedssl.data import sources
+from fedssl.data.client_table import count_labels, mean_distance
 from fedssl.data.dataset import Dataset
-from fedssl.data.partition import counts, distance
 from fedssl.data.places import use_local_copy
 from fedssl.runs.record import Run
+from fedssl.runs.sources import find_sources
 from fedssl.runs.split import load_run_dataset, split_clients
 from fedssl.util.devices import pick_device
 from fedssl.util.errors import UserError
@@ -117,7 +117,7 @@ def load_holdings(data: RunData) -> Holdings:
     names = [str(client["name"]) for client in clients]
     try:
         config, dataset = data.settings, data.dataset()
-        assigned = sources.assign(config, dataset, pick_device("auto"))
+        assigned = find_sources(config, dataset, pick_device("auto"))
         groups = split_clients(config, dataset, assigned)
     except (Unavailable, UserError, OSError) as reason:
         if not clients:
@@ -127,11 +127,11 @@ def load_holdings(data: RunData) -> Holdings:
         return Holdings(names[:MOST_CLIENTS], sizes, None, [], remark=remark)
     names = (names or list(map(str, range(len(groups)))))[:MOST_CLIENTS]
     sizes = groups.sizes.tolist()
-    labels = None if assigned.of is None else assigned.of.numpy()
+    labels = None if assigned.labels is None else assigned.labels.numpy()
     if labels is None or not (labels[groups.members] >= 0).any():
-        return Holdings(names, sizes, None, [], assigned.word)
-    held = counts(groups, labels)
+        return Holdings(names, sizes, None, [], assigned.kind)
+    held = count_labels(groups, labels)
     classes = list(assigned.names) or [str(c) for c in range(held.shape[1])]
     held = np.pad(held, ((0, 0), (0, max(0, len(classes) - held.shape[1]))))[:MOST_CLIENTS]
-    apart = distance(groups, labels)
-    return Holdings(names, sizes, held.tolist(), classes, assigned.word, apart)
+    apart = mean_distance(groups, labels)
+    return Holdings(names, sizes, held.tolist(), classes, assigned.kind, apart)

@@ -16,7 +16,6 @@ import yaml
 from markupsafe import Markup
 
 from fedssl import __version__
-from fedssl.data.partition import worded
 from fedssl.report import comparison, curves, embeddings, messages
 from fedssl.report.comparison import numbers
 from fedssl.report.data import Holdings, RunData, load_holdings, try_section
@@ -27,7 +26,7 @@ from fedssl.runs.deployed import format_command
 from fedssl.runs.metrics import is_number
 from fedssl.runs.record import Run
 from fedssl.util.templates import load_templates
-from fedssl.util.text import NOT_PERCENT, format_bytes, name_measure
+from fedssl.util.text import NOT_PERCENT, format_bytes, format_client, name_measure
 
 MOST_SHOWN = 4  # runs with a partition, a map, neighbours and messages of their own
 MOST_ROWS = 300  # curves in the table of numbers
@@ -250,9 +249,9 @@ def _spread(scores: Mapping[str, float]) -> list[str]:
     worst, best = (f(scores, key=scores.__getitem__) for f in (min, max))
     return [
         f"{len(scores):,}",
-        f"{scores[worst]:.1f} ({worded(worst)})",
+        f"{scores[worst]:.1f} ({format_client(worst)})",
         f"{statistics.median(scores.values()):.1f}",
-        f"{scores[best]:.1f} ({worded(best)})",
+        f"{scores[best]:.1f} ({format_client(best)})",
     ]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl import privacy
 from fedssl.config import Config
-from fedssl.data import sources
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups
+from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import convert_channels
 from fedssl.data.partition import client_names
 from fedssl.engines.base import Engine
@@ -130,7 +130,10 @@ def build_experiment(config: Config, dataset: Dataset | None = None) -> Experime
     """Load the data, unless it is given, and build a run whose clients are simulated."""
     for spec in config.evaluate.protocols or ():
         parse(spec)  # before images are decoded, which may take long
-    dataset = load_run_dataset(config) if dataset is None else sources.altered(config, dataset)
+    if dataset is None:
+        dataset = load_run_dataset(config)
+    else:
+        dataset = alter_training_images(config.partition, dataset, config.seed)
     experiment = assemble(config, dataset, split_clients(config, dataset))
     labels, groups = dataset.train.labels, experiment.engine.groups
     if labels is not None and bool((labels[groups.members] >= 0).all()):
@@ -147,7 +150,10 @@ def build_evaluation(
 
     ``head_classes`` is the number of classes that the network's own classifier has.
     """
-    dataset = load_run_dataset(config) if dataset is None else sources.altered(config, dataset)
+    if dataset is None:
+        dataset = load_run_dataset(config)
+    else:
+        dataset = alter_training_images(config.partition, dataset, config.seed)
     clients = split_clients(config, dataset)
     experiment = assemble(config, dataset, clients, head_classes=head_classes, trains=False)
     _ = experiment.evaluator

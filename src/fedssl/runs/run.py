@@ -24,7 +24,6 @@ from fedssl import __version__, config
 from fedssl.config import Config, plugins
 from fedssl.contrib import drift
 from fedssl.data.dataset import Dataset
-from fedssl.data.partition import called
 from fedssl.data.places import name_images
 from fedssl.engines.flower.environment import require_flower
 from fedssl.federation.driver import RoundResult, run_round
@@ -40,6 +39,7 @@ from fedssl.runs.validate import is_deployed, list_warnings
 from fedssl.util.devices import name_device
 from fedssl.util.errors import TrainingError, UserError, format_resume
 from fedssl.util.files import save, write_json, write_text, writing
+from fedssl.util.text import name_client
 
 MOST_PERSONAL_FILES = 100
 TRACES = ("metrics.jsonl", "sweep.yaml")  # of a run and of a sweep; others have a config.yaml too
@@ -265,7 +265,7 @@ def check_clients(experiment: Experiment, out: Path, what: str, otherwise: str) 
             continue
         had = f"had {old} images in {out}" if name in before else f"was not in {out}"
         has = f"has {new}" if name in after else "is not there"
-        raise UserError(f"{what}: {called([name], 0)} {had} and {has} now; {fix}")
+        raise UserError(f"{what}: {name_client([name], 0)} {had} and {has} now; {fix}")
     if checkpoint.of_other_images(out, experiment.dataset):
         raise UserError(
             f"{what}: the training images are not those of {out} (some were added, removed, "

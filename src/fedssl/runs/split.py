@@ -5,26 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedssl.config import Config
-from fedssl.data import sources
 from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.heterogeneity import Sources, alter_training_images
 from fedssl.data.labels import draw_share
 from fedssl.data.load import load_dataset
 from fedssl.data.partition import partition
 from fedssl.data.random import choose, key
+from fedssl.runs.sources import find_sources
 from fedssl.util.devices import pick_device
 from fedssl.util.errors import UserError
 
 
 def load_run_dataset(config: Config, size: int | None = None) -> Dataset:
     """Load the data set; rotate or stylize training images if clients differ in that."""
-    return sources.altered(config, load_dataset(config.data, config.seed, size))
+    dataset = load_dataset(config.data, config.seed, size)
+    return alter_training_images(config.partition, dataset, config.seed)
 
 
-def split_clients(config: Config, dataset: Dataset, known: sources.Sources | None = None) -> Groups:
+def split_clients(config: Config, dataset: Dataset, known: Sources | None = None) -> Groups:
     """Assign training images to clients, except public and held-out ones.
 
     ``known`` are the sources that the partition divides by, if they were computed before.
@@ -38,16 +39,16 @@ def split_clients(config: Config, dataset: Dataset, known: sources.Sources | Non
             value=len(public),
             fix="Use fewer, or set algorithm.align=0 and algorithm.public=0.",
         )
-    known = known or sources.assign(config, dataset, pick_device(config.device))
+    known = known or find_sources(config, dataset, pick_device(config.device))
     if not len(held_out) and not len(public):
         return partition(
-            config.partition, replace(train, labels=known.of), len(known.names), config.seed
+            config.partition, replace(train, labels=known.labels), len(known.names), config.seed
         )
-    labels = torch.full((len(train),), -1) if train.labels is None else train.labels
+    labels = train.full_labels if known.labels is None else known.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
-        labels[kept] if known.of is None else known.of[kept],
+        labels[kept],
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
@@ -67,9 +68,8 @@ def held_out_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     train, share = dataset.train, config.data.holdout
     if not share:
         return np.empty(0, dtype=np.int64)
-    labels = torch.full((len(train),), -1) if train.labels is None else train.labels
     names = dataset.classes
-    return draw_share(labels, share, len(names), config.seed, names=names).numpy()
+    return draw_share(train.full_labels, share, len(names), config.seed, names=names).numpy()
 
 
 def pool_clients(config: Config, groups: Groups, cohort: int) -> tuple[Config, Groups]:

@@ -14,8 +14,8 @@ import yaml
 
 from fedssl import config
 from fedssl.config import Config, plugins
-from fedssl.data import sources
 from fedssl.data.dataset import Dataset
+from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import load_dataset
 from fedssl.data.places import name_images
 from fedssl.engines.flower.environment import require_flower
@@ -245,7 +245,7 @@ def check(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
             with plugins.translate_errors():
                 if place not in loaded:
                     loaded[place] = load_dataset(*place)
-                data = sources.altered(own, loaded[place])
+                data = alter_training_images(own.partition, loaded[place], own.seed)
                 groups = split_clients(own, data)
                 for settings in (own, *(config.with_algorithm(own, name) for name in names)):
                     assemble(settings, data, groups, weights=_needs_weights(settings))

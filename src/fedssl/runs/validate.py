@@ -10,8 +10,9 @@ import numpy as np
 from fedssl import privacy
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset, Groups
+from fedssl.data.dirichlet import describe_imbalance
 from fedssl.data.folders import describe_unused
-from fedssl.data.partition import Folder, called, uneven
+from fedssl.data.partition import Folder
 from fedssl.engines.base import Engine
 from fedssl.evaluate import check as check_protocols
 from fedssl.evaluate import collaborations, collaborative, parse, per_client
@@ -21,6 +22,7 @@ from fedssl.federation.sampling import cohort_size
 from fedssl.models.network import Network
 from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
+from fedssl.util.text import name_client
 
 if TYPE_CHECKING:
     from fedssl.runs.build import Experiment
@@ -121,7 +123,7 @@ def _check_cohort(config: Config, algorithm: Algorithm, groups: Groups) -> None:
     if config.encoder.norm != "batch":
         return
     if config.algorithm.batch == 1 or groups.sizes[smallest] < 2:
-        name = called(algorithm.client_names, smallest)
+        name = name_client(algorithm.client_names, smallest)
         reason = "algorithm.batch is 1" if config.algorithm.batch == 1 else f"{name} has 1"
         raise UserError(
             f"needs batches of at least 2 images, and {reason}",
@@ -242,7 +244,7 @@ def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
             f"the data has folders of {len(folders)} clients, and partition.name={partition} makes "
             f"{len(clients)} others of it; partition.name=folder follows the folders"
         )
-    yield from uneven(config.partition, clients.sizes)
+    yield from describe_imbalance(config.partition, clients.sizes)
     if "per-client" in (*evaluator.protocols, *(config.evaluate.monitor or ())):
         without = [names[k] for k in np.flatnonzero(evaluator.client_tests.sizes == 0)]
         if without:

@@ -26,12 +26,26 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def name_client(names: Sequence[str], client: int) -> str:
+    """Return a client's name for a sentence: its folder's, else its number."""
+    return format_client(names[client] if names else str(client))
+
+
+def format_client(name: str) -> str:
+    """Format a client's name for a sentence; a number alone would say nothing."""
+    return f"client {name}" if name.isdecimal() else name
+
+
 def align_columns(lines: Sequence[Sequence[str]]) -> str:
     """Format a table with columns of equal width: numbers to the right, words to the left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def cell(text: str, width: int, column: int) -> str:
-        numeric = column > 0 and all(line[column][:1] in "0123456789–-" for line in lines[1:])
+        cells = [line[column] for line in lines[1:]]
+        if column == 0:
+            numeric = all(map(str.isdecimal, cells))
+        else:
+            numeric = all(cell[:1] in "0123456789–-" for cell in cells)
         return text.rjust(width) if numeric else text.ljust(width)
 
     return "\n".join(

@@ -1,45 +1,39 @@
-"""What clients differ in: labels, clusters of features, rotations and styles."""
+"""Clients that differ in clusters of features, rotations and styles."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import made_split
+from helpers import made_split, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from partitions import groups_of
 from rounds import assert_both_engines_agree
 from safetensors.torch import save_file
 
 from fedssl import config as configuration
 from fedssl.cli import main
 from fedssl.config import Config
-from fedssl.data import sources
-from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data import heterogeneity
+from fedssl.data.client_table import count_labels
+from fedssl.data.dataset import Dataset, Split
+from fedssl.data.heterogeneity import STYLES, Sources, alter_training_images, find_clusters
 from fedssl.data.load import load_dataset
-from fedssl.data.partition import counts
 from fedssl.data.random import key
-from fedssl.data.sources import STYLES, altered, assign, clusters
 from fedssl.evaluate import per_client
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower, build
 from fedssl.runs.build import build_experiment
+from fedssl.runs.sources import find_sources as assign
 from fedssl.runs.split import load_run_dataset, split_clients
 from fedssl.runs.validate import check_deployment, list_warnings
-from fedssl.util.errors import UserError
 
 ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
-
-
-def groups_of(*clients: list[int]) -> Groups:
-    return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
-
-
 STYLE = ("partition.name=skew", "partition.source=style", "partition.sources=10")
 CLUSTERS = ("partition.name=skew", "partition.source=features", "partition.sources=3")
 
@@ -53,10 +47,19 @@ def made(count: int = 40, channels: int = 1, size: int = 8) -> Dataset:
     return Dataset("made", split, split, ("a", "b", "c", "d"))
 
 
+def altered(config: Config, dataset: Dataset) -> Dataset:
+    return alter_training_images(config.partition, dataset, config.seed)
+
+
+def labels_of(sources: Sources) -> list[int]:
+    assert sources.labels is not None
+    return sources.labels.tolist()
+
+
 def held_sources(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     found = assign(config, dataset)
-    assert found.of is not None
-    return counts(split_clients(config, dataset, found), found.of.numpy())
+    assert found.labels is not None
+    return count_labels(split_clients(config, dataset, found), found.labels.numpy())
 
 
 # Rotation and style ----------------------------------------------------------------------------
@@ -66,14 +69,14 @@ def held_sources(config: Config, dataset: Dataset) -> NDArray[np.int64]:
 def test_sources_are_even_drawn_by_seed_and_independent_of_the_class(words: tuple[str]) -> None:
     dataset = made(4003)
     found = assign(resolved(*words), dataset)
-    of = found.of
+    of = found.labels
     assert of is not None and dataset.train.labels is not None
     sizes = torch.bincount(of, minlength=len(found.names))
     assert int(sizes.max() - sizes.min()) <= 1
     for c in range(4):
         share = torch.bincount(of[dataset.train.labels == c]) / 1000
         assert float((share - 1 / len(sizes)).abs().max()) < 0.06
-    again, other = (assign(resolved(*words, f"seed={s}"), dataset).of for s in (0, 1))
+    again, other = (assign(resolved(*words, f"seed={s}"), dataset).labels for s in (0, 1))
     assert again is not None and other is not None
     assert torch.equal(of, again) and not torch.equal(of, other)
 
@@ -83,8 +86,8 @@ def test_each_image_is_turned_by_its_sources_angle(channels: int) -> None:
     """Four sources are quarter turns, which torch does without arithmetic."""
     config, dataset = resolved(*ROTATION), made(channels=channels)
     found, turned = assign(config, dataset), altered(config, dataset)
-    assert found.names == ("0°", "90°", "180°", "270°") and found.of is not None
-    for i, k in enumerate(found.of.tolist()):
+    assert found.names == ("0°", "90°", "180°", "270°") and found.labels is not None
+    for i, k in enumerate(labels_of(found)):
         before, after = dataset.train.images[0][i], turned.train.images[0][i]
         assert torch.equal(after, torch.rot90(before, k, (1, 2)))  # counter-clockwise
 
@@ -96,8 +99,8 @@ def test_five_angles_divide_the_circle() -> None:
     images[:, :, 15:18, 27:30] = 255
     dataset = Dataset("spot", Split((images,)), None)
     found, turned = assign(config, dataset), altered(config, dataset).train.images[0]
-    assert found.names == ("0°", "72°", "144°", "216°", "288°") and found.of is not None
-    for i, k in enumerate(found.of.tolist()):
+    assert found.names == ("0°", "72°", "144°", "216°", "288°") and found.labels is not None
+    for i, k in enumerate(labels_of(found)):
         y, x = (np.average(np.arange(33), weights=turned[i, 0].sum(1 - d)) for d in (0, 1))
         angle = np.degrees(np.arctan2(16 - y, x - 16)) % 360
         assert abs((angle - 72 * k + 180) % 360 - 180) < 1.5
@@ -127,20 +130,20 @@ def test_styles_are_all_different_and_the_images_own(channels: int) -> None:
     """An image's style is its source's; the first style is none, and no two are near."""
     config, dataset = resolved(*STYLE), made(count=100, channels=channels, size=12)
     found, styled = assign(config, dataset), altered(config, dataset).train.images[0]
-    assert found.names == tuple(STYLES) and found.of is not None
+    assert found.names == tuple(STYLES) and found.labels is not None
     plain = dataset.train.images[0]
-    for i, k in enumerate(found.of.tolist()):
+    for i, k in enumerate(labels_of(found)):
         every = [style(plain[i : i + 1].float()).clamp(0, 255) for style in STYLES.values()]
         apart = [float((styled[i] - image).abs().mean()) for image in every]
         assert apart[k] < 0.51
         assert min(apart[:k] + apart[k + 1 :]) > 5
-    assert torch.equal(styled[found.of == 0], plain[found.of == 0])
+    assert torch.equal(styled[found.labels == 0], plain[found.labels == 0])
 
 
 def test_a_style_is_the_same_whatever_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = made(channels=3)
     whole = altered(resolved(*STYLE), dataset).train.images[0]
-    monkeypatch.setattr(sources, "_CHUNK", 1)
+    monkeypatch.setattr(heterogeneity, "CHUNK", 1)
     assert torch.equal(altered(resolved(*STYLE), dataset).train.images[0], whole)
 
 
@@ -222,7 +225,7 @@ def test_other_sizes_to_judge_at_are_altered_alike() -> None:
     config = resolved(*ROTATION, "partition.clients=4", "cohort.size=null", "evaluate.size=12")
     train = build_experiment(config).evaluator.dataset.train
     plain = load_dataset(config.data, config.seed, 12).train.images[0]
-    of = assign(config, load_run_dataset(config)).of
+    of = assign(config, load_run_dataset(config)).labels
     assert of is not None and train.images[0].shape[-1] == 12
     for i in range(40):
         assert torch.equal(train.images[0][i], torch.rot90(plain[i], int(of[i]), (1, 2)))
@@ -241,10 +244,10 @@ def test_held_out_and_public_images_keep_their_source() -> None:
     config = resolved(*ROTATION, "partition.clients=4", "data.holdout=0.3")
     dataset = made(200)
     groups = split_clients(config, dataset)
-    of = assign(config, dataset).of
+    of = assign(config, dataset).labels
     assert of is not None
     assert len(groups.members) < 200
-    assert ((counts(groups, of.numpy()) > 0) == np.eye(4, dtype=bool)).all()
+    assert ((count_labels(groups, of.numpy()) > 0) == np.eye(4, dtype=bool)).all()
 
 
 @pytest.mark.parametrize("source", ["rotation", "features"])
@@ -271,7 +274,7 @@ def test_clusters_are_those_of_scikit_learn_and_the_planted_ones() -> None:
     rng = np.random.default_rng(0)
     planted = rng.integers(0, 4, 400)
     features = (rng.normal(size=(4, 64))[planted] * 3 + rng.normal(size=(400, 64))).astype("f4")
-    found = clusters(features, 4, seed=0)
+    found = find_clusters(features, 4, seed=0)
     assert found.dtype == np.int64 and set(found) == {0, 1, 2, 3}
     assert adjusted_rand_score(planted, found) == 1
     reduced = PCA(30).fit_transform(features)
@@ -290,10 +293,10 @@ def test_features_are_reduced_to_thirty_numbers() -> None:
         reduced = PCA(width, random_state=state).fit_transform(features)
         return KMeans(5, n_init=10, random_state=state).fit_predict(reduced).tolist()
 
-    found = clusters(features, 5, seed=7).tolist()
+    found = find_clusters(features, 5, seed=7).tolist()
     assert found == reference(30)
     assert found != reference(29) and found != reference(31)
-    assert len(clusters(features[:, :3], 5, seed=7)) == 300  # fewer than 30 are all kept
+    assert len(find_clusters(features[:, :3], 5, seed=7)) == 300  # fewer than 30 are all kept
 
 
 def patterns(count: int = 60) -> Dataset:
@@ -325,79 +328,51 @@ def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "config.yaml").write_text(configuration.dump(theirs))
     own = (*CLUSTERS, "encoder.norm=batch")
     seen: list[NDArray[np.float32]] = []
-    real = sources.clusters
+    real = heterogeneity.find_clusters
 
     def spy(features: NDArray[np.float32], count: int, seed: int) -> NDArray[np.int64]:
         seen.append(features)
         return real(features, count, seed)
 
-    monkeypatch.setattr(sources, "clusters", spy)
+    monkeypatch.setattr(heterogeneity, "find_clusters", spy)
     for end in ("", "/encoder.safetensors"):
         assign(resolved(*own, f"partition.encoder={tmp_path}{end}"), dataset)
         assert np.array_equal(seen.pop(), extract(tower.encoder, dataset.train.images[0]).numpy())
     # Without the configuration beside it, it has to be of the run's own kind.
     (tmp_path / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"partition.encoder=.*: it has .*encoder.norm"):
+    with refused("partition.encoder", tmp_path, "encoder.norm"):
         assign(resolved(*own, f"partition.encoder={tmp_path}"), dataset)
 
 
-# What is refused -------------------------------------------------------------------------------
+# Refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("source", "key"),
     [
-        ("partition.name=dirichlet partition.alpha=0", "partition.alpha=0.0:"),
-        ("partition.name=dirichlet partition.alpha=-1", "partition.alpha=-1.0:"),
-        ("partition.name=skew partition.beta=-0.5", "partition.beta=-0.5:"),
-        ("partition.name=skew partition.beta=1.5", "partition.beta=1.5:"),
-        ("partition.name=skew partition.source=mood", "partition.source=mood: unknown"),
-        (
-            "partition.name=iid partition.source=style",
-            "partition.source: unknown key",
-        ),
-        (
-            "partition.name=skew partition.source=features partition.sources=5000",
-            "partition.sources=5000: more clusters than the 1438 samples",
-        ),
-        (
-            "partition.name=skew partition.source=rotation partition.sources=5000",
-            "partition.sources=5000: more sources than the 1438 samples",
-        ),
-        (
-            "partition.name=classes partition.source=rotation partition.sources=1",
-            "partition.sources=1:",
-        ),
-        (
-            "partition.name=skew partition.source=style partition.sources=11",
-            "partition.sources=11: there are 10 styles (plain, sepia,",
-        ),
-        (
-            "partition.name=skew partition.encoder=runs/a",
-            "partition.encoder=runs/a: only partition.source=features",
-        ),
-        (
-            "partition.name=skew partition.source=features partition.encoder=nowhere",
-            "partition.encoder=nowhere: no such file",
-        ),
-        ("partition.name=skew partition.balanced=true", "partition.balanced: unknown key"),
+        ("mood", "partition.source"),
+        ("features partition.sources=5000", "partition.sources"),
+        ("rotation partition.sources=5000", "partition.sources"),
+        ("rotation partition.sources=1", "partition.sources"),
+        ("style partition.sources=11", "partition.sources"),
+        ("features partition.encoder=nowhere", "partition.encoder"),
     ],
 )
-def test_refusals_before_training_are_one_line(words: str, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        build_experiment(resolved(*words.split(), "cohort.size=null"))
-    assert "\n" not in str(error.value)
+def test_refusals_before_training(source: str, key: str) -> None:
+    words = f"partition.name=skew cohort.size=null partition.source={source}"
+    with refused(key):
+        build_experiment(resolved(*words.split()))
 
 
 @pytest.mark.parametrize("name", ["dirichlet", "skew", "classes"])
 def test_labels_that_are_not_there(name: str) -> None:
-    with pytest.raises(UserError, match=f"name={name}: needs labels.*partition.source=features"):
+    with refused("partition.name", name, "partition.source=features"):
         split_clients(resolved(f"partition.name={name}"), patterns())
 
 
 def test_a_deployment_refuses_sources() -> None:
     words = ("engine.name=flower", "engine.sites=3", *ROTATION)
-    with pytest.raises(UserError, match=r"partition.source=rotation: sites have their own data"):
+    with refused("partition.source", "rotation"):
         check_deployment(resolved(*words))
     check_deployment(resolved(*words, "partition.source=labels"))
 
@@ -423,15 +398,12 @@ def test_deploy_init_says_that_a_recipes_source_is_left_out(
     assert not capsys.readouterr().err
 
 
-# The command ---------------------------------------------------------------------------------
-
-
 def test_the_command_says_what_is_uneven(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["partition.name=dirichlet", "partition.clients=20", "partition.alpha=0.02"]
     assert main(["partition", *words, "partition.balanced=true"]) == 0
-    assert "most balanced one is kept" in capsys.readouterr().err
+    assert "no draw of 1000" in capsys.readouterr().err
     session = build_experiment(resolved(*words, "partition.balanced=true", "cohort.size=null"))
-    assert any("most balanced one is kept" in note for note in list_warnings(session))
+    assert any("no draw of 1000" in note for note in list_warnings(session))
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "nowhere/a.png"])

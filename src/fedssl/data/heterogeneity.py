@@ -1,0 +1,193 @@
+"""Heterogeneity beyond labels: partitions by clusters of features, rotations or styles.
+
+A partition divides images by a source of each: its class, or with ``partition.source`` the cluster
+of its features, or a rotation or a style that it is given (Dec-SSL, section 3.1, B.4 and C.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.config import PartitionParams, SourceParams
+from fedssl.data.augment import rotate
+from fedssl.data.dataset import Dataset, Ints
+from fedssl.data.random import key, permutation
+from fedssl.util.errors import UserError
+
+COMPONENTS = 30  # of the features, before they are clustered (Dec-SSL, C.2)
+CHUNK = 1024  # images altered at once
+
+Embed = Callable[[Tensor], NDArray[np.float32]]  # images to features
+Alter = Callable[[Tensor], Tensor]  # float images from 0 to 255 to such images
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The source of each image, and the names of the sources."""
+
+    labels: Tensor | None  # int64, -1 where an image has none
+    names: tuple[str, ...]
+    kind: str = "classes"
+
+
+def assign_sources(
+    params: PartitionParams, dataset: Dataset, seed: int, embed: Embed | None = None
+) -> Sources:
+    """Return what the partition divides by: the labels, or the ``partition.source`` of each image.
+
+    Only ``partition.source=features`` needs ``embed``, whose features are clustered.
+    """
+    train = dataset.train
+    if not isinstance(params, SourceParams) or params.source == "labels":
+        return Sources(train.labels, dataset.classes)
+    _check_sources(params, len(train))
+    count = params.sources
+    if params.source == "features":
+        assert embed is not None
+        clusters = find_clusters(embed(train.images[0]), count, seed)
+        names = tuple(f"cluster {k}" for k in range(count))
+        return Sources(torch.from_numpy(clusters), names, "clusters")
+    labels = torch.from_numpy(_draw_sources(len(train), count, seed))
+    if params.source == "style":
+        return Sources(labels, tuple(STYLES)[:count], "styles")
+    return Sources(labels, tuple(f"{_degrees(k, count):g}°" for k in range(count)), "rotations")
+
+
+def alter_training_images(params: PartitionParams, dataset: Dataset, seed: int) -> Dataset:
+    """Rotate or stylize the training images if clients differ in that (Dec-SSL, B.4).
+
+    The result is a copy: the files and the cache keep their images. The test split stays as it is,
+    because it measures what holds for all clients.
+    """
+    train = dataset.train
+    if not alters_images(params):
+        return dataset
+    assert isinstance(params, SourceParams)
+    _check_sources(params, len(train))
+    labels = torch.from_numpy(_draw_sources(len(train), params.sources, seed))
+    images = tuple(alter_images(params, x, labels) for x in train.images)
+    return replace(dataset, train=replace(train, images=images))
+
+
+def alters_images(params: PartitionParams) -> bool:
+    """Return whether clients differ in a rotation or style that their images are given."""
+    return isinstance(params, SourceParams) and params.source in ("rotation", "style")
+
+
+def alter_images(params: SourceParams, images: Tensor, labels: Tensor) -> Tensor:
+    """Rotate or stylize a copy of uint8 images by their source; -1 leaves an image unchanged."""
+    changed = images.clone()
+    for k in range(int(labels.max()) + 1):
+        alter = _alteration(params, k)
+        for part in torch.nonzero(labels == k)[:, 0].split(CHUNK):
+            floats = alter(images[part].float())
+            changed[part] = floats.round().clamp(0, 255).to(torch.uint8)
+    return changed
+
+
+def _check_sources(params: SourceParams, total: int) -> None:
+    """Check the number of sources."""
+    most, reason = total, f"more than the {total} samples"
+    if params.source == "style" and len(STYLES) < total:
+        most, reason = len(STYLES), f"more than the {len(STYLES)} styles ({', '.join(STYLES)})"
+    if params.sources > most:
+        fix = f"Use at most {most}."
+        raise UserError(reason, key="partition.sources", value=params.sources, fix=fix)
+
+
+def _draw_sources(total: int, count: int, seed: int) -> Ints:
+    """Draw a source for each image, whatever its class, equally often to within one."""
+    return permutation(key(seed, "source"), total) % count
+
+
+# Rotations and styles --------------------------------------------------------------------------
+
+
+def _alteration(params: SourceParams, source: int) -> Alter:
+    if params.source == "style":
+        return list(STYLES.values())[source]
+    if source == 0:
+        return _keep
+    degrees = _degrees(source, params.sources)
+    return lambda x: rotate(x, torch.full((len(x),), degrees))
+
+
+def _degrees(source: int, count: int) -> float:
+    """Divide the circle evenly; the first angle is 0 (Dec-SSL, Figure 10)."""
+    return 360.0 * source / count
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x
+
+
+def _scale_channels(x: Tensor, first: float, last: float) -> Tensor:
+    """Multiply channels by factors from ``first`` to ``last``; a gray image takes the first."""
+    return x * torch.linspace(first, last, x.shape[1]).view(1, -1, 1, 1)
+
+
+def _filter(x: Tensor, kernel: list[list[float]]) -> Tensor:
+    """Apply a 3 × 3 filter to every channel, with repeated borders."""
+    channels = x.shape[1]
+    weight = torch.tensor(kernel).expand(channels, 1, 3, 3)
+    return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), weight, groups=channels)
+
+
+def _blur(x: Tensor) -> Tensor:
+    row = torch.tensor([0.25, 0.5, 0.25])
+    kernel = torch.outer(row, row).tolist()
+    return _filter(_filter(x, kernel), kernel)
+
+
+def _canvas(x: Tensor) -> Tensor:
+    """Darken every third row and column, like threads."""
+    height, width = x.shape[2:]
+    rows, columns = torch.arange(height)[:, None] % 3 == 0, torch.arange(width) % 3 == 0
+    return torch.where(rows ^ columns, x * 0.5, x)
+
+
+def _sepia(x: Tensor) -> Tensor:
+    grey = x.mean(1, keepdim=True)
+    return grey * torch.linspace(1.25, 0.6, x.shape[1]).view(1, -1, 1, 1)
+
+
+# The paper took stylizations of Geirhos et al. 2019, which need a network and paintings.
+STYLES: dict[str, Alter] = {
+    "plain": _keep,
+    "sepia": _sepia,
+    "contrast": lambda x: (x - 128) * 2.5 + 128,
+    "canvas": _canvas,
+    "blur": _blur,
+    "negative": lambda x: 255 - x,
+    "cold": lambda x: _scale_channels(x, 0.5, 1.25),
+    "poster": lambda x: (x / 85).round() * 85,
+    "relief": lambda x: 128 + _filter(x, [[-1, -0.5, 0], [-0.5, 0, 0.5], [0, 0.5, 1]]),
+    "faded": lambda x: 150 + 0.35 * (x - 128),
+}
+
+
+# Clusters of features --------------------------------------------------------------------------
+
+
+def find_clusters(features: NDArray[np.float32], count: int, seed: int) -> Ints:
+    """Return the cluster of each row: PCA to 30 numbers, then k-means (Dec-SSL, C.2)."""
+    from sklearn.cluster import KMeans
+    from sklearn.decomposition import PCA
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    state = key(seed, "clusters") % 2**32
+    # With several threads sums differ in their last bits from call to call; all workers of a
+    # simulation must find the same clusters.
+    with threadpool_limits(1):
+        width = min(COMPONENTS, *features.shape)
+        reduced = PCA(width, random_state=state).fit_transform(features)
+        clusters: NDArray[Any] = KMeans(count, n_init=10, random_state=state).fit_predict(reduced)
+    return clusters.astype(np.int64)

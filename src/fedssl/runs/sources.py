@@ -1,0 +1,55 @@
+"""What the partition of a run divides images by: labels, or features of an encoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedssl import config as configuration
+from fedssl.config import Config, SourceParams
+from fedssl.data.dataset import Dataset
+from fedssl.data.heterogeneity import Sources, assign_sources
+from fedssl.evaluate.features import extract
+from fedssl.models.network import Tower, build
+from fedssl.util.errors import UserError
+
+
+def find_sources(config: Config, dataset: Dataset, device: torch.device | str = "cpu") -> Sources:
+    """Return the source of each training image; features are computed on ``device``."""
+    return assign_sources(
+        config.partition, dataset, config.seed, lambda images: _embed(config, images, device)
+    )
+
+
+def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArray[np.float32]:
+    """Embed images with ``partition.encoder``, or with an untrained encoder of the run's kind."""
+    params, settings = config.partition, config.encoder
+    assert isinstance(params, SourceParams)
+    if params.encoder is not None:
+        settings = _read_settings(Path(params.encoder)) or settings
+    settings = replace(settings, init=params.encoder, towers=1)
+    size = min(images.shape[2:])
+    try:
+        network = build(settings, (images.shape[1],), size, lambda *_: nn.Identity(), config.seed)
+    except UserError as error:
+        if error.key not in (None, "encoder.init"):
+            raise
+        fix = error.fix
+        raise UserError(
+            error.problem, key="partition.encoder", value=params.encoder, fix=fix
+        ) from None
+    torch.set_num_threads(config.engine.threads)  # the order of sums depends on it
+    tower = cast(Tower, network.towers[0])
+    return extract(tower.encoder.to(device), images, device=device).cpu().numpy()
+
+
+def _read_settings(path: Path) -> configuration.Encoder | None:
+    """Return the encoder section of a run's folder, if its configuration is there."""
+    file = (path if path.is_dir() else path.parent) / "config.yaml"
+    return configuration.build(configuration.read_yaml(file)).encoder if file.is_file() else None
