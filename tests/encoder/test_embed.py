@@ -23,6 +23,7 @@ from fedssl.config import Data, Encoder, to_tree
 from fedssl.data import decode
 from fedssl.data.load import load_dataset
 from fedssl.encoder import embed
+from fedssl.encoder.search import search
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
 from fedssl.util.errors import UserError
@@ -130,55 +131,34 @@ def test_a_pattern_and_a_single_file(
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.npz"])
-def test_what_leaves_nothing_to_embed_is_an_error_and_no_file(
-    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_images_there_is_no_file(name: str, run: Path, tmp_path: Path) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
-    for bad in ("1.png", "2.png"):
-        (tmp_path / bad).write_text("no image")
-    to = tmp_path / name
-    for where, message in (
-        (tmp_path, f"{tmp_path}: no image can be read: {tmp_path / '1.png'} (not an image"),
-        (tmp_path / "*.gif", f"{tmp_path / '*.gif'}: no images there; give a folder"),
-        (tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: no images there"),
-    ):
-        assert main(["embed", str(run), str(where), "--to", str(to)]) == 2
-        assert message in capsys.readouterr().err.splitlines()[-1]
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["1.png", "2.png"]
+    (tmp_path / "1.png").write_text("no image")
+    for images in (tmp_path, tmp_path / "*.gif", tmp_path / "nowhere", ""):
+        with pytest.raises(UserError) as error:
+            embed.embed(run, str(images), tmp_path / name, 8, "cpu")
+        assert error.value.key == "IMAGES"
+        assert [p.name for p in tmp_path.iterdir()] == ["1.png"]
 
 
 def test_a_bad_output_is_refused_before_any_work(
-    run: Path,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embed, "load_encoder", lambda *_: pytest.fail("work"))
-    monkeypatch.setattr(embed, "found", lambda *_: pytest.fail("work"))
-
-    def refused(*words: object) -> str:
-        assert main(list(map(str, words))) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
-    inside = photos / "a.png" / "out.csv"
-    said = refused("embed", run, photos, "--to", inside)
-    assert f"--to {inside}: cannot be written (Not a directory)" in said
-    said = refused("embed", run, photos, "--to", tmp_path / "new" / "out.csv")
-    assert "cannot be written (No such file or directory)" in said
+    for name in ("load_encoder", "find_files"):
+        monkeypatch.setattr(embed, name, lambda *_: pytest.fail("work"))
     (tmp_path / "folder.csv").mkdir()
-    said = refused("embed", run, photos, "--to", tmp_path / "folder.csv")
-    assert "cannot be written (Is a directory)" in said
-    said = refused("embed", run, photos, "--to", "out.txt")
-    assert "must end in one of .parquet, .csv, .npz" in said
-    said = refused("search", run, photos / "a.png", photos, "--html", photos / "a.png" / "x.html")
-    assert "--html" in said and "cannot be written (Not a directory)" in said
-    monkeypatch.setattr(embed.os, "access", lambda *_: False)
+    for to in (photos / "a.png/out.csv", tmp_path / "new/out.csv", tmp_path / "folder.csv",
+               Path("out.txt")):  # fmt: skip
+        with pytest.raises(UserError, match=f"^--to {to}: "):
+            embed.embed(run, str(photos), to, 8, "cpu")
+    for html in (photos / "a.png/x.html", photos, photos / "a.png"):
+        with pytest.raises(UserError, match=f"^--html {html}: "):
+            search(run, photos / "a.png", str(photos), 1, html, 8, "cpu")
+    monkeypatch.setattr("os.access", lambda *_: False)
     (tmp_path / "old.csv").write_text("old")
-    said = refused("embed", run, photos, "--to", tmp_path / "old.csv")
-    assert "cannot be written (Permission denied)" in said
+    with pytest.raises(UserError, match="Permission denied"):
+        embed.embed(run, str(photos), tmp_path / "old.csv", 8, "cpu")
     assert (tmp_path / "old.csv").read_text() == "old"
 
 
@@ -186,8 +166,9 @@ def test_a_missing_extra_is_named(
     run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"needs pyarrow; .* pip install 'fedssl\[frames\]'"):
+    with pytest.raises(UserError) as error:
         embed.embed(run, str(photos), tmp_path / "out.parquet", 256, "cpu")
+    assert "pip install 'fedssl[frames]'" in error.value.fix
     assert embed.embed(run, str(photos), tmp_path / "out.csv", 256, "cpu") == 7
 
 
@@ -219,7 +200,7 @@ def test_a_full_disk_is_said(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(embed.Csv, "write", full)
+    monkeypatch.setitem(embed.FORMATS, ".csv", full)
     with pytest.raises(UserError, match=r"--to .*out\.csv: the disk is full"):
         embed.embed(run, str(photos), tmp_path / "out.csv", 256, "cpu")
     assert not (tmp_path / "out.csv").exists()
@@ -389,21 +370,6 @@ def test_the_nearest_images_as_a_list_and_as_a_page(
     assert page.stat().st_mode & 0o777 == 0o600  # it shows images
 
 
-def test_no_page_unless_asked_for(
-    run: Path,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert main(["search", str(run), str(photos / "a.png"), str(photos), "--top", "2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    assert not list(here.iterdir())
-
-
 @pytest.mark.parametrize("ending", [".parquet", ".csv", ".npz"])
 def test_only_the_owner_reads_embeddings(
     ending: str, run: Path, photos: Path, tmp_path: Path
@@ -414,57 +380,16 @@ def test_only_the_owner_reads_embeddings(
     assert to.stat().st_mode & 0o777 == 0o600
 
 
-def test_more_neighbours_than_images_and_none_at_all(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_neighbours_than_images_and_none_at_all(run: Path, tmp_path: Path) -> None:
     for i in range(2):
         noise(i).save(tmp_path / f"{i}.png")
     query = tmp_path / "0.png"
-    assert len(embed.search(run, query, str(tmp_path), 10, None, 256, "cpu")) == 1
-    html = tmp_path / "s.html"
-    for images_, options, message in (
-        (query, (), "no image there but the query itself"),
-        (tmp_path, ("--top", "0"), "--top 0: must be at least 1"),
-    ):
-        words = ["search", str(run), str(query), str(images_), "--html", str(html), *options]
-        assert main(words) == 2
-        assert message in capsys.readouterr().err
-    assert not html.exists()
-
-
-@pytest.mark.parametrize("html", [".", "photos"])
-def test_a_page_that_is_a_folder_is_refused(
-    html: str,
-    run: Path,
-    photos: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(photos.parent)
-    assert main(["search", str(run), "photos/a.png", "photos", "--html", html]) == 2
-    error = capsys.readouterr().err
-    assert "cannot be written (Is a directory)" in error and error.count("\n") == 1
-
-
-def test_a_page_replaces_no_image(
-    run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = (photos / "a.png").read_bytes()
-    words = ["search", str(run), str(photos / "a.png"), str(photos)]
-    assert main([*words, "--html", str(photos / "a.png")]) == 2
-    assert "a.png: a page is an HTML file; use a name such as a.html" in capsys.readouterr().err
-    assert (photos / "a.png").read_bytes() == before
-
-
-def test_no_pattern_is_not_the_current_folder(
-    run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(photos)
-    assert main(["embed", str(run), "", "--to", "out.csv"]) == 2
-    assert capsys.readouterr().err == (
-        "fedssl: IMAGES is empty; give a folder, a file, or a pattern in quotes\n"
-    )
-    assert not (photos / "out.csv").exists()
+    assert len(search(run, query, str(tmp_path), 10, None, 256, "cpu")) == 1
+    for images, top, key in ((query, 10, "IMAGES"), (tmp_path, 0, "--top")):
+        with pytest.raises(UserError) as error:
+            search(run, query, str(images), top, tmp_path / "s.html", 256, "cpu")
+        assert error.value.key == key
+    assert not (tmp_path / "s.html").exists()
 
 
 def test_who_reads_the_old_file_keeps_it_whole(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Encoder
-from fedssl.encoder import export
+from fedssl.encoder import export, formats
 from fedssl.encoder.load import ImageEncoder
 from fedssl.models.encoders import Timm, encoder
 from fedssl.models.flat_weights import FlatWeights
@@ -175,9 +175,9 @@ def test_graphs_of_it_agree(format: str, name: str, tmp_path: Path) -> None:
         "size": [32, 32],
     }
     whole = ImageEncoder(body.eval(), note, 0)
-    infer = export.WRITERS[format](whole, tmp_path / "graph")
+    infer = formats.WRITERS[format](whole, tmp_path / "graph")
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
-    assert export.compare(whole, infer, images)[0] < 1e-4
+    assert formats.measure_difference(whole, infer, images)[0] < 1e-4
 
 
 def test_dcco_merges_it_where_there_is_no_batch_norm(tmp_path: Path) -> None:

@@ -420,7 +420,7 @@ def verdict(out: Path) -> str:
 
 
 def card(out: Path) -> str:
-    return hub.model_card(Run(out), load_encoder(out))
+    return hub.write_model_card(Run(out), load_encoder(out))
 
 
 def named(out: Path, **sizes: int) -> None:

@@ -95,14 +95,15 @@ def _embed(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    from fedssl.encoder import embed
+    from fedssl.encoder.embed import printable
+    from fedssl.encoder.search import search
 
-    found = embed.search(
+    nearest = search(
         options.run, options.query, options.images, options.top, options.html,
         options.batch, options.device,
     )  # fmt: skip
-    for image, similarity in found:
-        print(f"{similarity:.3f}  {embed.text(image)}")
+    for image, similarity in nearest:
+        print(f"{similarity:.3f}  {printable(image)}")
     if options.html is not None:
         print(f"\n{options.html}")
     return 0

@@ -1,1 +1,1 @@
-"""Use a trained encoder."""
+"""Use a trained encoder: load it, embed and search images, export it."""

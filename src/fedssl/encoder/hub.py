@@ -1,4 +1,4 @@
-"""A folder in the layout of the Hugging Face hub: weights, what they are, and a model card."""
+"""Write a folder in the layout of the Hugging Face hub: weights, descriptions and a model card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import yaml
 
 from fedssl import __version__, config, privacy
 from fedssl.config import TIMM, Config, Tree
-from fedssl.encoder.export import about, checked, plain, save_weights
+from fedssl.encoder.formats import (
+    describe,
+    describe_preprocessing,
+    drop_folder,
+    save_weights,
+    write_checked,
+)
 from fedssl.encoder.load import HEADER, ImageEncoder
 from fedssl.models.encoders import Timm
 from fedssl.models.weights import SUFFIXES
@@ -22,58 +28,60 @@ from fedssl.runs.record import Run
 from fedssl.runs.result import format_result
 from fedssl.util import outputs
 from fedssl.util.errors import UserError
+from fedssl.util.templates import load_templates
 
 RECIPE = "recipe.yaml"
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iterator[str]:
-    """Write the folder of a finished run; lines that say what, and what was checked."""
+    """Write the folder of a finished run; yield lines for the console."""
     source = Run(run)
     texts = {
-        "config.json": _json(description(encoders[0])),
-        "preprocessor_config.json": _json(processor(encoders[0])),
-        RECIPE: yaml.safe_dump(recipe(source.settings), sort_keys=False, allow_unicode=True),
-        "README.md": model_card(source, encoders[0]),
+        "config.json": _to_json(describe_model(encoders[0])),
+        "preprocessor_config.json": _to_json(describe_processor(encoders[0])),
+        RECIPE: yaml.safe_dump(strip_recipe(source.settings), sort_keys=False, allow_unicode=True),
+        "README.md": write_model_card(source, encoders[0]),
     }
     folder = out or run / "export" / "hf"
     _check_free(folder)
     outputs.folder(folder, "--out")
     for encoder, suffix in zip(encoders, SUFFIXES, strict=False):
-        header = {"format": "pt", HEADER: json.dumps(about(encoder))}
+        header = {"format": "pt", HEADER: json.dumps(describe(encoder))}
         path = folder / f"model{suffix}.safetensors"
-        yield from checked(run, encoder, path, functools.partial(save_weights, header=header))
+        yield from write_checked(run, encoder, path, functools.partial(save_weights, header=header))
     for name, text in texts.items():
         outputs.write_text(folder / name, text, "--out")
-    yield f"{folder}: read README.md, and add what it leaves open, before you publish it"
+    yield f"{folder}: read README.md and complete it before you publish it"
 
 
 def _check_free(folder: Path) -> None:
-    """Only a folder that is new, empty or an earlier export of ours is written into."""
+    """Check that the folder is new, empty or an earlier export."""
     known = folder / "config.json"
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not known.is_file() or f'"{HEADER}"'.encode() not in known.read_bytes():
-        raise UserError(f"--out {folder}: exists and is not empty; name a new folder")
+        raise UserError("not empty", key="--out", value=folder, fix="Use a new folder.")
 
 
-def _json(content: Any) -> str:
+def _to_json(content: Any) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def description(encoder: ImageEncoder) -> dict[str, Any]:
-    """``config.json``: what timm's loader reads of its own backbones, and what ours does."""
-    own = {HEADER: about(encoder)}
+def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
+    """Return ``config.json``, which timm reads for its backbones and fedssl for all."""
+    note = {HEADER: describe(encoder)}
     if not isinstance(encoder.body, Timm):
         return {
             "model_type": "fedssl",
             "num_features": encoder.features,
             "num_channels": encoder.channels,
             "image_size": [encoder.height, encoder.width],
-            **own,
+            **note,
         }
     from timm.models import split_model_name_tag
 
-    shown = about(encoder)["preprocess"]
+    preprocessing = describe_preprocessing(encoder)
     return {
         "architecture": split_model_name_tag(encoder.body.name)[0],
         "num_classes": 0,
@@ -85,16 +93,16 @@ def description(encoder: ImageEncoder) -> dict[str, Any]:
             "interpolation": "bilinear",
             "crop_pct": 1.0,
             "crop_mode": "center",
-            "mean": shown["mean"],
-            "std": shown["std"],
+            "mean": preprocessing["mean"],
+            "std": preprocessing["std"],
         },
-        **own,
+        **note,
     }
 
 
-def processor(encoder: ImageEncoder) -> dict[str, Any]:
-    """``preprocessor_config.json``, by the hub's usual names."""
-    shown = about(encoder)["preprocess"]
+def describe_processor(encoder: ImageEncoder) -> dict[str, Any]:
+    """Return ``preprocessor_config.json``, in the hub's names."""
+    preprocessing = describe_preprocessing(encoder)
     return {
         "do_convert_rgb": encoder.channels == 3,
         "do_resize": True,
@@ -105,161 +113,66 @@ def processor(encoder: ImageEncoder) -> dict[str, Any]:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": False,
-        "image_mean": shown["mean"],
-        "image_std": shown["std"],
+        "image_mean": preprocessing["mean"],
+        "image_std": preprocessing["std"],
     }
 
 
-def recipe(settings: Config) -> Tree:
-    """The run's configuration without places on its machine: a recipe for whoever has the data."""
-    named = config.rename_protocols(settings.evaluate, plain)
-    tree = config.to_tree(dataclasses.replace(settings, evaluate=named))
+def strip_recipe(settings: Config) -> Tree:
+    """Return the configuration without paths of this machine: a recipe for others."""
+    evaluate = config.rename_protocols(settings.evaluate, drop_folder)
+    tree = config.to_tree(dataclasses.replace(settings, evaluate=evaluate))
     for path in config.path_keys(settings):
         section, _, key = path.partition(".")
         tree[section][key] = None
     for section in ("algorithm", "objective", "partition"):
-        tree[section]["name"] = plain(tree[section]["name"])
+        tree[section]["name"] = drop_folder(tree[section]["name"])
     return tree
 
 
-# The model card ------------------------------------------------------------------------------
-
-
-def model_card(run: Run, encoder: ImageEncoder) -> str:
-    """What was trained on what, how, what was exchanged, how good it is, and what it is not."""
-    settings = run.settings
-    objective, algorithm = plain(settings.objective.name), plain(settings.algorithm.name)
+def write_model_card(run: Run, encoder: ImageEncoder) -> str:
+    """Describe data, training, messages, results and limits; no folder or client is named."""
+    settings, summary = run.settings, run.summary
+    objective, algorithm = (drop_folder(s.name) for s in (settings.objective, settings.algorithm))
+    built, samples = build_algorithm(settings), [client["samples"] for client in run.clients]
+    is_timm = isinstance(encoder.body, Timm)
     front = {
-        "library_name": "timm" if isinstance(encoder.body, Timm) else "fedssl",
+        "library_name": "timm" if is_timm else "fedssl",
         "pipeline_tag": "image-feature-extraction",
         "tags": [
             *("image-feature-extraction", "self-supervised-learning", "federated-learning"),
             *("fedssl", algorithm, objective),
         ],
     }
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False).strip()}
----
-
-# An image encoder, trained by `{objective}` under `{algorithm}`
-
-{_network(encoder, settings)} Written by fedssl {__version__}.
-
-## Use
-
-```python
-import fedssl
-
-encoder = fedssl.load_encoder("PATH")  # this folder
-embeddings = encoder.embed(["a.jpg", "b.png"])  # [2, {encoder.features}]
-```
-
-{_timm(encoder)}An image is {"; ".join(about(encoder)["preprocess"]["steps"])}.
-
-## Data
-
-{_data(run)}
-
-## Training
-
-Objective `{objective}`, algorithm `{algorithm}`, {settings.rounds} rounds, seed {settings.seed}. \
-The model is: {encoder.note["model"]}. All keys are in `{RECIPE}`.{_started(settings)}
-
-## What was exchanged
-
-{_exchanged(run)}
-
-## Results
-
-{_results(run)}
-
-## Limits
-
-{_limits(run, encoder)}
-"""
-
-
-def _started(settings: Config) -> str:
-    return "" if settings.encoder.init is None else " It started from given weights."
-
-
-def _network(encoder: ImageEncoder, settings: Config) -> str:
-    parameters = sum(p.numel() for p in encoder.body.parameters())
-    norm = "" if settings.encoder.name.startswith(TIMM) else f", {settings.encoder.norm} norm"
+    has_own_norm = settings.encoder.name.startswith(TIMM)
+    is_pooled = built.pools_data
+    root = "" if settings.data.root is None else " data.root=DIR"
     return (
-        f"`{settings.encoder.name}`{norm}, {parameters:,} parameters: images of {encoder.channels} "
-        f"× {encoder.height} × {encoder.width} to vectors of {encoder.features} numbers."
-    )
-
-
-def _timm(encoder: ImageEncoder) -> str:
-    if not isinstance(encoder.body, Timm):
-        return ""
-    return (
-        'timm loads it as well: `timm.create_model("local-dir:PATH", pretrained=True, '
-        "num_classes=0)`.\n\n"
-    )
-
-
-def _data(run: Run) -> str:
-    """Numbers only: names of folders may be those of sites or people."""
-    settings, counts = run.settings, [client["samples"] for client in run.clients]
-    text = f"`{settings.data.name}`, unlabeled in training"
-    if settings.objective.name == "supervised":
-        text = f"`{settings.data.name}`, with labels"
-    if counts:
-        most = f" to {max(counts):,}" if max(counts) > min(counts) else ""
-        text += f": {sum(counts):,} images of {len(counts):,} clients, {min(counts):,}{most} each"
-    if settings.engine.sites is None:
-        text += f", divided by `partition.name={plain(settings.partition.name)}`"
-    return text + "."
-
-
-def _exchanged(run: Run) -> str:
-    settings = run.settings
-    kind = config.variant("algorithm", settings.algorithm.name)
-    if kind.pools_data:
-        return "All images were in one place; nothing was exchanged."
-    start = "Trained at real sites. From each site left:"
-    if settings.engine.sites is None:
-        start = (
-            "Trained in a simulation: whoever ran it had all images. At real sites, this "
-            "configuration sends from each of them:"
+        load_templates(TEMPLATES)
+        .get_template("model_card.md")
+        .render(
+            front=yaml.safe_dump(front, sort_keys=False).strip(),
+            config=settings,
+            encoder=encoder,
+            objective=objective,
+            algorithm=algorithm,
+            norm="" if has_own_norm else f", {settings.encoder.norm} norm",
+            parameters=f"{sum(p.numel() for p in encoder.body.parameters()):,}",
+            version=__version__,
+            is_timm=is_timm,
+            steps=describe_preprocessing(encoder)["steps"],
+            is_supervised=built.objective.needs_labels,
+            samples=samples,
+            deployed=settings.engine.sites is not None,
+            partition=drop_folder(settings.partition.name),
+            recipe=RECIPE,
+            pools_data=is_pooled,
+            messages="" if is_pooled else list_exchanges(settings),
+            single=None if is_pooled else privacy.told(settings, built, samples),
+            epsilon=summary.get("epsilon"),
+            delta=f"{summary.get('delta', 0):g}",
+            summary=summary,
+            results=format_result(summary, settings) if "untrained" in summary else None,
+            command=f"fedssl run {RECIPE}{root}",
         )
-    text = f"{start}\n\n{list_exchanges(settings)}"
-    sizes = [client["samples"] for client in run.clients]
-    if single := privacy.told(settings, build_algorithm(settings), sizes):
-        text += f"\n\n**Single images**: {single}."
-    if "epsilon" in run.summary:
-        epsilon, delta = run.summary["epsilon"], run.summary["delta"]
-        text += f"\n\nDifferential privacy, client level: ε = {epsilon:.3g} for δ = {delta:g}."
-    else:
-        text += "\n\nThere is no differential privacy: the weights may tell of single images."
-    return text
-
-
-def _results(run: Run) -> str:
-    command = f"fedssl run {RECIPE}"
-    if run.settings.data.root is not None:
-        command += " data.root=DIR"
-    if "untrained" not in run.summary:
-        return f"Not judged: there were no images to judge with. The command was `{command}`."
-    table = format_result(run.summary, run.settings)
-    rest = f"fedssl {run.summary['fedssl']}, torch {run.summary['torch']}, {run.summary['device']}"
-    return f"One run of `{command}` ({rest}):\n\n```\n{table}\n```"
-
-
-def _limits(run: Run, encoder: ImageEncoder) -> str:
-    lines = [
-        f"It has seen images of `{run.settings.data.name}` only; on others, judge it before use "
-        "(`fedssl evaluate`; without the run's folder, `fedssl run` with "
-        "`encoder.init=PATH rounds=0`).",
-        "The numbers above are of one run and one seed.",
-        "It was not examined for what it treats unequally, nor for what it may reveal of its "
-        "training images.",
-        "No license is stated here: whoever publishes it adds one, and what the images' owners "
-        "allow.",
-    ]
-    if "global" not in encoder.note["model"]:
-        lines.insert(0, f"It is {encoder.note['model']}.")
-    return "\n".join(f"- {line}" for line in lines)
+    )

@@ -1,4 +1,4 @@
-"""``fedssl.load_encoder``: a run's encoder with its preprocessing, for use anywhere."""
+"""Load a trained encoder from a run's folder, an export or a file."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from fedssl.models.weights import (
 )
 from fedssl.util.errors import UserError, format_resume
 
-HEADER = "fedssl"  # where an exported file's own header, or config.json, holds the note
-ACCEPTED = "give the folder of a run, or what `fedssl export` wrote as safetensors or hf"
+HEADER = "fedssl"  # the entry of a safetensors header, or of config.json, that holds the note
+ACCEPTED = "Give the folder of a run, or a safetensors or hf export of `fedssl export`."
 AnImage = str | Path | Image.Image | Tensor
-Note = dict[str, Any]
+Note = dict[str, Any]  # the contents of encoder.json
 
 
 class ImageEncoder(nn.Module):
-    """An encoder, and how an image becomes what it sees.
+    """An encoder with the preprocessing of its images.
 
     >>> encoder = load_encoder("runs/first")  # doctest: +SKIP
     >>> encoder.embed(["a.png", "b.jpg"]).shape  # doctest: +SKIP
@@ -56,202 +56,192 @@ class ImageEncoder(nn.Module):
         self.height, self.width = note["size"]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embeddings ``[N, features]``."""
+        """Return embeddings ``[N, features]``."""
         return self.body(images)
 
     def preprocess(self, image: AnImage) -> Tensor:
-        """An image or its file as training read it: float ``[channels, height, width]``, 0 to 1.
+        """Return an image as training read it: float ``[channels, height, width]``, 0 to 1.
 
-        A uint8 tensor must have that shape already. A Pillow image is taken as it is: of a large
-        JPEG it may differ by a few of 255 from its file, which is decoded at a fraction.
+        A uint8 tensor must have that shape already. A large JPEG file is decoded at a fraction of
+        its size, so its pixels may differ a little from those of a Pillow image of the same file.
         """
-        return pixels(self._bytes(image), "cpu", torch.float32)
+        return pixels(self._to_bytes(image), "cpu", torch.float32)
 
     def embed(self, images: Iterable[AnImage] | Tensor, batch: int = 256) -> Tensor:
-        """The embeddings ``[N, features]`` of files, images or a uint8 tensor, on the CPU.
+        """Return the embeddings ``[N, features]`` of files, images or a uint8 tensor, on the CPU.
 
-        ``batch`` is how many go through the network at once; of large images it is fewer.
+        ``batch`` images are read at once; large images go through the network in smaller parts.
         """
         if isinstance(images, (str, Path, Image.Image)) or not isinstance(images, Iterable):
-            raise UserError("embed: expected several images, as in encoder.embed([image])")
+            raise UserError("embed takes several images", fix="Use encoder.embed([image]).")
         if batch < 1:
-            raise UserError(f"batch={batch}: must be at least 1")
-        found = [self.embed_bytes(part) for part in self._batches(images, batch)]
-        return torch.cat(found) if found else torch.zeros(0, self.features)
+            raise UserError("too small", key="batch", value=batch, fix="Use batch=1 or more.")
+        parts = [self.embed_bytes(part) for part in self._batches(images, batch)]
+        return torch.cat(parts) if parts else torch.zeros(0, self.features)
 
     def embed_bytes(self, images: Tensor) -> Tensor:
-        """The embeddings of uint8 images ``[N, channels, height, width]``, on the CPU."""
-        where, dtype = next(self.parameters()).device, precision(self.body)
-        # The order in memory decides how torch computes, and so the last bits.
+        """Return the embeddings of uint8 images ``[N, channels, height, width]``, on the CPU."""
+        device, dtype = next(self.parameters()).device, precision(self.body)
+        # Contiguous, because the memory layout decides torch's kernels and so the last bits.
         parts = images.contiguous().split(max(1, PIXELS_PER_PASS // (self.height * self.width)))
-        return encode(self.body, (pixels(part, where, dtype) for part in parts)).cpu()
+        return encode(self.body, (pixels(part, device, dtype) for part in parts)).cpu()
 
     def crop(self, square: Tensor) -> Tensor:
-        """What this tower sees of a square image: all of it, or its half (``data.halves``)."""
+        """Return this tower's part of square images: all, or one half (``data.halves``)."""
         if self.width == self.height:
             return square
         return square[..., -self.width :] if self.tower else square[..., : self.width]
 
     def _batches(self, images: Iterable[AnImage] | Tensor, batch: int) -> Iterator[Tensor]:
         if isinstance(images, Tensor):
-            shape = (self.channels, self.height, self.width)
-            if images.ndim != 4 or images.shape[1:] != shape or images.dtype != torch.uint8:
-                raise UserError(_mismatch(images, ("N", *shape)))
+            self._check_tensor(images, images.shape[1:], "N × ")
             yield from images.split(batch)
             return
         rest = iter(images)
-        while some := list(itertools.islice(rest, batch)):
-            yield torch.stack([self._bytes(image) for image in some])
+        while part := list(itertools.islice(rest, batch)):
+            yield torch.stack([self._to_bytes(image) for image in part])
 
-    def _bytes(self, image: AnImage) -> Tensor:
+    def _to_bytes(self, image: AnImage) -> Tensor:
         if isinstance(image, Tensor):
-            shape = (self.channels, self.height, self.width)
-            if image.shape != shape or image.dtype != torch.uint8:
-                raise UserError(_mismatch(image, shape))
+            self._check_tensor(image, image.shape)
             return image
         if not isinstance(image, (str, os.PathLike, Image.Image)):
             raise UserError(
-                f"an image of type {type(image).__name__}: expected a file's name, a Pillow image "
-                "(PIL.Image.fromarray) or a torch tensor of uint8 (torch.from_numpy)"
+                f"an image cannot be a {type(image).__name__}",
+                fix="Give a file name, a Pillow image (PIL.Image.fromarray) or a uint8 tensor.",
             )
         try:
             if isinstance(image, Image.Image):
-                found = to_pixels(image, self.height, self.channels)
+                array = to_pixels(image, self.height, self.channels)
             else:
-                found = decode_file(Path(image), self.height, self.channels)
-        except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+                array = decode_file(Path(image), self.height, self.channels)
+        except Exception as error:  # Pillow raises almost any exception on damaged files
             raise UserError(f"{image}: {describe_failure(error)}") from None
-        return self.crop(torch.from_numpy(np.array(found, order="C"))).contiguous()
+        return self.crop(torch.from_numpy(np.array(array, order="C"))).contiguous()
 
-
-def _mismatch(images: Tensor, shape: tuple[int | str, ...]) -> str:
-    expected, given = " × ".join(map(str, shape)), " × ".join(map(str, images.shape))
-    return (
-        f"a tensor of images: expected {expected} of torch.uint8, got {given} of {images.dtype}; "
-        "files and Pillow's images may have any size"
-    )
+    def _check_tensor(self, images: Tensor, shape: torch.Size, batch: str = "") -> None:
+        expected = (self.channels, self.height, self.width)
+        if shape != expected or images.dtype != torch.uint8:
+            raise UserError(
+                f"the tensor is {' × '.join(map(str, images.shape))} of {images.dtype}",
+                fix=f"Give {batch}{' × '.join(map(str, expected))} of torch.uint8, or files.",
+            )
 
 
 def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) -> ImageEncoder:
-    """The encoder of a run, of an exported folder or of a ``.safetensors`` file.
+    """Load the encoder of a run, of an exported folder or of a ``.safetensors`` file.
 
-    ``tower=1`` is the second of two (``encoder.towers=2``); ``client`` names a personal model.
+    ``tower=1`` is the second of two (``encoder.towers=2``); ``client`` chooses a personal model.
     """
     path = place(Path(path).expanduser())
     note = read_note(path)
-    settings = described(note, path)
-    if path.is_file():  # an export says which tower it is, a run's own file by its name
+    settings = parse_note(note, path)
+    if path.is_file():  # an export records its tower; a run's own file has it in its name
         own = note.get("tower", 1 if path.stem.endswith(SUFFIXES[1]) else tower)
         if tower not in (0, own):
-            raise UserError(f"tower={tower}: {path} is tower {own}; give the other file")
+            fix = f"Give the file of the other tower, or tower={own}."
+            raise UserError(f"{path} is tower {own}", key="tower", value=tower, fix=fix)
         tower = own
     if not 0 <= tower < settings.towers:
-        raise UserError(f"tower={tower}: {path} has {settings.towers}, counted from 0")
-    file = weights_file(path, note, tower, client)
+        fix = f"Use a number below {settings.towers}."
+        raise UserError(f"{path} has {settings.towers} towers", key="tower", value=tower, fix=fix)
+    file = find_weights(path, note, tower, client)
     check_readable(file)
-    note = _of_model(note, file)
+    note = _add_owner(note, file)
     channels = note["channels"][tower % len(note["channels"])]
-    body = make_encoder(settings, channels, min(note["size"]))
+    body = make_encoder(settings, channels, min(note["size"]))  # in float32, as in evaluation
     load_weights(body, file, str(file))
-    # It is of single precision, whatever the weights were, as where a run judges its encoder.
     return ImageEncoder(body, note, tower).eval()
 
 
-def _of_model(note: Note, file: Path) -> Note:
-    """A run's note is about its result; of a client's own model it says whose that is."""
+def _add_owner(note: Note, file: Path) -> Note:
+    """Replace the note's model with the client's where the file is a personal model."""
     name = file.stem.removesuffix(SUFFIXES[1])
     if f"personal/{name}.safetensors" not in note.get("personal", ()):
         return note
     return {**note, "model": f"personal, client {name.removeprefix('client-')}"}
 
 
-def described(note: Note, path: Path) -> Encoder:
-    """The network that a note describes."""
+def parse_note(note: Note, path: Path) -> Encoder:
+    """Return the encoder's configuration, after checking the note."""
+    lengths = {"features": (1,), "channels": (1, 2), "size": (2,)}
     try:
-        for key in ("encoder", "features", "channels", "size"):
+        for key in ("encoder", *lengths):
             if key not in note:
                 raise UserError(f"{NOTE} has no {key}")
-        for key, lengths in (("features", (1,)), ("channels", (1, 2)), ("size", (2,))):
-            given = [note[key]] if key == "features" else note[key]
-            if not _counts(given) or len(given) not in lengths:
+        for key, allowed in lengths.items():
+            numbers = note[key] if isinstance(note[key], list) else [note[key]]
+            if len(numbers) not in allowed or not all(type(n) is int and n > 0 for n in numbers):
                 raise UserError(f"{key}={note[key]}")
         return cast(Encoder, config.convert(Encoder, note["encoder"], "encoder"))
     except UserError as error:
         raise UserError(f"{path}: written by another version of fedssl ({error})") from None
 
 
-def _counts(given: Any) -> bool:
-    return isinstance(given, list) and all(type(n) is int and n > 0 for n in given)
-
-
-def weights_file(path: Path, note: Note, tower: int = 0, client: int | None = None) -> Path:
-    """Where a tower's weights are."""
+def find_weights(path: Path, note: Note, tower: int = 0, client: int | None = None) -> Path:
+    """Return the file of a tower's weights, or of a client's personal model."""
     if path.is_file():
         if client is not None:
-            raise UserError(f"client={client}: {path} is one model; give the folder of its run")
+            fix = "Give the folder of its run."
+            raise UserError(f"{path} is one model", key="client", value=client, fix=fix)
         return path
     if client is None:
         return tower_file(path, tower)
     name = f"personal/client-{client}.safetensors"
-    if name not in note.get("personal", ()):
-        known = ", ".join(
-            own.partition("client-")[2].split(".")[0] for own in note.get("personal", ())
-        )
-        raise UserError(
-            f"client={client}: {path} has "
-            + (f"personal models of clients {known}" if known else "no personal models")
-        )
+    files = [Path(file) for file in note.get("personal", ())]
+    if Path(name) not in files:
+        clients = ", ".join(file.stem.removeprefix("client-") for file in files)
+        fix = f"Use one of {clients}." if clients else "Leave it out."
+        problem = f"{path} has no personal model of this client"
+        raise UserError(problem, key="client", value=client, fix=fix)
     return tower_file(path / name, tower)
 
 
-def home(file: Path) -> Path:
-    """The folder of the run that a model's file lies in, if it is a run's."""
+def run_folder(file: Path) -> Path:
+    """Return the folder that would be the run's if the file is a run's model."""
     return file.parent.parent if file.parent.name == "personal" else file.parent
 
 
 def read_note(path: Path) -> Note:
-    """What an encoder is, from where a run or an export says it."""
+    """Read the note on an encoder from a run, an export or a file's header."""
     if path.is_file():
-        inside = _header(path)
-        if inside is not None:
-            return inside
-        if (home(path) / NOTE).is_file():
-            return _read(home(path) / NOTE)
-        raise UserError(
-            f"{path}: nothing says what it is; keep {NOTE} beside it, or take a file that "
-            "`fedssl export` wrote as safetensors"
-        )
+        note = _read_header(path)
+        if note is not None:
+            return note
+        if (run_folder(path) / NOTE).is_file():
+            return _read(run_folder(path) / NOTE)
+        fix = f"Keep {NOTE} beside it, or export it as safetensors with `fedssl export`."
+        raise UserError(f"{path}: nothing says which encoder it is", fix=fix)
     if (path / NOTE).is_file():
         return _read(path / NOTE)
-    if (path / "config.json").is_file() and HEADER in (known := _read(path / "config.json")):
-        return _parsed(json.dumps(known[HEADER]), path / "config.json")
+    hub = path / "config.json"
+    if hub.is_file() and isinstance(note := _read(hub).get(HEADER), dict):
+        return note
     if (path / "config.yaml").is_file():
-        raise UserError(
-            f"{path}: the run has not ended, so there is no encoder yet",
-            fix=f"Continue it: {format_resume(path)}",
-        )
-    raise UserError(f"{path}: no encoder there; {ACCEPTED}")
+        fix = f"Continue it: {format_resume(path)}"
+        raise UserError(f"{path}: the run has not ended, so there is no encoder yet", fix=fix)
+    raise UserError(f"{path}: no encoder there", fix=ACCEPTED)
 
 
 def _read(path: Path) -> Note:
     try:
-        return _parsed(path.read_text(encoding="utf-8"), path)
+        return _parse(path.read_text(encoding="utf-8"), path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable as JSON ({error})") from None
 
 
-def _parsed(text: str, path: Path) -> Note:
+def _parse(text: str, path: Path) -> Note:
     try:
         note = json.loads(text)
     except ValueError as error:
         raise UserError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(note, dict):
-        raise UserError(f"{path}: expected keys and values of an encoder, got {text.strip()[:50]}")
+        raise UserError(f"{path}: not the note on an encoder ({text.strip()[:50]})")
     return note
 
 
-def _header(path: Path) -> Note | None:
-    """The note in a safetensors file itself: of an export."""
+def _read_header(path: Path) -> Note | None:
+    """Read the note in the header of an exported safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -259,6 +249,6 @@ def _header(path: Path) -> Note | None:
             text = (file.metadata() or {}).get(HEADER)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except SafetensorError:  # its words are about bytes
-        raise UserError(f"{path}: not a safetensors file, or damaged; {ACCEPTED}") from None
-    return None if text is None else _parsed(text, path)
+    except SafetensorError:
+        raise UserError(f"{path}: not a safetensors file, or damaged", fix=ACCEPTED) from None
+    return None if text is None else _parse(text, path)
