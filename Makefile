@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 # Tests of single parts and of results that must not change. Triton's interpreter is slow.
 QUICK := -n 2 -m "not slow" -k "not interpreter" \
-	$(addprefix tests/,algorithms data golden models objectives util test_config.py)
+	$(addprefix tests/,algorithms data golden models objectives util config)
 # Oldest and newest supported versions, for `make matrix`.
 PYTHONS := python3.11 python3.13
 TORCHES := torch==2.8.0 torch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from fedssl.util.process import keep_memory, wait_briefly
+from fedssl.util.tuning import keep_freed_memory, shorten_thread_waits
 
-wait_briefly()  # as the command line does, before torch
-keep_memory()
+shorten_thread_waits()  # as the command line does, before torch
+keep_freed_memory()
 
 import numpy as np
 import torch

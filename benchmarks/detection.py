@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedssl.util.process import wait_briefly
+from fedssl.util.tuning import shorten_thread_waits
 
-wait_briefly()  # as the command line does, before torch
+shorten_thread_waits()  # as the command line does, before torch
 
 import numpy as np
 import torch

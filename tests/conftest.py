@@ -39,8 +39,8 @@ SLOW = {
     "test_bf16_weights.py::test_compiled_training_in_bf16": ("byol",),
     "test_mae.py::test_compiled_is_plain": ("cpu",),
     "test_run.py::test_compiled_runs_in_one_process_do_not_use_up_torchs_patience": (),
-    "test_streams.py::test_a_run_needs_nobody_who_reads": (">&- 2>&-", "2>/dev/full"),
-    "test_streams.py::test_a_full_disk_under_stdout_costs_no_report": ("1",),
+    "test_console.py::test_a_run_needs_nobody_who_reads": (">&- 2>&-", "2>/dev/full"),
+    "test_console.py::test_a_full_disk_under_stdout_costs_no_report": ("1",),
     "test_decssl.py::test_label_skew_costs_self_supervision_less_than_supervision": (),
 }
 

@@ -188,7 +188,7 @@ def test_a_run_that_may_not_be_read_is_one_line(
 
     monkeypatch.setattr(Path, "is_file", closed)  # root may read all
     assert main(["evaluate", str(trained / "run")]) == 2
-    said = f"fedssl: {trained / 'run/config.yaml'}: not allowed; change its permissions\n"
+    said = f"fedssl: {trained / 'run/config.yaml'}: not allowed. Change its permissions.\n"
     assert capsys.readouterr().err == said
 
 

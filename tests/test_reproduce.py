@@ -108,7 +108,7 @@ def test_ctrl_c_and_the_same_command_again(
     command = ["reproduce", table, "--scale", "0.2"]  # three runs of four rounds
     assert main(command) == 130
     shown = capsys.readouterr()
-    assert "the same command goes on" in shown.err
+    assert "The same command continues" in shown.err
     rows = [line.split()[0] for line in shown.out.splitlines()]
     assert rows.count("simclr") == 1, "what is finished is shown, and nothing else"
     assert "failed" not in shown.out

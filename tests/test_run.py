@@ -306,7 +306,7 @@ def test_ctrl_c_while_a_run_is_judged_says_how_to_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(run, "finish", stopped)
         assert main(command) == 130
-    said = f"fedssl: stopped; continue with: fedssl run --resume --out {tmp_path / 'out'}\n"
+    said = f"fedssl: stopped. Continue with: fedssl run --resume --out {tmp_path / 'out'}\n"
     assert capsys.readouterr().err.endswith(said)
     assert main(["run", "--resume", "--out", str(tmp_path / "out")]) == 0
 

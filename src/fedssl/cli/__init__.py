@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line. Torch is imported when a command needs it, so that ``--help`` is quick.
+"""The command line. Commands import torch when they need it, so that ``--help`` is quick.
 
-Completion in bash, zsh and fish: ``eval "$(register-python-argcomplete fedssl)"``, with the extra
-``completion``.
+With the extra ``completion``, ``eval "$(register-python-argcomplete fedssl)"`` completes words in
+bash, zsh and fish.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from fedssl import __version__
 from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
 from fedssl.cli.arguments import Parser
-from fedssl.util import streams
+from fedssl.util.console import protect_streams
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.outputs import FULL
-from fedssl.util.process import wait_briefly
+from fedssl.util.tuning import shorten_thread_waits
 
 EXAMPLES = """examples:
   fedssl run                                  DCCO on scikit-learn's digits, in under a minute
   fedssl run rounds=50 seed=1 --out runs/a    the same with other keys
   fedssl run dcco/cifar100-noniid-4           a row of a paper's table
-  fedssl run --resume --out runs/a            go on after Ctrl-C or a crash
+  fedssl run --resume --out runs/a            continue after Ctrl-C or a crash
   fedssl run folder data.root=DIR             your own images
   fedssl recipes fedema/table3                a table's recipes, with the paper's numbers
   fedssl reproduce fedema/table3 --scale 0.1  all of them, with a tenth of the rounds
@@ -38,11 +38,11 @@ completion:          eval "$(register-python-argcomplete fedssl)"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code: 0, 1 (training failed), 2 (a mistake to fix)."""
-    streams.keep()
+    protect_streams()
     options: argparse.Namespace | None = None
     try:
         options = parse(arguments)
-        wait_briefly()
+        shorten_thread_waits()
         code = int(options.command(options))
         sys.stdout.flush()  # a full disk is an error here, where it can still be reported
         return code
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A file that cannot be created is the fault of its folder.
         path = Path(os.fsdecode(error.filename))
         place = next(p for p in (path, *path.parents) if os.path.lexists(p))
-        print(f"fedssl: {place}: not allowed; change its permissions", file=sys.stderr)
+        print(f"fedssl: {place}: not allowed. Change its permissions.", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in FULL:

@@ -30,9 +30,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 def path(text: str) -> Path:
     """Convert an argument to a path; an unset shell variable is not the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError(
-            "an empty name; give one, or . for the folder that you are in"
-        )
+        raise argparse.ArgumentTypeError("an empty name; give one, or . for the current folder")
     return Path(text)
 
 

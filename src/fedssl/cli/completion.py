@@ -1,7 +1,7 @@
-"""What a shell completes: recipes, keys, and the values of keys with a choice; without torch.
+"""Complete recipes, keys and values in a shell, without importing torch.
 
-Keys of objectives, algorithms and partitions are read from the source text, as importing their
-classes would take seconds: those of all that fedssl has, whichever is named.
+Keys of objectives, algorithms and partitions are read from the source text, because importing their
+classes takes seconds. All of them are offered, whichever class is chosen.
 """
 
 from __future__ import annotations
@@ -18,80 +18,80 @@ from fedssl import config
 SOURCES = {
     "algorithm": "algorithms/*.py",
     "objective": "objectives/*.py",
-    "partition": "data/partition.py",
+    "partition": "data/partition*.py",
 }
 
 
 def words(prefix: str, **_: Any) -> list[str]:
-    """For ``RECIPE key=value …``."""
+    """Complete ``RECIPE key=value …``."""
     return [*recipes(prefix), *keys(prefix)] if "=" not in prefix else keys(prefix)
 
 
 def recipes(prefix: str = "", **_: Any) -> list[str]:
-    """Recipes, and the tables that they are cells of."""
-    found = config.list_recipes()
-    tables = {name.rpartition("/")[0].rpartition("/")[0] for name in found if name.count("/") > 2}
-    return [name for name in (*found, *sorted(tables)) if name.startswith(prefix)]
+    """Complete the name of a recipe or of a table."""
+    names = config.list_recipes()
+    tables = {name.rpartition("/")[0].rpartition("/")[0] for name in names if name.count("/") > 2}
+    return [name for name in (*names, *sorted(tables)) if name.startswith(prefix)]
 
 
 def keys(prefix: str, **_: Any) -> list[str]:
-    """``key=`` for a beginning of it, and ``key=value`` where there is a choice."""
+    """Complete ``key=``, and ``key=value`` where there is a choice."""
     start, equals, _value = prefix.partition("=")
     if equals:
-        # Classes may share a key, each with choices of its own.
-        every = [f"{key}={choice}" for key, own in _known(start) if key == start for choice in own]
+        # Classes may share a key, with different choices.
+        every = [f"{key}={choice}" for key, choices in _list_keys(start) for choice in choices]
         return [word for word in dict.fromkeys(every) if word.startswith(prefix)]
-    return [f"{key}=" for key in dict(_known(start)) if key.startswith(prefix)]
+    return [f"{key}=" for key in dict(_list_keys(start)) if key.startswith(prefix)]
 
 
-def judging(prefix: str, **_: Any) -> list[str]:
-    """Keys of ``fedssl evaluate``."""
-    kept = ("evaluate.", "data.", "device=")
-    return [word for word in keys(prefix) if word.startswith(kept)]
+def evaluation_keys(prefix: str, **_: Any) -> list[str]:
+    """Complete the keys of ``fedssl evaluate``."""
+    return [word for word in keys(prefix) if word.startswith(("evaluate.", "data.", "device="))]
 
 
-def _known(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keys whose section may begin so, each with its choices."""
+def _list_keys(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the keys of the sections that begin like ``start``, each with its choices."""
     for section, kind in config.key_types(config.Config).items():
         if not section.startswith(start.partition(".")[0]):
             continue
         if section in SOURCES:
             yield f"{section}.name", tuple(config.VARIANTS[section])
-            yield from _written(section)
+            yield from _read_keys(section)
             kind = config.SourceParams if section == "partition" else config.BASE_PARAMS[section]
         if not dataclasses.is_dataclass(kind):
             yield section, _choices(kind)
             continue
-        for key, own in config.key_types(kind).items():
+        for key, type_ in config.key_types(kind).items():
             if section not in SOURCES or key != "name":
-                yield f"{section}.{key}", _choices(own)
+                yield f"{section}.{key}", _choices(type_)
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The values that a type lets one choose of."""
+    """Return the values between which a type lets the user choose."""
     if kind is bool:
         return ("true", "false")
     if typing.get_origin(kind) is Literal:
         return tuple(map(str, typing.get_args(kind)))
-    return tuple(choice for own in typing.get_args(kind) for choice in _choices(own))
+    return tuple(choice for part in typing.get_args(kind) for choice in _choices(part))
 
 
-def _written(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keys of a section's own classes, as their ``Params`` are written."""
+def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the keys in the source of a section's ``Params`` classes."""
     for path in sorted(Path(__file__).parents[1].glob(SOURCES[section])):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Params"):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        yield f"{section}.{item.target.id.rstrip('_')}", _noted(item.annotation)
+                        choices = _read_choices(item.annotation)
+                        yield f"{section}.{item.target.id.rstrip('_')}", choices
 
 
-def _noted(annotation: ast.expr) -> tuple[str, ...]:
-    """As :func:`_choices`, of a type that is only written."""
-    found: list[str] = []
+def _read_choices(annotation: ast.expr) -> tuple[str, ...]:
+    """Return the choices of a type that is given as source."""
+    choices: list[str] = []
     for node in ast.walk(annotation):
         if isinstance(node, ast.Name) and node.id == "bool":
-            found += ("true", "false")
+            choices += ("true", "false")
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-            found += map(str, ast.literal_eval(f"({ast.unparse(node.slice).strip('()')},)"))
-    return tuple(found)
+            choices += map(str, ast.literal_eval(f"({ast.unparse(node.slice).strip('()')},)"))
+    return tuple(choices)

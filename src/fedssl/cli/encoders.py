@@ -15,7 +15,7 @@ COCO = (
 
 def add_export(commands: Commands) -> None:
     """Add ``fedssl export``."""
-    export = commands.add_parser("export", help="a run's encoder for use elsewhere")
+    export = commands.add_parser("export", help="export a run's encoder")
     export.add_argument(
         "run", type=path, metavar="RUN",
         help="a run's folder, or a client's model: RUN/personal/client-0.safetensors",
@@ -31,7 +31,7 @@ def add_export(commands: Commands) -> None:
 
 def add_embed(commands: Commands) -> None:
     """Add ``fedssl embed``."""
-    embed = commands.add_parser("embed", help="images in, embeddings out")
+    embed = commands.add_parser("embed", help="compute the embeddings of images")
     embed.add_argument("run", type=path, metavar="RUN", help="a run's folder, or an exported one")
     embed.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
     embed.add_argument(
@@ -44,20 +44,22 @@ def add_embed(commands: Commands) -> None:
 
 def add_search(commands: Commands) -> None:
     """Add ``fedssl search``."""
-    search = commands.add_parser("search", help="the images nearest to one image")
+    search = commands.add_parser(
+        "search", help="find the images that are most similar to one image"
+    )
     search.add_argument("run", type=path, metavar="RUN", help="a run's folder, or an exported one")
     search.add_argument("query", type=path, metavar="QUERY", help="an image")
     search.add_argument("images", metavar="IMAGES", help="a folder, a file, or a pattern in quotes")
-    search.add_argument("--top", type=int, default=10, help="how many (default: 10)")
+    search.add_argument("--top", type=int, default=10, help="number of images (default: 10)")
     search.add_argument(
-        "--html", type=path, metavar="FILE.html", help="also a page that shows the images"
+        "--html", type=path, metavar="FILE.html", help="also write a page that shows the images"
     )
     _add_device(search)
     search.set_defaults(command=_search)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=256, help="images at once (default: 256)")
+    parser.add_argument("--batch", type=int, default=256, help="images in a batch (default: 256)")
     parser.add_argument("--device", default="auto")
 
 
@@ -73,7 +75,9 @@ def add_detect(commands: Commands) -> None:
     detect.add_argument("--lr", type=float, default=0.005)
     detect.add_argument("--size", type=int, default=256, help="the shorter side of images")
     detect.add_argument("--seed", type=int, default=0)
-    detect.add_argument("--random", action="store_true", help="random weights, to compare with")
+    detect.add_argument(
+        "--random", action="store_true", help="start from random weights, for comparison"
+    )
     detect.add_argument("--device", default="auto")
     detect.set_defaults(command=_detect)
 

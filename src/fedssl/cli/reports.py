@@ -6,12 +6,14 @@ import argparse
 
 from fedssl.cli.arguments import Commands, path
 
-RUNS = "a run's folder, or one of a sweep or a table, for all its runs"
+RUNS = "a run's folder, or the folder of a sweep or a table, for all its runs"
 
 
 def add_report(commands: Commands) -> None:
     """Add ``fedssl report``."""
-    report = commands.add_parser("report", help="runs as one page of HTML that needs no network")
+    report = commands.add_parser(
+        "report", help="show runs on one page of HTML, which needs no network"
+    )
     report.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     report.add_argument(
         "--out",
@@ -24,7 +26,7 @@ def add_report(commands: Commands) -> None:
 
 def add_compare(commands: Commands) -> None:
     """Add ``fedssl compare``."""
-    compare = commands.add_parser("compare", help="runs beside each other, as a table")
+    compare = commands.add_parser("compare", help="compare runs in a table")
     compare.add_argument("runs", nargs="+", metavar="RUN", help=RUNS)
     compare.set_defaults(command=_compare)
 

@@ -20,16 +20,16 @@ REPRODUCE = """examples:
       data.size=16 encoder.name=tiny objective.projector=[64,32]   a rehearsal on a CPU
   fedssl reproduce mine.yaml                              a table of your own
 
-The same command goes on after Ctrl-C; what is finished is not run again.
+The same command continues after Ctrl-C. Finished runs are not repeated.
 """
 
 
 def add_run(commands: Commands) -> None:
     """Add ``fedssl run``."""
-    run = commands.add_parser("run", help="train, judge, and leave a run's folder")
+    run = commands.add_parser("run", help="train and evaluate, and write a run's folder")
     add_words(run)
     run.add_argument("--out", type=path, metavar="DIR", help="the run's folder (default: runs/…)")
-    run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     run.set_defaults(command=_run)
 
 
@@ -37,7 +37,7 @@ def add_reproduce(commands: Commands) -> None:
     """Add ``fedssl reproduce``."""
     parser = commands.add_parser(
         "reproduce",
-        help="run a paper's table and show it beside the paper's numbers",
+        help="run a paper's table and compare with the paper's numbers",
         epilog=REPRODUCE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,26 +51,28 @@ def add_reproduce(commands: Commands) -> None:
     complete_with(words, "keys")
     parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
     parser.add_argument(
-        "--out", type=path, metavar="DIR", help="where the runs' folders go (runs/reproduce)"
+        "--out", type=path, metavar="DIR", help="the folder of the runs (default: runs/reproduce)"
     )
     parser.set_defaults(command=_reproduce)
 
 
 def add_evaluate(commands: Commands) -> None:
     """Add ``fedssl evaluate``."""
-    evaluate = commands.add_parser("evaluate", help="judge a run again, from its last checkpoint")
+    evaluate = commands.add_parser(
+        "evaluate", help="evaluate a run again, from its last checkpoint"
+    )
     evaluate.add_argument("run", type=path, metavar="RUN", help="a run's folder")
     words = evaluate.add_argument(
         "words", nargs="*", default=[], metavar="key=value", help="evaluate.* or data.* keys"
     )
-    complete_with(words, "judging")
+    complete_with(words, "evaluation_keys")
     evaluate.set_defaults(command=_evaluate)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.resume and options.out is None:
         folder = next((word for word in options.words if Path(word).is_dir()), None)
-        fix = "Add --out DIR." if folder is None else f"Did you mean --out {folder}?"
+        fix = f"Add --out {folder or 'DIR'}."
         raise UserError("the run's folder is missing", key="--resume", fix=fix)
     swept = _find_sweep(options)
     if swept is not None:
@@ -126,7 +128,7 @@ def _find_config(out: Path) -> Path | None:
 
 def _report_stop(out: Path) -> int:
     """Print how to continue after Ctrl-C, if the run had begun; return the exit code."""
-    hint = "" if _find_config(out) is None else f"; continue with: {format_resume(out)}"
+    hint = "" if _find_config(out) is None else f". Continue with: {format_resume(out)}"
     print(f"fedssl: stopped{hint}", file=sys.stderr)
     return 130
 
@@ -155,7 +157,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         finished = [job for job in jobs if job.summary() is not None]
         if finished:
             print(reproduce.report(finished, options.words))
-        print("fedssl: stopped; the same command goes on from here", file=sys.stderr)
+        print("fedssl: stopped. The same command continues from here.", file=sys.stderr)
         return 130
     print(reproduce.report(jobs, options.words))
     return 1 if failed else 0

@@ -10,31 +10,34 @@ from fedssl.cli.arguments import Commands, add_words, check_png, path, resolve_w
 
 def add_partition(commands: Commands) -> None:
     """Add ``fedssl partition``."""
-    partition = commands.add_parser("partition", help="who holds what, as a table and a picture")
+    partition = commands.add_parser("partition", help="show which client holds which images")
     add_words(partition)
     partition.add_argument(
-        "--out", type=path, metavar="FILE.png", help="draw it: a bar a client, a colour a class"
+        "--out",
+        type=path,
+        metavar="FILE.png",
+        help="write a chart: a bar a client, a colour a class",
     )
     partition.set_defaults(command=_partition)
 
 
 def add_theory(commands: Commands) -> None:
     """Add ``fedssl theory``."""
-    theory = commands.add_parser("theory", help="the Dec-SSL paper's linear model, solved")
+    theory = commands.add_parser("theory", help="solve the linear model of the Dec-SSL paper")
     actions = theory.add_subparsers(title="actions", required=True, metavar="ACTION")
     shown = actions.add_parser(
-        "representability", help="which directions each source's solution has (Figure 3)"
+        "representability", help="show the directions that each solution has (Figure 3)"
     )
     shown.add_argument("--d", type=int, default=256, help="dimension of the data")
     shown.add_argument("--k", type=int, default=3, help="number of sources")
     shown.add_argument("--seed", type=int, default=0)
-    shown.add_argument("--out", type=path, metavar="FILE.png", help="draw it")
+    shown.add_argument("--out", type=path, metavar="FILE.png", help="write a chart")
     shown.set_defaults(command=_representability)
 
 
 def add_doctor(commands: Commands) -> None:
     """Add ``fedssl doctor``."""
-    doctor = commands.add_parser("doctor", help="what is installed and found here, what is missing")
+    doctor = commands.add_parser("doctor", help="show what is installed here and what is missing")
     doctor.set_defaults(command=_doctor)
 
 

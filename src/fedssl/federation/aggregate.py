@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from fedssl.util.trees import Tree, add_up, scaled
+from fedssl.util.trees import Tree, add_up, scale
 
 Weight = Literal["samples", "uniform"]
 
@@ -38,7 +38,7 @@ class Aggregator:
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
         """Compute the mean from Σ weight · reply, Σ weight, and the number of replies."""
-        return scaled(total, 1 / weight)
+        return scale(total, 1 / weight)
 
     def compute_privacy(self) -> dict[str, float]:
         """Return the (ε, δ) spent so far, if this aggregator adds noise."""

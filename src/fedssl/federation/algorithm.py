@@ -19,7 +19,7 @@ from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.text import name_client
-from fedssl.util.trees import Tree, misfits
+from fedssl.util.trees import Tree, find_unsavable
 
 
 class Algorithm(ABC):
@@ -138,7 +138,7 @@ class Algorithm(ABC):
 
     def check_state(self, owner: str, state: object) -> None:
         """Refuse a state that checkpoints could not hold; ``owner`` is ``server`` or ``client``."""
-        for problem in misfits(state, f"{owner}.state"):
+        for problem in find_unsavable(state, f"{owner}.state"):
             name = self.params.name
             raise UserError(problem, key="algorithm.name", value=name, can_resume=True)
 

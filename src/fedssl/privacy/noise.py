@@ -21,7 +21,7 @@ from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.federation.algorithm import Algorithm
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree, leaves, scaled
+from fedssl.util.trees import Tree, leaves, scale
 
 ROUNDINGS = 8  # after clipping, a number is rounded a few times, each time by at most eps
 
@@ -82,7 +82,7 @@ class Noisy(Aggregator):
         share = min(samples, most) / most if weight == "samples" else 1.0
         if isinstance(reply, Mapping):
             reply = {name: leaf for name, leaf in reply.items() if name != "loss"}
-        return share, scaled(reply, shrink(reply, share, self.clip(task)))
+        return share, scale(reply, shrink(reply, share, self.clip(task)))
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
         """The noisy mean; counted before anything can go wrong with it."""
@@ -96,7 +96,7 @@ class Noisy(Aggregator):
                     f"the noise on the sum of the weights of {task} left nothing to divide by; "
                     "take more clients a round, or a lower privacy.most_samples"
                 )
-        return scaled(noisy, 1 / divisor)
+        return scale(noisy, 1 / divisor)
 
     def compute_privacy(self) -> dict[str, float]:
         """The (ε, δ) of all releases so far."""

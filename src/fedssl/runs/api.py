@@ -13,7 +13,7 @@ from fedssl import config
 from fedssl.config import Tree
 from fedssl.runs.record import Run
 from fedssl.util.errors import UserError, resume_hint
-from fedssl.util.process import wait_briefly
+from fedssl.util.tuning import shorten_thread_waits
 
 _FRESH: set[Path] = set()  # folders that were made for runs that had not started yet
 
@@ -34,7 +34,7 @@ def train(
     >>> run = fedssl.train("default", rounds=5, algorithm__name="fedavg")  # doctest: +SKIP
     >>> run.metrics["loss"].plot()  # doctest: +SKIP
     """
-    wait_briefly()
+    shorten_thread_waits()
     if resume and out is None:
         raise UserError("resume=True: say which run with out=…")
     if out == "":  # which Path takes for the current folder

@@ -40,7 +40,7 @@ from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
 from fedssl.training.trainer import Trainer
 from fedssl.util.devices import pick_device
-from fedssl.util.process import keep_memory
+from fedssl.util.tuning import keep_freed_memory
 
 # Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
 # (results/measured.jsonl): the first round took 22 to 63 s longer, a step 9 ms in place of 46.
@@ -249,7 +249,7 @@ def build_trainer(
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams and kernels that name no device mean this one
     torch.set_num_threads(config.engine.threads)
-    keep_memory()
+    keep_freed_memory()
     if any(weight.is_meta for weight in network.parameters()):
         device = torch.device("meta")
     train = dataset.train

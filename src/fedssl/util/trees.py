@@ -11,8 +11,12 @@ from torch import Tensor
 Tree: TypeAlias = "Tensor | Mapping[str, Tree]"
 
 
+class NothingToAverage(Exception):
+    """No reply came."""
+
+
 def leaves(tree: Tree) -> Iterator[Tensor]:
-    """The tensors of a tree."""
+    """Yield the tensors of a tree."""
     if isinstance(tree, Tensor):
         yield tree
     else:
@@ -20,22 +24,21 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
             yield from leaves(child)
 
 
-def scaled(tree: Tree, factor: float) -> Tree:
-    """Every leaf times ``factor``, detached."""
-    found = [leaf.detach() for leaf in leaves(tree)]
-    # All at once: on a GPU it is one kernel.
-    return _like(tree, iter(torch._foreach_mul(found, factor) if found else ()))
+def scale(tree: Tree, factor: float) -> Tree:
+    """Return the detached tree times ``factor``."""
+    tensors = [leaf.detach() for leaf in leaves(tree)]
+    # One call for all leaves: one kernel on a GPU.
+    return _replace_leaves(tree, iter(torch._foreach_mul(tensors, factor) if tensors else ()))
 
 
-def _like(tree: Tree, new: Iterator[Tensor]) -> Tree:
-    """A tree of the same names with other leaves."""
+def _replace_leaves(tree: Tree, new: Iterator[Tensor]) -> Tree:
     if isinstance(tree, Tensor):
         return next(new)
-    return {name: _like(child, new) for name, child in tree.items()}
+    return {name: _replace_leaves(child, new) for name, child in tree.items()}
 
 
 def add_scaled(total: Tree, tree: Tree, factor: float) -> None:
-    """``total += factor · tree``, in place; leaves meet by name, since messages keep no order."""
+    """Add ``factor · tree`` to ``total`` in place, by name: messages keep no order."""
     if isinstance(total, Tensor) and isinstance(tree, Tensor) and total.shape == tree.shape:
         total.add_(tree.detach(), alpha=factor)
     elif isinstance(total, Mapping) and isinstance(tree, Mapping) and total.keys() == tree.keys():
@@ -45,17 +48,13 @@ def add_scaled(total: Tree, tree: Tree, factor: float) -> None:
         raise TypeError("two replies to one task differ in their names or shapes")
 
 
-class NothingToAverage(Exception):
-    """No reply came."""
-
-
 def add_up(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float, int]:
-    """Σ weight · tree, Σ weight, and how many there were; one tree at a time is held."""
+    """Return Σ weight · tree, Σ weight and the number of trees, with one tree in memory."""
     total: Tree | None = None
     weights, count = 0.0, 0
     for weight, tree in weighted:
         if total is None:
-            total = scaled(tree, weight)
+            total = scale(tree, weight)
         else:
             add_scaled(total, tree, weight)
         weights += weight
@@ -66,44 +65,44 @@ def add_up(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float, int]:
 
 
 def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
-    """The weighted mean of trees, and the total weight."""
+    """Return the weighted mean of trees, and the total weight."""
     total, weights, _ = add_up(weighted)
-    return scaled(total, 1 / weights), weights
+    return scale(total, 1 / weights), weights
 
 
 def count_bytes(tree: Tree) -> int:
-    """The bytes that the tensors of a tree take when sent."""
+    """Return the bytes that the tensors of a tree take in a message."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
-    """``{"a": {"b": t}}`` as ``{"a/b": t}``: the form that files hold."""
+    """Return ``{"a/b": t}`` for ``{"a": {"b": t}}``: the form that files hold."""
     if isinstance(tree, Tensor):
         return {prefix: tree}
-    out: dict[str, Tensor] = {}
+    flat: dict[str, Tensor] = {}
     for name, child in tree.items():
-        out.update(flatten(child, f"{prefix}/{name}" if prefix else name))
-    return out
-
-
-def misfits(tree: object, name: str) -> Iterator[str]:
-    """What a file cannot hold of ``tree``, which somebody's code made and calls ``name``."""
-    if not isinstance(tree, (Tensor, Mapping)):
-        yield f"{name} is of type {type(tree).__name__}, not a tensor; keep torch.tensor(…)"
-    for key, child in tree.items() if isinstance(tree, Mapping) else ():
-        own = f"{name}[{key!r}]"
-        if not isinstance(key, str) or "/" in key:
-            yield f"{own} has no name that a file can hold; use a text without /"
-        yield from misfits(child, own)
+        flat.update(flatten(child, f"{prefix}/{name}" if prefix else name))
+    return flat
 
 
 def unflatten(flat: dict[str, Tensor]) -> dict[str, Tree]:
-    """The inverse of :func:`flatten`."""
-    out: dict[str, Tree] = {}
+    """Return the inverse of :func:`flatten`."""
+    tree: dict[str, Tree] = {}
     for path, leaf in flat.items():
         *parents, last = path.split("/")
-        node = out
+        node = tree
         for parent in parents:
             node = node.setdefault(parent, {})  # type: ignore[assignment]
         node[last] = leaf
-    return out
+    return tree
+
+
+def find_unsavable(tree: object, name: str) -> Iterator[str]:
+    """Yield what a file cannot hold of ``tree``, which a user's code made and calls ``name``."""
+    if not isinstance(tree, (Tensor, Mapping)):
+        yield f"{name} is of type {type(tree).__name__}, not a tensor; keep torch.tensor(…)"
+    for key, child in tree.items() if isinstance(tree, Mapping) else ():
+        full = f"{name}[{key!r}]"
+        if not isinstance(key, str) or "/" in key:
+            yield f"{full} has no name that a file can hold; use a text without /"
+        yield from find_unsavable(child, full)

@@ -11,13 +11,13 @@ import pytest
 from fedssl import cli, config, train
 from fedssl.runs import build
 from fedssl.util.errors import UserError
-from fedssl.util.process import ALLOCATING, WAITING
+from fedssl.util.tuning import ALLOCATING, WAITING
 
 TENSORS = """
 import resource, sys
-from fedssl.util.process import keep_memory
+from fedssl.util.tuning import keep_freed_memory
 if sys.argv[1] == "keep":
-    keep_memory()
+    keep_freed_memory()
 def step():
     return [bytearray(24 << 20) for _ in range(3)]
 step()
@@ -74,6 +74,6 @@ def test_threads_wait_briefly_unless_the_user_says_otherwise(
 
 def test_a_session_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(build, "keep_memory", lambda: calls.append(True))
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(True))
     build.build_experiment(config.resolve(config.read_recipe(None), ["rounds=1"]))
     assert calls

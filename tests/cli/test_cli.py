@@ -130,7 +130,7 @@ def test_a_runs_folder_is_named_after_its_recipe(
     [
         (["run", "bogus=1"], "bogus: unknown key"),
         (["run", "--resume"], "--resume: the run's folder is missing. Add --out DIR"),
-        (["run", "--resume", "photos"], "Did you mean --out photos?"),
+        (["run", "--resume", "photos"], "Add --out photos."),
         (["run", "photos"], "For your own images: fedssl run folder data.root=photos"),
         (["run", "folder", "photos"], "For your own images: fedssl run folder data.root=photos"),
         (["run", "half"], "To continue the run in it: fedssl run --resume --out half"),
@@ -219,7 +219,7 @@ def test_what_is_not_allowed_is_named(
     monkeypatch.setattr(doctor, "report", refused)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == (
-        f"fedssl: {tmp_path}{said}: not allowed; change its permissions\n"
+        f"fedssl: {tmp_path}{said}: not allowed. Change its permissions.\n"
     )
 
 

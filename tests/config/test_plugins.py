@@ -26,7 +26,7 @@ from fedssl.evaluate import parse
 from fedssl.runs import run as run_module
 from fedssl.util.errors import UserError
 
-OWN = Path(__file__).parents[1] / "examples" / "own"
+OWN = Path(__file__).parents[2] / "examples" / "own"
 SMALL = [
     *("rounds=3", "data.size=8", "objective.projector=16,8", "evaluate.baselines=[]"),
     *("engine.threads=1", "cohort.size=3", "client.lr=0.1"),

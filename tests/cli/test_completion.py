@@ -98,5 +98,5 @@ def test_recipes_and_tables_are_offered() -> None:
 
 
 def test_the_file_says_that_it_completes() -> None:
-    text = (Path(__file__).parents[1] / "src/fedssl/cli/__init__.py").read_text()
+    text = (Path(__file__).parents[2] / "src/fedssl/cli/__init__.py").read_text()
     assert "PYTHON_ARGCOMPLETE_OK" in text[:1024]  # where argcomplete looks for it

@@ -14,6 +14,7 @@ SMALL = (
     "rounds=2", "cohort.size=4", "data.size=8", "objective.projector=32,32,16",
     "evaluate.protocols=knn", "evaluate.baselines=[]", "engine.threads=1",
 )  # fmt: skip
+PROTECT = "from fedssl.util.console import protect_streams; protect_streams()"
 
 
 def shell(
@@ -62,9 +63,7 @@ def test_other_commands_end_quietly(redirected: str) -> None:
 
 
 def test_python_u_has_no_buffer() -> None:
-    code = (
-        "import os; from fedssl.util import streams; streams.keep(); print(1, end=''); os._exit(0)"
-    )
+    code = f"{PROTECT}; import os; print(1, end=''); os._exit(0)"
     for option, printed in (("-u", "1"), ("-B", "")):
         command = [sys.executable, option, "-c", code]
         unset = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
@@ -73,7 +72,7 @@ def test_python_u_has_no_buffer() -> None:
 
 
 def test_no_file_gets_the_number_of_a_closed_stream() -> None:
-    code = "import os, sys; from fedssl.util import streams; streams.keep(); sys.exit(os.dup(1))"
+    code = f"{PROTECT}; import os, sys; sys.exit(os.dup(1))"
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code]
     assert subprocess.run(closed).returncode > 2
 
@@ -99,7 +98,7 @@ def test_a_way_of_showing_letters_that_a_user_chose() -> None:
 def test_a_full_disk_under_stdout_costs_no_report(unbuffered: str, tmp_path: Path) -> None:
     words = ("run", *SMALL, "--out", str(tmp_path / "run"))
     status, done = shell("> /dev/full", *words, PYTHONUNBUFFERED=unbuffered)
-    said = "fedssl: stdout: No space left on device; make room, then continue with --resume\n"
+    said = "fedssl: stdout: No space left on device. Make room, then continue with --resume.\n"
     assert status == 2 and done.stderr.endswith(said)
     assert (tmp_path / "run" / "report.html").exists()
 
@@ -107,5 +106,5 @@ def test_a_full_disk_under_stdout_costs_no_report(unbuffered: str, tmp_path: Pat
 def test_a_full_disk_is_said_without_options_that_there_are_not() -> None:
     for words in (("recipes",), ("recipes", "default")):  # more than a buffer holds, and less
         status, done = shell("> /dev/full", *words)
-        said = "fedssl: stdout: No space left on device; make room, then try again\n"
+        said = "fedssl: stdout: No space left on device. Make room, then try again.\n"
         assert (status, done.stderr) == (2, said)

@@ -40,9 +40,9 @@ def test_the_mean_of_nothing_is_an_error() -> None:
 
 def test_scaled_trees_have_the_same_names_and_new_leaves() -> None:
     tree = {"b": torch.ones(2), "a": {"d": torch.tensor(3), "c": torch.ones(1).double()}, "e": {}}
-    half = trees.flatten(trees.scaled(tree, 0.5))
+    half = trees.flatten(trees.scale(tree, 0.5))
     assert {name: leaf.tolist() for name, leaf in half.items()} == {
         "b": [0.5, 0.5], "a/d": 1.5, "a/c": [0.5],
     }  # fmt: skip
     assert half["a/c"].dtype == torch.float64 and tree["b"].tolist() == [1, 1]
-    assert trees.scaled({}, 0.5) == {}
+    assert trees.scale({}, 0.5) == {}

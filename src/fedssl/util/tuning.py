@@ -1,0 +1,34 @@
+"""Tune the threads and the memory of a training process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+ALLOCATING = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+
+
+def shorten_thread_waits() -> None:
+    """Let idle threads spin for microseconds, then sleep, unless the user has set either.
+
+    Call it before torch is imported. Sleeping at once makes small networks up to 1.7 times slower
+    on a quiet machine; spinning long makes them tens of times slower on a busy one
+    (benchmarks/NOTES.md).
+    """
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)  # libgomp reads the number, others the policy
+
+
+def keep_freed_memory() -> None:
+    """Keep memory that tensors free in the process, unless the user has set otherwise.
+
+    Otherwise the kernel takes it back and clears it for the next tensors: on a CPU up to a third of
+    a training step (benchmarks/NOTES.md). Buffers above 32 MiB still go back.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not os.environ.keys() & set(ALLOCATING):
+        mallopt(_MAP, 32 << 20)  # older versions refuse more
+        mallopt(_TRIM, 1 << 30)
