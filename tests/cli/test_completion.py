@@ -78,7 +78,7 @@ def test_it_is_quick() -> None:
 def test_every_key_and_choice_is_known() -> None:
     """What is read from the source text is what the classes themselves have."""
     known = {word.removesuffix("=") for word in completion.keys("")}
-    offered = {f"{key}={choice}" for key, own in completion._known("") for choice in own}
+    offered = {f"{key}={choice}" for key, own in completion._list_keys("") for choice in own}
     for section, names in config.VARIANTS.items():
         for name in names:
             for key, kind in config.key_types(config.params_class(section, name)).items():
