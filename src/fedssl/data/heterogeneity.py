@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.config import PartitionParams, SourceParams
-from fedssl.data.augment import rotate
 from fedssl.data.dataset import Dataset, Ints
+from fedssl.data.operations import rotate
 from fedssl.data.random import key, permutation
 from fedssl.util.errors import UserError
 

@@ -1,6 +1,6 @@
-"""Random numbers as a pure function of what they are for: no generator, no stream, no state.
+"""Random numbers as a pure function of their purpose: no generator, no stream, no state.
 
-Every number that training draws is ``uniform(key(seed, "purpose", round, …), counters)``, so a run
+Every random number in training is ``uniform(key(seed, "purpose", round, …), counters)``, so a run
 gives the same numbers on either engine, in any client order, on the CPU and the GPU, and after a
 resume. The hash is the 64-bit finalizer of SplitMix (Steele, Lea and Flood 2014), written in
 integer operations that Python, numpy and torch all have.
@@ -27,12 +27,12 @@ _M2 = 0x94D049BB133111EB
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same bits as the unsigned ``x``: torch has no unsigned 64-bit multiply."""
+    """Return the int64 with the bits of the unsigned ``x``: torch has no unsigned multiply."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of an int64 tensor (torch's own is arithmetic)."""
+    """Shift an int64 tensor logically to the right (torch's shift is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -60,7 +60,7 @@ def mix(state: int | Tensor | Words, part: int | Tensor | Ints) -> int | Tensor 
         return z ^ _shift(z, 31)
     if isinstance(part, np.ndarray):
         u = np.uint64
-        a = part.astype(u)  # our own: all that follows is in place
+        a = part.astype(u)  # a copy, changed in place
         a *= u(_GOLDEN)
         a ^= state if isinstance(state, np.ndarray) else u(state)
         a += u(_GOLDEN)
@@ -78,7 +78,7 @@ def mix(state: int | Tensor | Words, part: int | Tensor | Ints) -> int | Tensor 
 
 
 def key(seed: int, purpose: str, *parts: int) -> int:
-    """The state for one purpose, for example ``key(seed, "augment", round, step)``."""
+    """Return the state for one purpose, for example ``key(seed, "augment", round, step)``."""
     state = mix(mix(0, seed), zlib.crc32(purpose.encode()))
     for part in parts:
         state = mix(state, part)
@@ -86,7 +86,7 @@ def key(seed: int, purpose: str, *parts: int) -> int:
 
 
 def uniform(state: Tensor, draws: int) -> Tensor:
-    """``draws`` numbers in [0, 1) for each entry of ``state``: shape ``[*state.shape, draws]``.
+    """Draw numbers in [0, 1) for each entry of ``state``: shape ``[*state.shape, draws]``.
 
     They are multiples of 2⁻²⁴, so float32 holds them exactly and every device agrees.
     """
@@ -98,7 +98,7 @@ def _uniform(state: Tensor, draws: int) -> Tensor:
     return _shift(mix(state[..., None], counter), 40).to(torch.float32) * 2.0**-24
 
 
-# The compiler multiplies an arange as a formula, and numbers as large as ours overflow it: it must
+# The compiler multiplies an arange as a formula, which overflows with numbers of 64 bits, so it must
 # not look inside.
 _opaque = torch.library.custom_op(
     "fedssl::uniform", _uniform, mutates_args=(), schema="(Tensor state, int draws) -> Tensor"
@@ -109,7 +109,7 @@ _opaque.register_fake(
 
 
 def normal(state: Tensor, draws: int) -> Tensor:
-    """``draws`` standard normal numbers for each entry of ``state`` (Box and Muller 1958)."""
+    """Draw standard normal numbers for each entry of ``state`` (Box and Muller 1958)."""
     pairs = uniform(state, draws + draws % 2)
     radius = torch.sqrt(-2.0 * torch.log1p(-pairs[..., 0::2]))
     angle = 2.0 * math.pi * pairs[..., 1::2]
@@ -118,19 +118,19 @@ def normal(state: Tensor, draws: int) -> Tensor:
 
 
 def permutation(state: int, count: int) -> NDArray[np.int64]:
-    """A shuffle of ``range(count)``: the argsort of one random number for each."""
+    """Shuffle ``range(count)``: the argsort of one random number for each."""
     return np.argsort(mix(state, np.arange(count, dtype=np.uint64)), kind="stable")
 
 
 def choose(state: int, count: int, size: int) -> NDArray[np.int64]:
-    """``size`` different members of ``range(count)``, in ascending order."""
+    """Choose ``size`` different members of ``range(count)``, in ascending order."""
     if size >= count:
         return np.arange(count)
     ranks = mix(state, np.arange(count, dtype=np.uint64))
-    # The members with the smallest ranks. Nearly always they are below this bound, and then only
-    # few need sorting: 50,000 clients cost 0.2 ms instead of 0.7.
+    # Choose the smallest ranks. They are nearly always below this bound, so few need sorting: 50,000
+    # clients cost 0.2 ms instead of 0.7.
     share = min(1.0, (size + 8 * math.sqrt(size)) / count)
-    few = np.flatnonzero(ranks <= np.uint64(share * _MASK * (1 - 2**-50)))
-    if len(few) < size:
-        few = np.arange(count)
-    return np.sort(few[np.argsort(ranks[few], kind="stable")[:size]])
+    candidates = np.flatnonzero(ranks <= np.uint64(share * _MASK * (1 - 2**-50)))
+    if len(candidates) < size:
+        candidates = np.arange(count)
+    return np.sort(candidates[np.argsort(ranks[candidates], kind="stable")[:size]])

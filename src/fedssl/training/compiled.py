@@ -97,7 +97,7 @@ class CompiledStep:
         self.total = torch.zeros_like(self.lr)
         self.anchor = torch.zeros_like(trainer.initial) if pull is not None else None
         self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
-        trainer.augmentation.table(self.state.device)
+        trainer.augmentation.constants(self.state.device)
         networks = [trainer.flat] if trainer.target is None else [trainer.flat, trainer.target]
         copies = (BF16Weights(flat) for flat in networks if trainer.precision == "bf16")
         self.bf16_weights = [each for each in copies if each.pairs[0]]

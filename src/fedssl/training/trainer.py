@@ -216,7 +216,7 @@ class Trainer:
 
     def compile_passes(self) -> None:
         """Compile ``encode_batch``, for merged cohorts of one size."""
-        self.augmentation.table(self.device)
+        self.augmentation.constants(self.device)
         self._encoder = (
             CapturedEncoder(self)
             if self.device.type == "cuda"

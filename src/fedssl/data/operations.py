@@ -1,0 +1,222 @@
+"""Image operations in batches: one parameter for each sample, as torchvision's functional ones.
+
+Images are floats ``[B, C, H, W]`` between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+COLOURS = ("brightness", "contrast", "saturation", "hue")
+
+
+def _computes_all(x: Tensor) -> bool:
+    """Return whether to compute for all samples and select.
+
+    Finding the chosen ones would make a GPU wait, and a compiled step cannot do it.
+    """
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+
+def apply_where(
+    chosen: Tensor, x: Tensor, operation: Callable[..., Tensor], *parameters: Tensor
+) -> Tensor:
+    """Apply ``operation(x, *parameters)`` to the chosen samples; may overwrite ``x``."""
+    if _computes_all(x):
+        return torch.where(chosen.view(-1, 1, 1, 1), operation(x, *parameters), x)
+    index = chosen.nonzero().squeeze(1)
+    if len(index) == len(x):
+        return operation(x, *parameters)
+    if len(index) == 0:
+        return x
+    return x.index_copy_(0, index, operation(x[index], *(p[index] for p in parameters)))
+
+
+def _per_sample(parameter: Tensor, x: Tensor) -> Tensor:
+    """Shape one number for each sample to multiply images with it."""
+    return parameter.to(x.dtype).view(-1, 1, 1, 1)
+
+
+def resized_crop(
+    x: Tensor,
+    top: Tensor,
+    left: Tensor,
+    height: Tensor,
+    width: Tensor,
+    size: tuple[int, int],
+    flip: Tensor | None = None,
+) -> Tensor:
+    """Resize each sample's box to ``size`` (bilinear, antialiased), and mirror some."""
+    rows = _resize_weights(top, height, size[0], x.shape[2], x.dtype)
+    columns = _resize_weights(left, width, size[1], x.shape[3], x.dtype, flip)
+    return _separable(x, rows, columns)
+
+
+def _resize_weights(
+    start: Tensor,
+    length: Tensor,
+    out: int,
+    total: int,
+    dtype: torch.dtype,
+    flip: Tensor | None = None,
+) -> Tensor:
+    """Return how much of each input pixel goes into each output pixel, ``[B, out, total]``.
+
+    A triangle around the output pixel's place, as wide as the larger of the two kinds of pixel.
+    """
+    start, length = start.to(dtype)[:, None], length.to(dtype)[:, None]
+    target = torch.arange(out, device=start.device, dtype=dtype) + 0.5
+    if flip is not None:
+        target = torch.where(flip[:, None], out - target, target)
+    scale = length / out
+    reach = scale.clamp(min=1)
+    centre = target * scale / reach
+    source = torch.arange(total, device=start.device, dtype=dtype) + 0.5 - start
+    outside = (source < 0) | (source > length)
+    source = (source / reach).masked_fill(outside, math.inf)  # infinitely far: no weight
+    weights = (source[:, None, :] - centre[:, :, None]).abs_().neg_().add_(1).clamp_(min=0)
+    return weights.div_(weights.sum(2, keepdim=True))
+
+
+def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Apply a linear map to each image's columns, and one to its rows."""
+    batch, channels, height, width = x.shape
+    # All channels in one product; the same for the rows would need them copied twice.
+    x = x.reshape(batch, channels * height, width) @ columns.mT
+    return rows[:, None] @ x.view(batch, channels, height, -1)
+
+
+def hflip(x: Tensor) -> Tensor:
+    """Mirror images, left to right."""
+    return x.flip(3)
+
+
+def rotate(x: Tensor, degrees: Tensor) -> Tensor:
+    """Rotate images counter-clockwise about their middle (bilinear, black outside)."""
+    height, width = x.shape[2:]
+    angle = torch.deg2rad(degrees.to(x.dtype))
+    cos, sin, zero = torch.cos(angle), torch.sin(angle), torch.zeros_like(angle)
+    theta = torch.stack(
+        (cos, -sin * (height / width), zero, sin * (width / height), cos, zero), dim=1
+    )
+    grid = F.affine_grid(theta.view(-1, 2, 3), list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, padding_mode="zeros", align_corners=False)
+
+
+def jitter(x: Tensor, factors: Tensor, turns: Tensor, names: tuple[str, ...]) -> Tensor:
+    """Jitter colours: each sample applies the named operations in its own order.
+
+    Of brightness, contrast, saturation and hue, sample ``i`` applies number ``turns[i, 0]`` first;
+    number ``k`` is applied with ``factors[i, k]``.
+    """
+    for turn in turns.unbind(1):
+        now = {name: turn == COLOURS.index(name) for name in names}
+        factor = factors.gather(1, turn[:, None]).squeeze(1)
+        hue = now.get("hue")
+        ratio = factor if hue is None else torch.where(hue, 1.0, factor)
+        # Three of the four mix the image with another one, so one mixture serves all samples.
+        x = _blend(
+            x,
+            ratio,
+            gray=(1 - ratio) * now["saturation"] if "saturation" in now else None,
+            mean=(1 - ratio) * now["contrast"] if "contrast" in now else None,
+        )
+        if hue is not None:
+            x = apply_where(hue, x, adjust_hue, factor)
+    return x
+
+
+def _blend(
+    x: Tensor, factor: Tensor, gray: Tensor | None = None, mean: Tensor | None = None
+) -> Tensor:
+    """Return ``factor`` times ``x``, plus shares of its grey version and of the mean of that."""
+    out = x * _per_sample(factor, x)
+    if gray is None and mean is None:
+        return out.clamp_(0, 1)
+    luma = _luma(x)
+    if mean is not None:
+        average = luma.mean((1, 2, 3), keepdim=True) * _per_sample(mean, x)
+        out += average if gray is None else luma * _per_sample(gray, x) + average
+    elif gray is not None:
+        out += luma * _per_sample(gray, x)
+    return out.clamp_(0, 1)
+
+
+def _luma(x: Tensor) -> Tensor:
+    """Return the grey version ``[B, 1, H, W]`` of colour images; other images stay as they are."""
+    if x.shape[1] != 3:
+        return x
+    red, green, blue = x.split(1, dim=1)
+    return (0.2989 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+
+
+def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
+    """Mix with black: factor 0 gives black, 1 the image itself, 2 twice the brightness."""
+    return _blend(x, factor)
+
+
+def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Mix with the mean of the grey version."""
+    return _blend(x, factor, mean=1 - factor)
+
+
+def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
+    """Mix with the grey version."""
+    return _blend(x, factor, gray=1 - factor) if x.shape[1] == 3 else x
+
+
+def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the colour circle by ``shift``, where 1 is a whole turn; value and chroma stay."""
+    if x.shape[1] != 3:
+        return x
+    red, green, blue = x.split(1, dim=1)
+    value = x.amax(1, keepdim=True)
+    chroma = value - x.amin(1, keepdim=True)
+    # Where two channels are highest, both formulas agree. (lerp selects faster than where.)
+    turn = (4 * chroma + red - green).lerp_(2 * chroma + blue - red, (value == green).to(x.dtype))
+    turn = turn.lerp_(green - blue, (value == red).to(x.dtype))
+    turn = turn / (6 * chroma).clamp_(min=1e-12) + _per_sample(
+        shift, x
+    )  # grey has no hue: any will do
+    # A channel is lowest opposite its own hue: red at 1/2, green at 5/6, blue at 1/6 of the circle.
+    opposite = torch.arange(3, device=x.device, dtype=x.dtype).view(3, 1, 1) / 3 + 1 / 2
+    turn = turn - opposite
+    turn -= turn.round()
+    return turn.abs_().mul_(-6).add_(2).clamp_(0, 1).mul_(-chroma).add_(value)
+
+
+def grayscale(x: Tensor) -> Tensor:
+    """Make images grey, with as many channels as before."""
+    return _luma(x).expand_as(x).contiguous()
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor, kernel: int) -> Tensor:
+    """Blur with a Gaussian ``kernel`` of odd size and reflected borders."""
+    height, width = x.shape[2:]
+    distance = torch.arange(kernel // 2 + 1, device=x.device, dtype=x.dtype)
+    taps = torch.exp(-0.5 * (distance / sigma.to(x.dtype)[:, None]) ** 2)
+    taps = taps / (2 * taps.sum(1, keepdim=True) - 1)  # all but the middle one stand on both sides
+    rows = _blur_weights(taps, height)
+    return _separable(x, rows, rows if height == width else _blur_weights(taps, width))
+
+
+def _blur_weights(taps: Tensor, size: int) -> Tensor:
+    """Return the weight of each pixel in each, mirror images included: ``[B, size, size]``."""
+    i = torch.arange(size, device=taps.device)
+    out, source = i[:, None], i[None, :]
+    reach = torch.arange(taps.shape[1], device=taps.device)[:, None, None]
+    last = size - 1
+    count = ((out - source).abs() == reach).to(taps.dtype)
+    count += (out + source == reach) & (source > 0)
+    count += (2 * last - out - source == reach) & (source < last)
+    return (taps @ count.flatten(1)).view(-1, size, size)
+
+
+def solarize(x: Tensor) -> Tensor:
+    """Invert pixels of 0.5 or brighter."""
+    return 0.5 - (x - 0.5).abs_()
