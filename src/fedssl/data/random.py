@@ -98,7 +98,7 @@ def _uniform(state: Tensor, draws: int) -> Tensor:
     return _shift(mix(state[..., None], counter), 40).to(torch.float32) * 2.0**-24
 
 
-# The compiler multiplies an arange as a formula, which overflows with numbers of 64 bits, so it must
+# The compiler multiplies an arange as a formula, which overflows with 64-bit numbers. So it must
 # not look inside.
 _opaque = torch.library.custom_op(
     "fedssl::uniform", _uniform, mutates_args=(), schema="(Tensor state, int draws) -> Tensor"
@@ -127,8 +127,8 @@ def choose(state: int, count: int, size: int) -> NDArray[np.int64]:
     if size >= count:
         return np.arange(count)
     ranks = mix(state, np.arange(count, dtype=np.uint64))
-    # Choose the smallest ranks. They are nearly always below this bound, so few need sorting: 50,000
-    # clients cost 0.2 ms instead of 0.7.
+    # Choose the smallest ranks. They are nearly always below this bound, so few need sorting:
+    # 50,000 clients cost 0.2 ms instead of 0.7.
     share = min(1.0, (size + 8 * math.sqrt(size)) / count)
     candidates = np.flatnonzero(ranks <= np.uint64(share * _MASK * (1 - 2**-50)))
     if len(candidates) < size:
