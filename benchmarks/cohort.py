@@ -26,7 +26,7 @@ from fedssl.config import Config
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.server import Server
-from fedssl.objectives.base import MomentObjective
+from fedssl.objectives.moments import MomentObjective
 from fedssl.runs.metrics import Metrics
 
 PIXELS = 16

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from fedssl import config, privacy
 from fedssl.engines.local import LocalEngine
-from fedssl.objectives.base import Centre, MomentObjective
 from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.moments import Centre, MomentObjective
 from fedssl.runs.build import Experiment, build_experiment
 from fedssl.util.trees import Tree
 

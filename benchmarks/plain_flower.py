@@ -19,7 +19,7 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.data.random import key, mix
 from fedssl.engines.flower.environment import silence_flower
-from fedssl.objectives.base import MomentObjective
+from fedssl.objectives.moments import MomentObjective
 from fedssl.runs.build import Experiment, build_experiment, build_network
 
 Arrays = dict[str, Tensor]

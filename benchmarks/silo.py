@@ -26,6 +26,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
 from fedssl.models.network import Network
+from fedssl.objectives.base import Networks
 
 PIXELS = 32
 
@@ -34,8 +35,10 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
     """One epoch over everything, as a script without a framework would write it."""
     trainer = engine.trainer
     network, objective = copy.deepcopy(trainer.network), trainer.objective
-    follows = objective.momentum is not None
-    target = Network(copy.deepcopy(list(network.towers))) if follows else None
+    follows = objective.memory.target
+    target = None if follows is None else Network(copy.deepcopy(list(network.towers)))
+    constant = None if target is None else torch.no_grad()(target.forward)
+    networks = Networks(network, constant, trainer.memory)
     rule, images = trainer.config.client, trainer.images[0]
 
     def one() -> None:
@@ -53,22 +56,16 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
                 for view in (0, 1)
             )
             with trainer.autocast():
-                z = network(views)
-                encodings = network.predict(z)
-                if target is not None:
-                    with torch.no_grad():
-                        encodings += target(views)
-                elif objective.siamese:
-                    encodings += z
+                encodings = objective.encode(networks, views, state)
             loss = objective.loss(tuple(e.float() for e in encodings), None, trainer.memory)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if target is not None and objective.momentum is not None:
+            if target is not None and follows is not None:
                 with torch.no_grad():
                     for t, o in zip(target.parameters(), network.parameters(), strict=False):
-                        t.lerp_(o, 1 - objective.momentum)
-            objective.remember(trainer.memory, encodings)
+                        t.lerp_(o, 1 - follows.momentum)
+            objective.memory.update(trainer.memory, encodings)
             total += loss.detach()
         float(total)
 

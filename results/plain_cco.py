@@ -27,7 +27,7 @@ from torch.nn import functional
 from fedssl.config import Augment, Data, Encoder
 from fedssl.data.augment import Augmentation
 from fedssl.data.load import load_dataset
-from fedssl.models.network import Tower, build, mlp
+from fedssl.models.network import Heads, Tower, build, mlp
 
 SAMPLES, CLIENTS, JUDGED = 16, 8, 1500  # a client's, a round's, images kept for kNN
 SCHEDULE = 10000  # rounds of the cosine, as in the rows of the page
@@ -37,7 +37,11 @@ WIDTH = 1024  # of the projector's three layers
 def ours(size: int) -> tuple[nn.Module, nn.Module]:
     """Encoder and projector of the rows."""
     network = build(
-        Encoder("resnet14"), (3,), size, lambda n, norm: mlp(n, (WIDTH, WIDTH, WIDTH), norm), 0
+        Encoder("resnet14"),
+        (3,),
+        size,
+        lambda encoder, norm: Heads(mlp(encoder.features, (WIDTH, WIDTH, WIDTH), norm)),
+        0,
     )
     tower = network.towers[0]
     assert isinstance(tower, Tower)

@@ -99,9 +99,10 @@ def assert_both_engines_agree(folder: Path, *words: str) -> None:
             np.testing.assert_allclose(theirs[client][name], value, rtol=1e-9, atol=1e-12)
 
 
-def assert_refused(sentence: str, *words: str) -> None:
-    """These settings are answered before the first round, in one line that begins so."""
+def assert_refused(*words: str, key: str = "") -> None:
+    """The last of these settings, or ``key``, is refused before the first round, in one line."""
     common = ("algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         build_experiment(configuration.resolve(configuration.read_recipe(None), [*common, *words]))
-    assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
+    line = str(error.value)
+    assert line.startswith(f"{key or words[-1].partition('=')[0]}=") and "\n" not in line

@@ -28,7 +28,7 @@ def views(engine: LocalEngine, round: int, step: int = 0) -> torch.Tensor:
     client = engine.client(np.array([0]), round, remember=False)
     engine.trainer.load(engine.trainer.initial)
     with torch.no_grad():
-        return client._encode(step).encodings[0]
+        return client.encode_step(step).encodings[0]
 
 
 def test_every_round_step_and_view_is_augmented_anew() -> None:
@@ -39,7 +39,7 @@ def test_every_round_step_and_view_is_augmented_anew() -> None:
         assert relative(other, first) > 0.01
     client = engine.client(np.array([0]), 0, remember=False)
     with torch.no_grad():
-        f, g = client._encode(0).encodings
+        f, g = client.encode_step(0).encodings
     assert relative(f, g) > 0.01
 
 
@@ -188,7 +188,7 @@ def test_the_centre_follows_the_encodings() -> None:
     everyone = engine.client(np.arange(2), 1, remember=False)
     with torch.no_grad():
         engine.trainer.load(server.weights)
-        f, g = everyone._encode(0).encodings
+        f, g = everyone.encode_step(0).encodings
     server.round = 1
     engine.algorithm.round(server, engine.cohort(np.arange(2), 1))
     centre = server.state["centre"]
@@ -205,7 +205,7 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     moments = engine.cohort(np.arange(2), 0).mean("encode", server.weights, centre)
     engine.trainer.load(server.weights)
     with torch.no_grad():
-        parts = [engine.client(np.array([k]), 0, remember=False)._encode(0) for k in range(2)]
+        parts = [engine.client(np.array([k]), 0, remember=False).encode_step(0) for k in range(2)]
     union = tuple(torch.cat([p.encodings[i] for p in parts]) for i in range(2))
     assert len(union[0]) == 3
     expected = engine.trainer.objective.moments(union, centre)
@@ -218,7 +218,7 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     seen = client.mean(server.weights, lambda e: {"n": e.encodings[0][0, 0]})
     with torch.no_grad():
         engine.trainer.load(server.weights)
-        each = [client._encode(step).encodings[0][0, 0] for step in range(4)]
+        each = [client.encode_step(step).encodings[0][0, 0] for step in range(4)]
     assert float(seen["n"]) == pytest.approx(float(sum(each) / 4))
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
-from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.base import ProjectorObjective, ProjectorParams
 
 
-class Uniform(Dual):
+class Uniform(ProjectorObjective):
     """Alignment and uniformity on the sphere (Wang and Isola 2020)."""
 
-    minimum = 2  # samples without which the loss is not defined
+    min_samples = 2  # the smallest batch that the loss is defined for
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):

@@ -27,7 +27,7 @@ from fedssl.data.load import load_dataset
 from fedssl.data.random import key
 from fedssl.evaluate import per_client
 from fedssl.evaluate.features import extract
-from fedssl.models.network import Tower, build
+from fedssl.models.network import Heads, Tower, build
 from fedssl.runs.build import build_experiment
 from fedssl.runs.sources import find_sources as assign
 from fedssl.runs.split import load_run_dataset, split_clients
@@ -321,7 +321,7 @@ def test_clusters_of_an_untrained_encoder_need_no_labels() -> None:
 def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own kind of network, from its run's folder, whatever the run's own is."""
     theirs, dataset = resolved("seed=3"), made()
-    network = build(theirs.encoder, (1,), 8, lambda features, norm: torch.nn.Identity(), 3)
+    network = build(theirs.encoder, (1,), 8, lambda *_: Heads(torch.nn.Identity()), 3)
     tower = network.towers[0]
     assert isinstance(tower, Tower)
     save_file(dict(tower.encoder.state_dict()), tmp_path / "encoder.safetensors")

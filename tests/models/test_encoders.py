@@ -10,7 +10,7 @@ from torch import nn
 
 from fedssl.config import Encoder, Initializer
 from fedssl.models.encoders import encoder
-from fedssl.models.network import Network, Tower, build, initialize, mlp
+from fedssl.models.network import Heads, Network, Tower, build, initialize, mlp
 from fedssl.models.norms import BatchNorm, GroupNorm, Norm, StandardizedConv2d, StandardizedLinear
 from fedssl.util.errors import UserError
 
@@ -92,7 +92,7 @@ def test_group_norm_with_too_few_channels_is_refused(groups: int, channels: int)
 
 def network(seed: int, towers: int = 1, width: int = 16) -> Network:
     settings = Encoder("tiny", groups=8, towers=towers)  # type: ignore[arg-type]
-    return build(settings, (1,), 8, lambda n, norm: mlp(n, (width, 16), norm), seed)
+    return build(settings, (1,), 8, lambda e, norm: Heads(mlp(e.features, (width, 16), norm)), seed)
 
 
 def test_initialization_depends_on_name_and_seed_only() -> None:
@@ -129,7 +129,11 @@ def test_one_pass_for_two_views_equals_two_passes() -> None:
 
 def test_batch_norm_sees_one_view_at_a_time() -> None:
     settings = Encoder("tiny", norm="batch")
-    net = build(settings, (1,), 8, lambda n, norm: mlp(n, (16, 16), norm), 0).double().train()
+    net = (
+        build(settings, (1,), 8, lambda e, norm: Heads(mlp(e.features, (16, 16), norm)), 0)
+        .double()
+        .train()
+    )
     a, b = torch.rand(2, 5, 1, 8, 8, dtype=torch.float64)
     f, _ = net((a, b))
     torch.testing.assert_close(f, net.towers[0](a), rtol=1e-12, atol=1e-12)
@@ -165,7 +169,7 @@ def test_the_torch_initializer_draws_as_torch_does(
 def test_a_network_is_drawn_by_its_initializer(name: Initializer, norm: float) -> None:
     """ResNet-18's convolutions: √(2 · inputs) with He's rule, √(outputs / 3) with torch's."""
     settings = Encoder("resnet18", norm="batch", initializer=name)
-    net = build(settings, (3,), 32, lambda f, n: nn.Linear(f, 4), seed=0)
+    net = build(settings, (3,), 32, lambda e, _: Heads(nn.Linear(e.features, 4)), seed=0)
     conv = cast(Tower, net.towers[0]).encoder.get_submodule("stages.3.body.0")
     assert isinstance(conv, nn.Conv2d) and conv.weight.shape[:2] == (128, 128)
     assert float(conv.weight.detach().norm()) == pytest.approx(norm, rel=0.02)

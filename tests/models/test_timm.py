@@ -21,7 +21,7 @@ from fedssl.encoder import export, formats
 from fedssl.encoder.load import ImageEncoder
 from fedssl.models.encoders import Timm, encoder
 from fedssl.models.flat_weights import FlatWeights
-from fedssl.models.network import build, initialize, load_encoders, mlp
+from fedssl.models.network import Heads, build, initialize, load_encoders, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, adopt
 from fedssl.runs import checkpoint, run
 from fedssl.runs.build import build_experiment
@@ -79,7 +79,7 @@ def test_a_backbone_is_timms_with_timms_names(name: str) -> None:
 def test_weights_depend_on_the_seed_only() -> None:
     def vector(seed: int) -> torch.Tensor:
         settings = Encoder(f"timm/{NAMES[2]}")
-        return FlatWeights(build(settings, (1,), 32, lambda n, norm: nn.Identity(), seed)).vector
+        return FlatWeights(build(settings, (1,), 32, lambda *_: Heads(nn.Identity()), seed)).vector
 
     torch.manual_seed(1)
     first = vector(0)
@@ -91,7 +91,11 @@ def test_weights_depend_on_the_seed_only() -> None:
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_batch_norm_sees_each_view_by_itself_also_in_one_pass(name: str) -> None:
     settings = Encoder(f"timm/{name}", norm="batch")
-    net = build(settings, (1,), 32, lambda n, norm: mlp(n, (16, 16), norm), 0).double().train()
+    net = (
+        build(settings, (1,), 32, lambda e, norm: Heads(mlp(e.features, (16, 16), norm)), 0)
+        .double()
+        .train()
+    )
     kinds = {type(m) for m in net.towers[0].encoder.modules() if isinstance(m, _BatchNorm)}
     assert kinds <= {BatchNorm, BatchNormAct} and net.has_batch_norm
     assert (BatchNormAct in kinds) == (name == NAMES[0])
@@ -204,7 +208,7 @@ def test_weights_of_timms_own_are_a_start(tmp_path: Path) -> None:
     whole = timm.create_model(NAMES[0], in_chans=1, num_classes=7)
     save_file(whole.state_dict(), tmp_path / "theirs.safetensors")
     settings = Encoder(f"timm/{NAMES[0]}", norm="batch")
-    net = build(settings, (1,), 32, lambda n, norm: nn.Identity(), 0)
+    net = build(settings, (1,), 32, lambda *_: Heads(nn.Identity()), 0)
     load_encoders(net, str(tmp_path / "theirs.safetensors"))
     own = net.towers[0].encoder.state_dict()
     assert all(torch.equal(own[k], v) for k, v in whole.state_dict().items() if k in own)

@@ -86,22 +86,18 @@ def test_any_image_size_and_layer_norms_only(norm: str) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 9), (8, 9), (10, 8), (4, 8)])
 def test_images_that_are_not_patches_are_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(UserError, match=r"^encoder\.patch=4: images of .* by .* pixels") as refused:
+    with pytest.raises(UserError) as error:
         ViT(1, 4)(torch.rand(1, 1, *shape))
-    assert "\n" not in str(refused.value)
+    assert error.value.key == "encoder.patch" and error.value.value == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("encoder.patch=3",), "encoder.patch=3: images of 8 by 8 pixels are not two or more"),
-        (("encoder.patch=8",), "encoder.patch=8: images of 8 by 8 pixels are not two or more"),
-        (("encoder.patch=0",), "encoder.patch=0:"),
-        (("evaluate.size=9",), "encoder.patch=2: does not divide evaluate.size=9"),
-    ],
-)
-def test_refused_before_any_training(words: tuple[str, ...], sentence: str) -> None:
-    assert_refused(sentence, "data.size=8", *VIT, *words)
+@pytest.mark.parametrize("word", ["encoder.patch=3", "encoder.patch=8"])
+def test_refused_before_any_training(word: str) -> None:
+    assert_refused("data.size=8", *VIT, word)
+
+
+def test_an_evaluation_size_must_hold_whole_patches() -> None:
+    assert_refused("data.size=8", *VIT, "evaluate.size=9", key="encoder.patch")
 
 
 def test_two_rounds_of_simclr_and_layer_norms_that_stay_at_home() -> None:

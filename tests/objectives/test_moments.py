@@ -10,8 +10,8 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 from lightly.loss import BarlowTwinsLoss, VICRegLoss
 
-from fedssl.objectives.base import MomentObjective
 from fedssl.objectives.cco import CCO, correlation
+from fedssl.objectives.moments import MomentObjective
 from fedssl.objectives.vicreg import VICReg
 from fedssl.util.trees import mean
 

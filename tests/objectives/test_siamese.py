@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fedssl.models.norms import Norm
 from fedssl.objectives.byol import BYOL
+from fedssl.objectives.memory import Queue, Target
 from fedssl.objectives.moco import MoCo
 from fedssl.objectives.simsiam import SimSiam
 
@@ -60,8 +62,8 @@ def test_moco_agrees_with_lightly(version: Any, temperature: float) -> None:
     """lightly's bank starts at random and drops keys at its end: it is given our negatives."""
     moco = MoCo(MoCo.Params("moco", projector=(8, 5), version=version, queue=6))
     encodings = q1, q2, k1, k2 = four()
-    memory = moco.memory(q1.detach())
-    moco.remember(memory, tuple(e + 1 for e in encodings))
+    memory = moco.memory.start(q1.detach())
+    moco.memory.update(memory, tuple(e + 1 for e in encodings))
     loss = NTXentLoss(temperature=temperature, memory_bank_size=(6, 5))
 
     def theirs(query: Tensor, key: Tensor) -> Tensor:
@@ -74,9 +76,9 @@ def test_moco_agrees_with_lightly(version: Any, temperature: float) -> None:
 def test_moco_never_sees_places_that_are_not_filled() -> None:
     moco = MoCo(MoCo.Params("moco", projector=(8, 5), queue=10, temperature=0.5))
     encodings = four(count=3)
-    memory = moco.memory(encodings[0].detach())
+    memory = moco.memory.start(encodings[0].detach())
     assert float(moco.loss(encodings, None, memory).detach()) == 0  # its own key is all there is
-    moco.remember(memory, tuple(e.detach()[:2] for e in encodings))
+    moco.memory.update(memory, tuple(e.detach()[:2] for e in encodings))
     assert int(memory["seen"]) == 4
     full = MoCo(MoCo.Params("moco", projector=(8, 5), queue=4, temperature=0.5))
     expected = full.loss(encodings, None, {**memory, "queue": memory["queue"][:4].clone()})
@@ -95,14 +97,14 @@ def test_the_queue_holds_exactly_the_last_keys_across_rounds(
     config = siamese("moco", f"objective.queue={queue}", f"algorithm.batch={batch}")
     engine, server = engine_of(config, made_split(), groups_of(*[11] * clients))
     keys: list[Tensor] = []
-    real = MoCo.remember
+    real = Queue.update
 
-    def remember(self: MoCo, memory: Any, encodings: tuple[Tensor, ...]) -> None:
+    def update(self: Queue, memory: Any, encodings: tuple[Tensor, ...]) -> None:
         each = torch.cat(encodings[2:]).detach()
         keys.append(each / each.norm(dim=1, keepdim=True))
         real(self, memory, encodings)
 
-    monkeypatch.setattr(MoCo, "remember", remember)
+    monkeypatch.setattr(Queue, "update", update)
     of: dict[int, Tensor] = {k: torch.zeros(0, 16, dtype=torch.float64) for k in range(clients)}
     for round in range(3):
         keys.clear()
@@ -162,12 +164,12 @@ def test_the_defaults_are_the_papers() -> None:
     """FedEMA, appendix B.2."""
     byol, moco = BYOL(BYOL.Params("byol")), MoCo(MoCo.Params("moco"))
     assert byol.params.projector == (4096, 2048)
-    predictor = byol.predictor(Norm("batch"))
+    predictor = byol.heads(SimpleNamespace(features=8), Norm("batch"), 0).predictor
     assert predictor is not None
     assert [tuple(p.shape) for p in predictor.parameters() if p.ndim == 2] == [
         (4096, 2048),
         (2048, 4096),
     ]
-    assert byol.momentum == moco.momentum == 0.99 and moco.params.queue == 4096
+    assert byol.memory.target == moco.memory.target == Target(0.99) and moco.params.queue == 4096
     assert [MoCo(MoCo.Params("moco", version=v)).temperature for v in (1, 2)] == [0.07, 0.2]
     assert MoCo(MoCo.Params("moco", version=1, temperature=0.3)).temperature == 0.3

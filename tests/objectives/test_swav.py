@@ -25,6 +25,7 @@ from rounds import (
 from torch import Tensor, nn
 
 from fedssl.models.norms import BatchNorm
+from fedssl.objectives.memory import Queue
 from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
 
 WORDS = ("objective.name=swav", "objective.projector=32,16", "objective.prototypes=6")
@@ -104,7 +105,7 @@ def test_the_loss_agrees_with_lightly(temperature: float) -> None:
 def test_the_loss_with_a_full_queue_agrees_with_lightly() -> None:
     views, queues = (cosines(7, 2), cosines(7, 3)), (cosines(4, 4), cosines(4, 5))
     swav = objective(queue=4)
-    memory = swav.memory(views[0].detach())
+    memory = swav.memory.start(views[0].detach())
     memory["seen"] += 4
     ours = swav.loss((*views, *queues, *projections()), None, memory)
     assert_same(ours, SwaVLoss()(list(views), [], list(queues)), views)
@@ -141,7 +142,7 @@ def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
     (weight,) = trainer.network.predictors.parameters()
     assert weight.shape == (9, 16)
     client = engine.client(np.array([0]), 1, remember=False)
-    first, second, queue1, queue2, z1, z2 = client._encode(0).encodings
+    first, second, queue1, queue2, z1, z2 = client.encode_step(0).encodings
     memory: Any = engine.states[0]["memory"]
     assert relative(memory["queue"][0], memory["queue"][1]) > 0.01
     pairs = zip((first, second, queue1, queue2), (z1, z2, *memory["queue"]), strict=True)
@@ -156,13 +157,13 @@ def test_each_queue_holds_the_last_of_its_view(queue: int, monkeypatch: pytest.M
         epochs(*WORDS, f"objective.queue={queue}"), made_split(), groups_of(11, 9)
     )
     entered: list[Tensor] = []
-    real = SwAV.remember
+    real = Queue.update
 
-    def remember(self: SwAV, memory: Any, encodings: tuple[Tensor, ...]) -> None:
+    def update(self: Queue, memory: Any, encodings: tuple[Tensor, ...]) -> None:
         entered.append(torch.stack(encodings[4:]).detach())
         real(self, memory, encodings)
 
-    monkeypatch.setattr(SwAV, "remember", remember)
+    monkeypatch.setattr(Queue, "update", update)
     all_of: list[list[Tensor]] = [[], []]
     for round in range(2):
         entered.clear()
@@ -179,9 +180,7 @@ def test_each_queue_holds_the_last_of_its_view(queue: int, monkeypatch: pytest.M
 
 
 def test_without_a_queue_there_is_no_memory() -> None:
-    swav = objective()
-    assert swav.memory(torch.zeros(1)) == {} and swav.recall({}) == ()
-    swav.remember({}, (*projections(), *projections()))
+    assert objective().memory.is_empty and not objective(queue=4).memory.is_empty
 
 
 def test_under_autocast_scores_are_float32() -> None:
@@ -271,20 +270,5 @@ def test_both_engines_agree(tmp_path: Path) -> None:
     assert_both_engines_agree(tmp_path, *WORDS, "objective.queue=5")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("objective.prototypes=[]", "objective.prototypes=[]:"),
-        ("objective.prototypes=6,1", "objective.prototypes=[6,1]:"),
-        ("objective.temperature=0", "objective.temperature=0.0:"),
-        ("objective.temperature=-1", "objective.temperature=-1.0:"),
-        ("objective.epsilon=0", "objective.epsilon=0.0:"),
-        ("objective.epsilon=inf", "objective.epsilon=inf:"),
-        ("objective.iterations=0", "objective.iterations=0:"),
-        ("objective.queue=-1", "objective.queue=-1:"),
-        ("objective.projector=[]", "objective.projector=[]:"),
-        ("algorithm.batch=1", "algorithm.batch=1: swav needs 2"),
-    ],
-)
-def test_what_is_refused(words: str, sentence: str) -> None:
-    assert_refused(sentence, *WORDS, words)
+def test_batches_of_one_image_are_refused() -> None:
+    assert_refused(*WORDS, "algorithm.batch=1")

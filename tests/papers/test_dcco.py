@@ -111,7 +111,7 @@ def test_several_local_steps_use_combined_statistics_at_every_step() -> None:
     centre = server.state["centre"] = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
 
     def moments_of(client, step):
-        return objective.moments(client._encode(step).encodings, centre)
+        return objective.moments(client.encode_step(step).encodings, centre)
 
     trainer.load(server.weights)
     with torch.no_grad():

@@ -26,8 +26,9 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies
-from fedssl.objectives.base import MomentObjective
 from fedssl.objectives.cco import CCO
+from fedssl.objectives.moments import MomentObjective
+from fedssl.objectives.swav import SwAV
 from fedssl.objectives.vicreg import VICReg
 from fedssl.privacy import noise
 from fedssl.privacy.noise import Noisy
@@ -363,7 +364,7 @@ def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bo
 def test_a_memory_alone_is_something_kept() -> None:
     algorithm = noisy("algorithm.name=fedavg").algorithm
     assert noise.keeps_nothing(algorithm)
-    algorithm.objective.memory = lambda like: {"queue": like}  # type: ignore[method-assign]
+    algorithm.objective = SwAV(SwAV.Params("swav", queue=4))
     assert not noise.keeps_nothing(algorithm)
 
 

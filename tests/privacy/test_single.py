@@ -23,7 +23,7 @@ from fedssl.encoder import hub
 from fedssl.encoder.load import load_encoder
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client, Trained
-from fedssl.objectives.base import Centre, MomentObjective
+from fedssl.objectives.moments import Centre, MomentObjective
 from fedssl.privacy import secure
 from fedssl.privacy.exchanges import build_algorithm
 from fedssl.report.history import read_history

@@ -22,7 +22,8 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.traffic import per_client
 from fedssl.objectives.base import Objective
-from fedssl.objectives.batch import EncodedBatch, Memory, Steps
+from fedssl.objectives.batch import EncodedBatch, Steps
+from fedssl.objectives.memory import Tensors
 from fedssl.objectives.moco import MoCo
 from fedssl.privacy.noise import from_the_system
 from fedssl.training.trainer import Trainer
@@ -231,9 +232,9 @@ class CCL(Algorithm):
                 loss = loss + params.lambda_ * near
         return loss
 
-    def negatives(self, memory: Memory, remote: Tensor) -> tuple[Tensor, Tensor]:
+    def negatives(self, memory: Tensors, remote: Tensor) -> tuple[Tensor, Tensor]:
         """Q_l ∪ Q_s (Eq. 3), or Q_s alone (Eq. 5), and which of them are not there."""
-        empty = self.moco.empty(memory)
+        empty = self.moco.memory.free_places(memory)
         there = empty.new_zeros(len(remote))
         if self.params.remote == "only" and len(remote):
             return remote, there

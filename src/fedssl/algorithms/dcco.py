@@ -11,8 +11,9 @@ from fedssl.federation.algorithm import Algorithm, one_plain_step
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.objectives.base import Centre, MomentObjective, Moments, Objective
+from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.moments import Centre, MomentObjective, Moments
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree

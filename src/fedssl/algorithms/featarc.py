@@ -23,6 +23,7 @@ from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
+from fedssl.objectives.mae import MAE
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
@@ -72,7 +73,7 @@ class FeatARC(Algorithm):
         super().__init__(params, objective)
         if self.params.clusters > 1:
             self.model = "global: that of cluster 0"
-        if self.params.lambda_ and type(objective).project is not Objective.project:
+        if self.params.lambda_ and isinstance(objective, MAE):
             raise UserError(
                 f"algorithm.lambda={self.params.lambda_} with objective.name="
                 f"{objective.params.name}: it has no projection of an image to align; set "
@@ -210,7 +211,7 @@ class FeatARC(Algorithm):
 
     def misaligned(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
         """−λ × the mean cosine of each view's encoding with the frozen one of its image."""
-        views = encoded.encodings[: self.objective.inputs]
+        views = encoded.encodings[: self.objective.views]
         return -self.params.lambda_ * torch.stack([cosine(v, frozen) for v in views]).mean()
 
     def report(self, client: Client) -> dict[str, Tensor]:
@@ -224,7 +225,7 @@ class Aligned(Steps):
     def __init__(self, featarc: FeatARC, client: Client, start: Tensor, frozen: Tensor) -> None:
         self.client, self.frozen, self.number = client, frozen, 0
         self.function = featarc.loss
-        beyond = client.trainer.objective.local(client, start)
+        beyond = client.trainer.objective.round_loss(client, start)
         if beyond is not None:  # a loss that looks beyond the batch is not compiled
             self.function = lambda e, frozen: beyond(e) + featarc.misaligned(e, frozen)
 

@@ -47,7 +47,7 @@ class FedAvg(Algorithm):
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
         self.weight = self.params.weight
-        if self.replaces_target and objective.momentum is None:
+        if self.replaces_target and objective.memory.target is None:
             raise UserError(
                 f"algorithm.replace=both: objective.name={objective.params.name} has no target "
                 "network of its own; use replace=online, or objective.name=byol or moco"

@@ -118,7 +118,7 @@ class Algorithm(ABC):
 
     def smallest_client(self) -> int:
         """Samples that a client needs: those of the loss within one client, unless overridden."""
-        return self.objective.minimum
+        return self.objective.min_samples
 
     def check_clients(self, sizes: NDArray[np.int64]) -> None:
         """Refuse clients too small for the loss (the dashes in the DCCO paper's Table 1)."""
@@ -153,6 +153,6 @@ def one_plain_step(trainer: Trainer) -> bool:
     The change is then minus the learning rate times a gradient, and gradients of the union's
     passes are sums over its samples (DCCO paper, appendix A).
     """
-    if trainer.keeps_state or trainer.network.has_batch_norm or not trainer.objective.of_batches:
-        return False
-    return trainer.batches.is_one_full_step and trainer.config.client.optimizer == "sgd"
+    mixes_samples = trainer.network.has_batch_norm or not trainer.objective.needs_batch_only
+    one_step = trainer.batches.is_one_full_step and trainer.config.client.optimizer == "sgd"
+    return one_step and not mixes_samples and not trainer.keeps_state

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedssl.data.random import key, mix
 from fedssl.models.norms import STATISTICS_MOMENTUM
-from fedssl.objectives.batch import EncodedBatch, Loss, Memory, Steps
+from fedssl.objectives.batch import EncodedBatch, Loss, Steps
+from fedssl.objectives.memory import Tensors
 from fedssl.training.compiled import CompiledStep
 from fedssl.training.optim import Pull
 from fedssl.training.trainer import State, Trainer
@@ -63,7 +64,7 @@ class Client:
         self.state = state
         self.remember = remember  # reuse a round's only forward pass in its next exchange
         self.id = int(ids[0])
-        self._ids = ids
+        self._owners = (ids, sizes)  # of the samples, for their random numbers
         self._epoch_states: tuple[int, Tensor] | None = None  # an epoch, and its random states
         self._first: tuple[Tensor, int, EncodedBatch] | None = None  # see ``_first_batch``
 
@@ -71,6 +72,21 @@ class Client:
     def samples(self) -> int:
         """How many samples the client holds."""
         return len(self.members)
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.trainer.config.seed
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its images and of the network."""
+        return self.trainer.device
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches one epoch of its samples has."""
+        return self.trainer.batches.per_epoch(self.samples)
 
     @property
     def weight(self) -> int:
@@ -127,7 +143,7 @@ class Client:
     def _statistics(self, trained: Trained) -> Tensor:
         """Return the running statistics of this round alone, without the rest of their start."""
         trainer, n = self.trainer, self.trainer.flat.parameter_count
-        inputs = 1 if trainer.network.joint else trainer.objective.inputs
+        inputs = 1 if trainer.network.joint else trainer.objective.views
         passes = -(-inputs // len(trainer.network.towers))
         left = (1 - STATISTICS_MOMENTUM) ** (passes * trainer.batches.per_round(self.samples))
         return (trained.weights[n:] - left * trained.start[n:]) / (1 - left)
@@ -142,7 +158,7 @@ class Client:
         The optimizer starts afresh. Target network and memory come from ``state`` and return there.
         """
         trainer, steps = self.trainer, self.trainer.batches.per_round(self.samples)
-        loss = loss or trainer.objective.local(self, start)
+        loss = loss or trainer.objective.round_loss(self, start)
         trainer.begin(start, state)
         if self._can_compile(loss):
             change, total = None, self._compiled_steps(start, steps, loss, pull)
@@ -211,7 +227,7 @@ class Client:
         return batch.mean_over_clients(self._checked_loss)
 
     def _checked_loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None
+        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Tensors | None
     ) -> Tensor:
         """Return the objective's loss of one client; a user's own may return anything."""
         value: object = self.trainer.objective.loss(encodings, labels, memory)
@@ -236,20 +252,29 @@ class Client:
         """Encode the batches of a round, which starts from ``weights``."""
         yield self._first_batch(weights, remember=self.remember and steps == 1)
         for step in range(1, steps):
-            yield self._encode(step)
+            yield self.encode_step(step)
 
     def _first_batch(self, weights: Tensor, remember: bool) -> EncodedBatch:
         """Encode the first batch, or return it if the network still holds these weights."""
         first = self._first
         if first is None or first[0] is not weights or first[1] != self.trainer.loads:
             self.trainer.load(weights)
-            first = (weights, self.trainer.loads, self._encode(0))
+            first = (weights, self.trainer.loads, self.encode_step(0))
         self._first = first if remember else None
         return first[2]
 
-    def _encode(self, step: int) -> EncodedBatch:
+    def encode_step(self, step: int) -> EncodedBatch:
+        """Encode the batch of a step with the network as it is."""
         sizes = self.sizes if len(self.sizes) > 1 else None
         return self.trainer.encode_batch(*self._samples_of(step), sizes)
+
+    def load(self, weights: Tensor) -> None:
+        """Put weights into the network."""
+        self.trainer.load(weights)
+
+    def encode(self, epoch: int, chosen: slice | Tensor) -> EncodedBatch:
+        """Encode some samples' views of an epoch with the network as it is."""
+        return self.trainer.encode_batch(self.members[chosen], self.random_state(epoch, chosen))
 
     def _samples_of(self, step: int) -> tuple[Tensor, Tensor]:
         """Return a step's samples, and the random states of their views."""
@@ -270,7 +295,7 @@ class Client:
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         """Draw for all samples on the host: on a GPU each step would need 28 small kernels."""
-        sizes = self.sizes
-        start = mix(key(self.trainer.config.seed, "augment", epoch), self._ids)
+        ids, sizes = self._owners
+        start = mix(key(self.trainer.config.seed, "augment", epoch), ids)
         positions = np.arange(self.samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return mix(np.repeat(start, sizes), positions).view(np.int64)

@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,21 @@ from fedssl.models.norms import BatchNorm, Norm
 from fedssl.models.weights import load_weights, place, tower_file
 from fedssl.util.errors import UserError, format_resume
 
-MakeHead = Callable[[int, Norm], nn.Module]
-MakePredictor = Callable[[Norm], nn.Module | None]
+
+class Backbone(Protocol):
+    """An encoder, as the layers on it see it."""
+
+    features: int
+
+
+class Heads(NamedTuple):
+    """The layers on an encoder: a tower's head, and a predictor that no target network has."""
+
+    head: nn.Module
+    predictor: nn.Module | None = None
+
+
+MakeHeads = Callable[[Backbone, Norm], Heads]
 
 
 def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
@@ -111,19 +125,19 @@ def build(
     settings: Encoder,
     channels: tuple[int, ...],
     size: int,
-    make_head: MakeHead,
+    make_heads: MakeHeads,
     seed: int,
-    make_predictor: MakePredictor | None = None,
     joint: bool = False,
 ) -> Network:
-    """An initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
-    norm = Norm(settings.norm, settings.groups)
-    towers = []
-    made = [make_predictor(norm) for _ in range(settings.towers)] if make_predictor else []
+    """Build an initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
+    norm, towers, predictors = Norm(settings.norm, settings.groups), [], []
     for i in range(settings.towers):
-        body = make_encoder(settings, channels[i % len(channels)], size)
-        towers.append(Tower(body, make_head(body.features, norm)))
-    network = Network(towers, [p for p in made if p is not None], joint)
+        encoder = make_encoder(settings, channels[i % len(channels)], size)
+        heads = make_heads(encoder, norm)
+        towers.append(Tower(encoder, heads.head))
+        if heads.predictor is not None:
+            predictors.append(heads.predictor)
+    network = Network(towers, predictors, joint)
     initialize(network, seed, settings.initializer)
     if settings.init is not None:
         load_encoders(network, settings.init)

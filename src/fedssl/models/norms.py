@@ -202,17 +202,20 @@ class Norm:
             return BatchNorm(channels, relu)
         if channels < 2 * self.groups:
             raise UserError(
-                f"encoder.groups={self.groups}: groups of a vector of {channels} would hold one "
-                f"number each, and a normalized single number is always 0; take at most "
-                f"{channels // 2} groups or wider layers (objective.projector)"
+                f"in a layer of {channels} channels a group has one number, which becomes 0",
+                key="encoder.groups",
+                value=self.groups,
+                fix=f"Use at most {channels // 2} groups, or wider layers (objective.projector).",
             )
         return self._group(channels, relu)
 
     def _group(self, channels: int, relu: bool) -> nn.Module:
         if channels % self.groups:
             raise UserError(
-                f"encoder.groups={self.groups}: a layer of {channels} channels cannot be divided "
-                f"into {self.groups} groups; take fewer groups or wider layers"
+                f"does not divide a layer of {channels} channels",
+                key="encoder.groups",
+                value=self.groups,
+                fix=f"Use a divisor of {channels}.",
             )
         return GroupNorm(self.groups, channels, relu)
 
@@ -234,8 +237,9 @@ def _like(theirs: _BatchNorm) -> BatchNorm:
     known = (plain or type(theirs) is BatchNormAct2d) and theirs.affine
     if not known or not theirs.track_running_stats or theirs.momentum is None:
         raise UserError(
-            f"encoder.name: it has batch norm of a kind that is not known here "
-            f"({type(theirs).__name__}); use another encoder"
+            f"the encoder has an unsupported batch norm ({type(theirs).__name__})",
+            key="encoder.name",
+            fix="Use another encoder.",
         )
     norm = BatchNorm(theirs.num_features)
     if isinstance(theirs, BatchNormAct2d):

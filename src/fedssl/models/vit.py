@@ -13,25 +13,27 @@ EPSILON = 1e-6  # of its layer norms
 
 
 def check_patch(patch: int, height: int, width: int) -> None:
-    """Refuse images that are not at least two whole patches a side."""
+    """Check that images have at least two whole patches per side."""
     if height % patch or width % patch or min(height, width) < 2 * patch:
         raise UserError(
-            f"encoder.patch={patch}: images of {height} by {width} pixels are not two or more "
-            "whole patches a side; use another patch or size (data.size, evaluate.size)"
+            f"images of {height} by {width} pixels have no two or more whole patches per side",
+            key="encoder.patch",
+            value=patch,
+            fix="Use another patch or image size (data.size, evaluate.size).",
         )
 
 
 def patches(images: Tensor, patch: int) -> Tensor:
-    """The pixels of each patch, row by row: ``[B, N, C · patch²]``."""
+    """Cut images into the pixels of their patches, row by row: ``[B, N, C · patch²]``."""
     check_patch(patch, *images.shape[2:])
     cut = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # B, C, rows, p, columns, p
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def positions(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Sines and cosines of each patch's column and row, ``[N, WIDTH]`` (He et al. 2021, A.1).
+    """Return sines and cosines of each patch's column and row, ``[N, WIDTH]`` (He et al., A.1).
 
-    Nothing is learned and nothing stored, so that any image size works.
+    They are neither learned nor stored, so that any image size works.
     """
     count = WIDTH // 4
     exponents = torch.arange(count, dtype=like.dtype, device=like.device) / count
@@ -45,7 +47,7 @@ def positions(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Every token looks at every other, in several heads."""
+    """Multi-head self-attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``[B, N, WIDTH]`` from tokens."""
+        """Return tokens ``[B, N, WIDTH]``."""
         q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -71,16 +73,16 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens from tokens."""
+        """Return tokens ``[B, N, WIDTH]``."""
         x = x + self.attention(self.before_attention(x))
         return x + self.mlp(self.before_mlp(x))
 
 
 class ViT(nn.Module):
-    """ViT-Tiny, whose features are the mean of its tokens: there is no class token.
+    """ViT-Tiny without a class token: its features are the mean of its tokens.
 
-    MAE's loss would not reach one but by the way of the others, and He et al. (2021, A.1) found
-    the mean as good.
+    MAE's loss would reach a class token only through the other tokens, and He et al. (2021, A.1)
+    found the mean as good.
     """
 
     features = WIDTH
@@ -93,10 +95,10 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(WIDTH, EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features ``[B, 192]``."""
+        """Return features ``[B, 192]``."""
         places = positions(x.shape[2] // self.patch, x.shape[3] // self.patch, x)
         return self.tokens(patches(x, self.patch), places).mean(1)
 
     def tokens(self, patches: Tensor, places: Tensor) -> Tensor:
-        """Tokens of some patches, which may be a part of an image's, from where they are."""
+        """Return the tokens of some or all patches, given their positions."""
         return self.norm(self.layers(self.embed(patches) + places))

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedssl.objectives.memory import Tensors
 from fedssl.util.device import to_device
 
-Memory = dict[str, Tensor]
-BatchLoss = Callable[[tuple[Tensor, ...], Tensor | None, Memory | None], Tensor]
+BatchLoss = Callable[[tuple[Tensor, ...], Tensor | None, Tensors | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EncodedBatch:
     encodings: tuple[Tensor, ...]
     labels: Tensor | None
     sizes: NDArray[np.int64]  # samples of each client, in order; one entry for a single client
-    memory: Memory = field(default_factory=dict)  # the objective's, of a single client
+    memory: Tensors = field(default_factory=dict)  # the objective's, of a single client
 
     def mean_over_clients(self, loss: BatchLoss) -> Tensor:
         """Average each client's own ``loss`` by samples: what FedAvg of one step descends.

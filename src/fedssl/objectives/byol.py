@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings
+from fedssl.objectives.memory import Memory, Target, Tensors
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 
@@ -28,13 +29,13 @@ class BYOL(Predictive):
     params: Params
 
     @property
-    def momentum(self) -> float:
-        """m of FedEMA's Algorithm 1, line 22."""
-        return self.params.momentum
+    def memory(self) -> Memory:
+        """The target network; its momentum is m of FedEMA's Algorithm 1, line 22."""
+        return Memory(Target(self.params.momentum, learns=not self.params.stop_gradient))
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """The sum of both directions' 2 − 2 cos."""
+        """Return the sum of both directions' 2 − 2 cos."""
         p1, p2, t1, t2 = encodings
         return 4 - 2 * (cosine(p1, t2) + cosine(p2, t1))

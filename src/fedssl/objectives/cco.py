@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import (
+from fedssl.objectives.moments import (
     Centre,
     MomentObjective,
     MomentParams,
@@ -39,7 +39,7 @@ class CCO(MomentObjective):
     params: Params
 
     def loss_of(self, moments: Moments, centre: Centre) -> Tensor:
-        """Eq. 1."""
+        """Return the loss of Eq. 1."""
         c = correlation(moments)
         diagonal = torch.diagonal(c)
         off = off_diagonal_square(c) / max(1, len(diagonal) - 1)
@@ -47,7 +47,7 @@ class CCO(MomentObjective):
 
 
 def correlation(moments: Moments) -> Tensor:
-    """C of Eq. 2, with variances floored: a constant component correlates with nothing."""
+    """Return C of Eq. 2. Variances have a floor: a constant component correlates with nothing."""
     f, g = moments["f"], moments["g"]
     variance_f = (moments["f2"] - f.square()).clamp_min(VARIANCE_FLOOR)
     variance_g = (moments["g2"] - g.square()).clamp_min(VARIANCE_FLOOR)

@@ -1,9 +1,8 @@
-"""DeepCluster-v2 (Caron et al. 2020, appendix): a sample's cluster is told from either view."""
+"""DeepCluster-v2 (Caron et al. 2020, appendix): predict a sample's cluster from each view."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,18 +12,15 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.data.random import choose, permutation
 from fedssl.data.random import key as random_key
-from fedssl.objectives.base import Dual, ProjectorParams
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings, LocalClient, ProjectorObjective, ProjectorParams
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.memory import Tensors
 from fedssl.util.device import to_device
-
-if TYPE_CHECKING:
-    from fedssl.federation.client import Client
-    from fedssl.objectives.batch import EncodedBatch
 
 ITERATIONS = 10  # of k-means
 
 
-class DeepCluster(Dual):
+class DeepCluster(ProjectorObjective):
     """Classify each sample's views by the cluster that k-means gave it, epoch by epoch.
 
     Our reading of it in a federation: every client clusters its own samples only, with centroids
@@ -35,9 +31,8 @@ class DeepCluster(Dual):
     batch to batch norm, as in SwAV.
     """
 
-    minimum = 2
+    min_samples = 2
     joint = True
-    of_batches = False
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
@@ -57,38 +52,37 @@ class DeepCluster(Dual):
 
     params: Params
 
-    def local(self, client: Client, start: Tensor) -> Step:
-        """The loss of a round that starts from these weights."""
-        return Step(self.params, client, fill(client, start))
+    def round_loss(self, client: LocalClient, start: Tensor) -> RoundLoss:
+        """Return the loss of a client's round, with a bank of its samples' projections."""
+        return RoundLoss(self.params, client, fill_bank(client, start))
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """There is none of a batch alone."""
-        raise NotImplementedError("deepcluster: a loss of a client's round, see local()")
+        """Fail: clusters need all samples of a client (``round_loss``)."""
+        raise NotImplementedError
 
 
-class Step:
-    """The loss of a client's steps, one after another.
+class RoundLoss:
+    """The loss of a client's steps in one round.
 
     ``bank``: ``[views, samples, d]``, the latest projection of each sample, of length 1.
     """
 
-    def __init__(self, params: DeepCluster.Params, client: Client, bank: Tensor) -> None:
+    def __init__(self, params: DeepCluster.Params, client: LocalClient, bank: Tensor) -> None:
         self.params, self.client, self.bank = params, client, bank
-        self.number = 0
+        self.step = 0
         self.sets: list[tuple[Tensor, Tensor]] = []  # centroids, and each sample's cluster
 
-    def __call__(self, encoded: EncodedBatch) -> Tensor:
-        """The mean over sets and views of the cross-entropy with the samples' clusters."""
-        client, batches = self.client, self.client.trainer.batches
-        epoch, place = divmod(self.number, batches.per_epoch(client.samples))
+    def __call__(self, batch: EncodedBatch) -> Tensor:
+        """Return the mean over sets and views of the cross-entropy with the samples' clusters."""
+        epoch, place = divmod(self.step, self.client.batches_per_epoch)
         if place == 0:
             self.sets = [self.cluster(epoch, j) for j in range(len(self.params.clusters))]
-        _, chosen = client.positions(self.number)
-        views = F.normalize(torch.stack(encoded.encodings), dim=2)
+        _, chosen = self.client.positions(self.step)
+        views = F.normalize(torch.stack(batch.encodings), dim=2)
         self.bank[:, chosen] = views.detach()
-        self.number += 1
+        self.step += 1
         losses = [
             F.cross_entropy(view @ centroids.T / self.params.temperature, clusters[chosen])
             for centroids, clusters in self.sets
@@ -97,36 +91,32 @@ class Step:
         return torch.stack(losses).mean()
 
     def cluster(self, epoch: int, j: int) -> tuple[Tensor, Tensor]:
-        """Set j's clusters for an epoch of the round, from samples drawn as first centroids."""
+        """Cluster set j for an epoch of the round, from samples drawn as first centroids."""
         client, rows = self.client, self.bank[j % len(self.bank)]
-        drawn = random_key(
-            client.trainer.config.seed, "clusters", client.round, client.id, epoch, j
-        )
+        drawn = random_key(client.seed, "clusters", client.round, client.id, epoch, j)
         first = choose(drawn, client.samples, self.params.clusters[j])
         return kmeans(rows, rows[to_device(first, rows.device)])
 
 
 @torch.no_grad()
-def fill(client: Client, start: Tensor) -> Tensor:
-    """The bank under the weights ``start``, from views of the epoch before, as v2's would be.
+def fill_bank(client: LocalClient, start: Tensor) -> Tensor:
+    """Project all samples with the weights ``start``, from views of the epoch before, as in v2.
 
-    In shuffled batches as in training, since batch norm looks at them; none is left out.
+    In shuffled batches as in training, since batch norm depends on them; none is left out.
     """
-    trainer, samples = client.trainer, client.samples
-    trainer.load(start)
+    client.load(start)
     epoch, _ = client.positions(0)
-    order = permutation(random_key(trainer.config.seed, "bank", client.round, client.id), samples)
+    order = permutation(random_key(client.seed, "bank", client.round, client.id), client.samples)
     parts = []
-    for batch in np.array_split(order, trainer.batches.per_epoch(samples)):
-        chosen = to_device(batch, trainer.device)
-        seen = trainer.encode_batch(client.members[chosen], client.random_state(epoch - 1, chosen))
-        parts.append(F.normalize(torch.stack(seen.encodings), dim=2))
-    return torch.cat(parts, dim=1)[:, to_device(np.argsort(order), trainer.device)]
+    for rows in np.array_split(order, client.batches_per_epoch):
+        batch = client.encode(epoch - 1, to_device(rows, client.device))
+        parts.append(F.normalize(torch.stack(batch.encodings), dim=2))
+    return torch.cat(parts, dim=1)[:, to_device(np.argsort(order), client.device)]
 
 
 @torch.no_grad()
 def kmeans(rows: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Spherical k-means of rows of length 1: centroids and each row's own.
+    """Return the centroids of spherical k-means of rows of length 1, and each row's cluster.
 
     A cluster that loses all its rows keeps its centroid.
     """

@@ -1,4 +1,4 @@
-"""MAE (He et al. 2021): rebuild the patches of an image that the encoder did not see."""
+"""Masked autoencoder (He et al. 2021): rebuild the patches that the encoder did not see."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import Encoder, ObjectiveParams
+from fedssl.config import ObjectiveParams
 from fedssl.data.random import mix, uniform
-from fedssl.models.network import Network, Tower
+from fedssl.models.network import Backbone, Heads, Tower
 from fedssl.models.norms import Norm
 from fedssl.models.vit import EPSILON, WIDTH, Layer, ViT, patches, positions
-from fedssl.objectives.base import Objective
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings, Networks, Objective
+from fedssl.objectives.memory import Tensors
 from fedssl.util.errors import UserError
 
-VISIBLE = 4  # one patch of so many is seen, so that 75 % are masked
+VISIBLE = 4  # one patch of four is visible, so 75% are masked
 LAYERS = 4  # of the decoder
-PURPOSE = zlib.crc32(b"mask")  # unlike the numbers of views, which draw from the same state
+PURPOSE = zlib.crc32(b"mask")  # so that masks differ from the views' random numbers
 
 
 class Decoder(nn.Module):
-    """Pixels of the patches that were not seen, from the tokens of those that were."""
+    """Computes the pixels of masked patches from the tokens of visible patches."""
 
     def __init__(self, features: int, outputs: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Decoder(nn.Module):
         self.pixels = nn.Linear(WIDTH, outputs)
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """``places`` of all patches, those of ``tokens`` first; the order is all the same."""
+        """Decode; ``places`` has the positions of all patches, first those of ``tokens``."""
         seen, hidden = tokens.shape[1], places.shape[1] - tokens.shape[1]
         masks = self.mask.to(tokens.dtype).expand(len(tokens), hidden, -1)
         x = self.layers(torch.cat((self.embed(tokens).to(tokens.dtype), masks), 1) + places)
@@ -46,38 +46,34 @@ class Decoder(nn.Module):
 class MAE(Objective):
     """The mean squared error of masked patches (Dec-SSL paper, appendix B.1; He et al., section 3).
 
-    Encodings are the decoder's pixels and the image's, of the masked patches only. The decoder is
-    the head: it is not kept.
+    Encodings are the decoder's pixels and the image's, of masked patches only. The decoder is the
+    head, so that it is not exported.
     """
 
-    inputs = 1
+    views = 1
 
     @dataclass(frozen=True)
     class Params(ObjectiveParams):
         """No keys of its own."""
 
-    def head_for(
-        self, encoder: Encoder, channels: int, features: int, norm: Norm, classes: int
-    ) -> nn.Module:
-        """The decoder of patches as the encoder cuts them."""
-        if encoder.name != "vit-tiny":
+    def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
+        """Return the decoder of patches as the encoder cuts them."""
+        if not isinstance(encoder, ViT):
             raise UserError(
-                f"encoder.name={encoder.name}: objective.name={self.params.name} hides patches "
-                "from the encoder, which needs encoder.name=vit-tiny"
+                "hides patches from the encoder, which must be a vision transformer",
+                key="objective.name",
+                value=self.params.name,
+                fix="Use encoder.name=vit-tiny.",
             )
-        return Decoder(features, channels * encoder.patch**2)
+        return Heads(Decoder(encoder.features, encoder.embed.in_features))
 
-    def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
-        """Not without an encoder."""
-        raise NotImplementedError
-
-    def project(
-        self, network: Network, inputs: tuple[Tensor, ...], state: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """The masked patches, rebuilt and as they are: ``[B, 3N/4, C · patch²]`` each."""
+    def encode(
+        self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
+    ) -> Encodings:
+        """Return the masked patches, rebuilt and true: ``[B, 3N/4, C · patch²]`` each."""
         assert state is not None
-        tower = cast(Tower, network.towers[0])
-        encoder, (images,) = cast(ViT, tower.encoder), inputs
+        tower = cast(Tower, networks.online.towers[0])
+        encoder, (images,) = cast(ViT, tower.encoder), views
         pixels = patches(images, encoder.patch)
         grid = (images.shape[2] // encoder.patch, images.shape[3] // encoder.patch)
         order, seen = shuffled(state, pixels.shape[1]), pixels.shape[1] // VISIBLE
@@ -87,13 +83,13 @@ class MAE(Objective):
         return tower.head(tokens, places), pixels[:, seen:]
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """The mean over all masked pixels."""
+        """Return the mean over all masked pixels."""
         rebuilt, pixels = encodings
         return F.mse_loss(rebuilt, pixels)
 
 
 def shuffled(state: Tensor, count: int) -> Tensor:
-    """An order of ``count`` patches for each sample, from its own random numbers."""
+    """Return an order of ``count`` patches for each sample, from its random state."""
     return uniform(mix(state, PURPOSE), count).argsort(dim=1, stable=True)

@@ -10,16 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Dual, ProjectorParams
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings, ProjectorParams
+from fedssl.objectives.memory import Queue, Target, Tensors
+from fedssl.objectives.siamese import Siamese
 
 TEMPERATURES = {1: 0.07, 2: 0.2}
 
 
-class MoCo(Dual):
-    """Each query picks its own key out of the queue's; both views are query once (symmetric)."""
-
-    siamese = True
+class MoCo(Siamese):
+    """Each query must pick its own key among the queue's; both views are query once."""
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
@@ -42,37 +41,26 @@ class MoCo(Dual):
     params: Params
 
     @property
-    def momentum(self) -> float:
-        """Of the key network."""
-        return self.params.momentum
-
-    @property
     def temperature(self) -> float:
-        """As given, or the version's."""
+        """The temperature, from the key or the version."""
         given = self.params.temperature
         return TEMPERATURES[self.params.version] if given is None else given
 
-    def memory(self, like: Tensor) -> Memory:
-        """An empty queue; ``seen`` counts the keys that ever entered it."""
-        return {
-            "queue": like.new_zeros(self.params.queue, self.params.projector[-1]),
-            "seen": torch.zeros((), dtype=torch.int64, device=like.device),
-        }
+    @property
+    def memory(self) -> Queue:
+        """The key network, and the queue of its keys."""
+        width = self.params.projector[-1]
+        return Queue(self.params.queue, width, target=Target(self.params.momentum))
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """The loss with the queue's keys as negatives."""
+        """Return the loss with the queue's keys as negatives."""
         assert memory is not None
-        return self.contrast(encodings, memory["queue"], self.empty(memory))
+        return self.contrast(encodings, memory["queue"], self.memory.free_places(memory))
 
-    def empty(self, memory: Memory) -> Tensor:
-        """Which places of the queue no key has entered yet."""
-        places = torch.arange(len(memory["queue"]), device=memory["queue"].device)
-        return places >= memory["seen"]
-
-    def contrast(self, encodings: tuple[Tensor, ...], negatives: Tensor, empty: Tensor) -> Tensor:
-        """The sum of both directions' cross-entropy (He et al. 2020, Eq. 1)."""
+    def contrast(self, encodings: Encodings, negatives: Tensor, empty: Tensor) -> Tensor:
+        """Return the sum of both directions' cross-entropy (He et al. 2020, Eq. 1)."""
         q1, q2, k1, k2 = (F.normalize(e, dim=1) for e in encodings)
         return self._against(q1, k2, negatives, empty) + self._against(q2, k1, negatives, empty)
 
@@ -81,12 +69,3 @@ class MoCo(Dual):
         negative = (query @ negatives.T).masked_fill(empty, -torch.inf)
         logits = torch.cat((positive, negative), dim=1) / self.temperature
         return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
-
-    def remember(self, memory: Memory, encodings: tuple[Tensor, ...]) -> None:
-        """Both views' keys enter; the oldest leave, so that the last K are always there."""
-        keys = F.normalize(torch.cat(encodings[2:]).detach(), dim=1)
-        queue, seen = memory["queue"], memory["seen"]
-        skipped = max(0, len(keys) - len(queue))  # by a batch larger than the queue
-        arrival = torch.arange(skipped, len(keys), device=queue.device) + seen
-        queue.index_copy_(0, arrival % len(queue), keys[skipped:].to(queue.dtype))
-        seen += len(keys)

@@ -1,4 +1,4 @@
-"""Predicting rotations (Gidaris et al. 2018): which of four ways was the image turned?"""
+"""Rotation prediction (Gidaris et al. 2018): tell which of four ways an image was turned."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
+from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Objective
-from fedssl.objectives.batch import Memory
-from fedssl.util.errors import UserError
+from fedssl.objectives.base import Encodings, Networks, Objective
+from fedssl.objectives.memory import Tensors
 
 ROTATIONS = 4  # by 0, 90, 180 and 270 degrees, counter-clockwise
 
 
 class Rotation(Objective):
-    """A linear classifier on the encoder names the rotation; all four are one batch (section 3).
+    """A linear classifier of the rotation; all four rotations are one batch (section 3).
 
-    The view is turned after its augmentation. One that itself turns images far (``augment.rotate``)
-    leaves nothing to tell.
+    The view is turned after its augmentation. An augmentation that turns images far
+    (``augment.rotate``) makes the task impossible.
     """
 
-    inputs = 1
+    views = 1
     joint = True
 
     @dataclass(frozen=True)
     class Params(ObjectiveParams):
         """No keys of its own."""
 
-    def check_images(self, height: int, width: int) -> None:
-        """Turned by 90 degrees, an image must keep its shape."""
-        if height != width:
-            raise UserError(
-                f"objective.name={self.params.name}: turns images by 90 degrees, and these have "
-                f"{height} by {width} pixels; use square images (data.size, data.halves=false)"
-            )
+    def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
+        """Return the classifier of rotations."""
+        return Heads(nn.Linear(encoder.features, ROTATIONS))
 
-    def present(self, views: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The view as it is, and turned once, twice and three times (section 3.2)."""
-        return tuple(torch.rot90(views[0], turns, (2, 3)) for turns in range(ROTATIONS))
+    def encode(
+        self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
+    ) -> Encodings:
+        """Return the logits of the view, and of the view turned once, twice and three times.
 
-    def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
-        """The classifier of rotations."""
-        return nn.Linear(features, ROTATIONS)
+        Its shape must not give the rotation away, so that only its central square is turned.
+        """
+        height, width = views[0].shape[2:]
+        side = min(height, width)
+        top, left = (height - side) // 2, (width - side) // 2
+        square = views[0][:, :, top : top + side, left : left + side]
+        return networks.online(
+            tuple(torch.rot90(square, turns, (2, 3)) for turns in range(ROTATIONS))
+        )
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """The mean cross-entropy over images and their rotations (section 3.1)."""
+        """Return the mean cross-entropy over images and their rotations (section 3.1)."""
         turns = torch.arange(ROTATIONS, device=encodings[0].device)
         return F.cross_entropy(torch.cat(encodings), turns.repeat_interleave(len(encodings[0])))

@@ -1,7 +1,7 @@
-"""What the Siamese methods share (FedEMA paper, section 3.2 and Figure 8).
+"""Siamese objectives (FedEMA paper, section 3.2 and Figure 8).
 
-Two views go through an online network; what they are compared with comes from a target network. The
-loss of a batch sees four encodings: the online network's of both views, then the targets' of both.
+Both views go through an online network, and are compared with the targets of a target network. The
+loss of a batch gets four encodings: the online network's of both views, then the targets of both.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedssl.config import key
-from fedssl.models.network import mlp
+from fedssl.models.network import Backbone, Heads, mlp
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Dual, ProjectorParams
+from fedssl.objectives.base import Encodings, Networks, ProjectorObjective, ProjectorParams
 from fedssl.util.errors import UserError
 
 
@@ -47,26 +47,37 @@ class PredictorParams(ProjectorParams):
             )
 
 
-class Predictive(Dual):
-    """A predictor on the online network tells the target's encoding of the other view."""
+class Siamese(ProjectorObjective):
+    """An objective that compares both views with targets.
 
-    siamese = True
+    Without a target network the targets are the network's own projections.
+    """
+
+    def encode(
+        self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
+    ) -> Encodings:
+        """Return both views' predictions, then both views' targets."""
+        projections = networks.online(views)
+        predictions = networks.online.predict(projections)
+        targets = projections if networks.target is None else networks.target(views)
+        return predictions + targets
+
+
+class Predictive(Siamese):
+    """A Siamese objective whose online network predicts the targets."""
+
     Params: ClassVar[type[ProjectorParams]] = PredictorParams
     params: PredictorParams
 
-    @property
-    def stop_gradient(self) -> bool:
-        """Whether targets are constants."""
-        return self.params.stop_gradient
-
-    def predictor(self, norm: Norm) -> nn.Module | None:
-        """Appendix B.2."""
-        widths = self.params.predictor
+    def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
+        """Return the projector, and the predictor (appendix B.2)."""
+        heads = super().heads(encoder, norm, classes)
+        widths = self.params.predictor or self.params.projector
         if widths == "off":
-            return None
-        return mlp(self.params.projector[-1], widths or self.params.projector, norm)
+            return heads
+        return heads._replace(predictor=mlp(self.params.projector[-1], widths, norm))
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """The mean cosine of matching rows."""
+    """Return the mean cosine of matching rows."""
     return F.cosine_similarity(a, b, dim=1).mean()

@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Dual, ProjectorParams
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings, ProjectorObjective, ProjectorParams
+from fedssl.objectives.memory import Tensors
 
 PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
 
 
-class SimCLR(Dual):
-    """Each encoding picks its partner out of all others of its own client's batch."""
+class SimCLR(ProjectorObjective):
+    """Each encoding must pick its partner among all others of its client's batch."""
 
-    minimum = 2
+    min_samples = 2
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
@@ -44,25 +44,25 @@ class SimCLR(Dual):
 
     @property
     def temperature(self) -> float:
-        """As given, or the preset's."""
+        """The temperature, from the key or the preset."""
         assert self.params.temperature is not None
         return self.params.temperature
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """NT-Xent of the batch alone."""
+        """Return NT-Xent of the batch alone."""
         return self.contrast(encodings)
 
-    def contrast(self, encodings: tuple[Tensor, ...], negatives: Tensor | None = None) -> Tensor:
-        """The mean over both directions of −log softmax of the partner's similarity.
+    def contrast(self, encodings: Encodings, negatives: Tensor | None = None) -> Tensor:
+        """Return the mean over both directions of −log softmax of the partner's similarity.
 
-        ``negatives`` (of length 1) are to every encoding what the others of the batch are.
+        ``negatives`` (of length 1) count for every encoding like the others of the batch.
         """
         z = F.normalize(torch.cat(encodings), dim=1)
         similarity = z @ z.T / self.temperature
-        own = torch.eye(len(z), dtype=torch.bool, device=z.device)
-        others = similarity.masked_fill(own, -torch.inf)
+        itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+        others = similarity.masked_fill(itself, -torch.inf)
         if negatives is not None:
             others = torch.cat((others, z @ negatives.T / self.temperature), dim=1)
         partner = torch.diagonal(similarity.roll(len(encodings[0]), dims=0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings
+from fedssl.objectives.memory import Tensors
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 
@@ -14,10 +15,10 @@ class SimSiam(Predictive):
     Params = PredictorParams
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """Minus the mean cosine over both directions."""
+        """Return minus the mean cosine over both directions."""
         p1, p2, z1, z2 = encodings
-        if self.stop_gradient:
+        if self.params.stop_gradient:
             z1, z2 = z1.detach(), z2.detach()
         return -(cosine(p1, z2) + cosine(p2, z1)) / 2

@@ -1,4 +1,4 @@
-"""Cross-entropy with labels: the comparison that every table of the papers has."""
+"""Cross-entropy with labels, the comparison in every table of the papers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config import ObjectiveParams
+from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Objective
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings, Objective
+from fedssl.objectives.memory import Tensors
 
 
 class Supervised(Objective):
     """A linear classifier on the encoder, trained with it."""
 
-    inputs = 1
+    views = 1
     needs_labels = True
 
     @dataclass(frozen=True)
     class Params(ObjectiveParams):
         """No keys of its own."""
 
-    def head(self, features: int, norm: Norm, classes: int) -> nn.Module:
-        """The classifier."""
-        return nn.Linear(features, classes)
+    def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
+        """Return the classifier."""
+        return Heads(nn.Linear(encoder.features, classes))
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """The mean cross-entropy."""
+        """Return the mean cross-entropy."""
         assert labels is not None
         return F.cross_entropy(encodings[0], labels)

@@ -1,4 +1,4 @@
-"""SwAV (Caron et al. 2020): a view's cluster is told from the other view."""
+"""SwAV (Caron et al. 2020): predict a view's cluster from the other view."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedssl.config import key
+from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Dual, ProjectorParams
-from fedssl.objectives.batch import Memory
+from fedssl.objectives.base import Encodings, Networks, ProjectorObjective, ProjectorParams
+from fedssl.objectives.memory import Memory, Queue, Tensors
 
 
-class SwAV(Dual):
+class SwAV(ProjectorObjective):
     """Swapped prediction: each view's code is the target of the other's (section 3).
 
     Both views are one batch to batch norm, as in the paper's pseudo-code (A.1). Prototypes are
@@ -23,8 +24,7 @@ class SwAV(Dual):
     steps; and two towers have prototypes of their own, which the swapped prediction aligns.
     """
 
-    minimum = 2
-    siamese = True
+    min_samples = 2
     joint = True
 
     @dataclass(frozen=True)
@@ -58,64 +58,56 @@ class SwAV(Dual):
 
     params: Params
 
-    def predictor(self, norm: Norm) -> nn.Module:
-        """The prototypes of all sets."""
-        return Prototypes(self.params.projector[-1], sum(self.params.prototypes), bias=False)
+    def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
+        """Return the projector, and the prototypes of all sets as predictor."""
+        width, count = self.params.projector[-1], sum(self.params.prototypes)
+        prototypes = Prototypes(width, count, bias=False)
+        return super().heads(encoder, norm, classes)._replace(predictor=prototypes)
 
-    def memory(self, like: Tensor) -> Memory:
-        """An empty queue for each view; ``seen`` counts the samples that ever entered."""
+    @property
+    def memory(self) -> Memory:
+        """A queue for each view."""
         if not self.params.queue:
-            return {}
-        return {
-            "queue": like.new_zeros(2, self.params.queue, self.params.projector[-1]),
-            "seen": torch.zeros((), dtype=torch.int64, device=like.device),
-        }
+            return Memory()
+        return Queue(self.params.queue, self.params.projector[-1], per_view=True)
 
-    def recall(self, memory: Memory) -> tuple[Tensor, ...]:
-        """The queues, to be scored by the prototypes as they are now."""
-        return memory["queue"].unbind() if memory else ()
+    def encode(
+        self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
+    ) -> Encodings:
+        """Return the scores of both views and of their queues, then both views' projections."""
+        projections = networks.online(views)
+        queues = networks.memory["queue"].unbind() if networks.memory else ()
+        return networks.online.predict(projections + queues) + projections
 
     def loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Memory | None = None
+        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
     ) -> Tensor:
-        """The mean over views and sets of prototypes of the cross-entropy of Eq. 2."""
+        """Return the mean of Eq. 2 over views and sets of prototypes."""
         full = memory["seen"] >= self.params.queue if memory else None
         sets = zip(*(e.split(self.params.prototypes, dim=1) for e in encodings[:-2]), strict=True)
         losses = []
         for first, second, *queues in sets:
             code1, code2 = self.codes(first, queues[:1], full), self.codes(second, queues[1:], full)
-            losses += [self._told(first, code2), self._told(second, code1)]
+            losses += [self._cross_entropy(first, code2), self._cross_entropy(second, code1)]
         return torch.stack(losses).mean()
 
     def codes(self, scores: Tensor, queue: list[Tensor], full: Tensor | None) -> Tensor:
-        """The batch's codes, balanced over batch and queue together if that is full."""
+        """Return the batch's codes, balanced over batch and queue together if that is full."""
         rows, counts = torch.cat((scores, *queue)), None
         if full is not None:
-            # Not a branch on what it holds: the host would wait for it, and a compiled step break.
+            # No branch on its value: the host would wait for it, and a compiled step would break.
             counts = full | (torch.arange(len(rows), device=rows.device) < len(scores))
         return sinkhorn(rows, self.params.epsilon, self.params.iterations, counts)[: len(scores)]
 
-    def _told(self, scores: Tensor, code: Tensor) -> Tensor:
+    def _cross_entropy(self, scores: Tensor, code: Tensor) -> Tensor:
         return -(code * F.log_softmax(scores / self.params.temperature, dim=1)).sum(1).mean()
-
-    def remember(self, memory: Memory, encodings: tuple[Tensor, ...]) -> None:
-        """Each view's projections enter its queue; the oldest leave."""
-        if not memory:
-            return
-        new = F.normalize(torch.stack(encodings[-2:]).detach(), dim=2)
-        queue, seen = memory["queue"], memory["seen"]
-        samples, places = new.shape[1], queue.shape[1]
-        skipped = max(0, samples - places)  # by a batch larger than the queue
-        arrival = torch.arange(skipped, samples, device=queue.device) + seen
-        queue.index_copy_(1, arrival % places, new[:, skipped:].to(queue.dtype))
-        seen += samples
 
 
 class Prototypes(nn.Linear):
-    """Scores zᵀc: the cosines of projections with each prototype (section 3.1)."""
+    """The scores zᵀc: cosines of projections with each prototype (section 3.1)."""
 
     def forward(self, projections: Tensor) -> Tensor:
-        """In float32 at least: codes magnify by 1/ε what bfloat16 would round."""
+        """Compute in float32 at least: codes magnify bfloat16's rounding by 1/ε."""
         with torch.autocast(projections.device.type, enabled=False):
             z = F.normalize(projections.to(self.weight.dtype), dim=1)
             return F.linear(z, F.normalize(self.weight, dim=1))
@@ -125,9 +117,9 @@ class Prototypes(nn.Linear):
 def sinkhorn(
     scores: Tensor, epsilon: float, iterations: int, counts: Tensor | None = None
 ) -> Tensor:
-    """The codes Q* of Eq. 5: each sample's sum to 1, and all prototypes get nearly the same.
+    """Return the codes Q* of Eq. 5: each sample's sum to 1, prototypes get nearly equal shares.
 
-    Samples that do not count share in nothing. In logarithms: exp(1/ε) soon overflows.
+    Samples outside ``counts`` are left out. In logarithms, since exp(1/ε) soon overflows.
     """
     logs = scores / epsilon
     for _ in range(iterations):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import (
+from fedssl.objectives.moments import (
     Centre,
     MomentObjective,
     MomentParams,
@@ -37,7 +37,7 @@ class VICReg(MomentObjective):
     params: Params
 
     def loss_of(self, moments: Moments, centre: Centre) -> Tensor:
-        """λ s(Z, Z′) + μ [v(Z) + v(Z′)]/2 + ν [c(Z) + c(Z′)], each term a mean over components."""
+        """Return λ s(Z, Z′) + μ [v(Z) + v(Z′)]/2 + ν [c(Z) + c(Z′)], means over components."""
         f, g = moments["f"], moments["g"]
         cov_f = moments["ff"] - torch.outer(f, f)
         cov_g = moments["gg"] - torch.outer(g, g)

@@ -13,7 +13,8 @@ from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import cohort_size
-from fedssl.objectives.base import MomentObjective, Objective
+from fedssl.objectives.base import Objective
+from fedssl.objectives.moments import MomentObjective
 from fedssl.training.batches import Batches
 from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list

@@ -136,8 +136,7 @@ def keeps_nothing(algorithm: Algorithm) -> bool:
     whether it was drawn before, which ties a round's output to earlier draws.
     """
     objective = algorithm.objective
-    remembers = objective.momentum is not None or bool(objective.memory(torch.zeros(1)))
-    return type(algorithm) in (DCCO, FedAvg) and not remembers
+    return type(algorithm) in (DCCO, FedAvg) and objective.memory.is_empty
 
 
 class Ledger:

@@ -226,11 +226,8 @@ def build_network(
         config.encoder,
         channels,
         size,
-        lambda features, norm: objective.head_for(
-            config.encoder, channels[0], features, norm, classes
-        ),
+        lambda encoder, norm: objective.heads(encoder, norm, classes),
         config.seed,
-        objective.predictor,
         objective.joint,
     )
 
@@ -301,7 +298,7 @@ def compiles_steps(trainer: Trainer, algorithm: Algorithm, groups: Groups) -> bo
     possible = (
         trainer.batches.size is not None
         and algorithm.compiles != "off"
-        and trainer.objective.of_batches
+        and trainer.objective.needs_batch_only
     )
     if mode != "auto" or not possible or algorithm.compiles == "on":
         return mode == "on" and possible

@@ -16,7 +16,7 @@ from fedssl.config import Config, SourceParams
 from fedssl.data.dataset import Dataset
 from fedssl.data.heterogeneity import Sources, assign_sources
 from fedssl.evaluate.features import extract
-from fedssl.models.network import Tower, build
+from fedssl.models.network import Heads, Tower, build
 from fedssl.util.errors import UserError
 
 
@@ -36,7 +36,9 @@ def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArra
     settings = replace(settings, init=params.encoder, towers=1)
     size = min(images.shape[2:])
     try:
-        network = build(settings, (images.shape[1],), size, lambda *_: nn.Identity(), config.seed)
+        network = build(
+            settings, (images.shape[1],), size, lambda *_: Heads(nn.Identity()), config.seed
+        )
     except UserError as error:
         if error.key not in (None, "encoder.init"):
             raise

@@ -85,7 +85,7 @@ def check_site(algorithm: Algorithm, dataset: Dataset, clients: Groups) -> None:
 
 
 def _check_objective(objective: Objective, dataset: Dataset, config: Config, trains: bool) -> None:
-    if config.encoder.towers > objective.inputs:
+    if config.encoder.towers > objective.views:
         raise UserError(
             f"objective {config.objective.name} uses one input, so a second tower learns nothing",
             key="encoder.towers",
@@ -111,10 +111,10 @@ def _check_cohort(config: Config, algorithm: Algorithm, groups: Groups) -> None:
     """Check that rounds have enough images for the loss, and batches for batch norm."""
     objective, size = algorithm.objective, cohort_size(config, len(groups))
     fewest = int(np.sort(groups.sizes)[:size].sum())
-    if fewest < objective.minimum:
+    if fewest < objective.min_samples:
         raise UserError(
             f"a round may have only {fewest} image, and objective {config.objective.name} "
-            f"compares at least {objective.minimum}",
+            f"compares at least {objective.min_samples}",
             key="cohort.size",
             value=size,
             fix="Use more clients a round.",

@@ -141,7 +141,7 @@ class CompiledStep:
             self._copy(places, list(tensors))
         self._update()
         self.encodings = tuple(e.detach() for e in encodings)
-        self.trainer.objective.remember(self.trainer.memory, self.encodings)
+        self.trainer.objective.memory.update(self.trainer.memory, self.encodings)
         self.total += loss.detach()
 
     def _loss(

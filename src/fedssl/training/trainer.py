@@ -19,8 +19,9 @@ from fedssl.data.dataset import Census, Split
 from fedssl.models.flat_weights import FlatWeights, differentiate, positions
 from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
-from fedssl.objectives.base import Objective
-from fedssl.objectives.batch import EncodedBatch, Memory
+from fedssl.objectives.base import Encodings, Networks, Objective
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.memory import Tensors
 from fedssl.training import optim
 from fedssl.training.batches import Batches
 from fedssl.training.compiled import CapturedEncoder, CompiledSteps, compile_function
@@ -55,7 +56,6 @@ class Trainer:
     ) -> None:
         self.config = config
         self.objective = objective
-        objective.check_images(*split.images[0].shape[2:])
         self.augmentation = augmentation
         self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.precision = precision_on(device, config.precision)
@@ -83,14 +83,16 @@ class Trainer:
         """Create everything that training changes."""
         self.network, rule = network, self.config.client
         self.target: FlatWeights | None = None
-        if self.objective.momentum is not None:
+        if self.objective.memory.target is not None:
             self.target = FlatWeights(Network(copy.deepcopy(list(network.towers))))
         self.flat = FlatWeights(network)
         self.loads = 0
-        self.memory = self.objective.memory(self.flat.vector)
+        self.memory = self.objective.memory.start(self.flat.vector)
+        encode_targets = None if self.target is None else self._encode_targets
+        self.networks = Networks(network, encode_targets, self.memory)
         self.rule_state = optim.start(rule, self.flat.params)
         self.target_state: optim.State = {}
-        if self.target is not None and not self.objective.stop_gradient:
+        if self.target is not None and self._target_learns:
             self.target_state = optim.start(rule, self.target.params)
         self.compiled_steps = CompiledSteps(self)
 
@@ -122,7 +124,7 @@ class Trainer:
             target = state.get("target", weights[: self.target.parameter_count])
             self.target.params.copy_(cast(Tensor, target))
         if self.memory:
-            before = cast(Memory, state.get("memory") or self.objective.memory(self.initial))
+            before = cast(Tensors, state.get("memory") or self.objective.memory.start(self.initial))
             for name, tensor in self.memory.items():
                 tensor.copy_(before[name])
         for rule_state in (self.rule_state, self.target_state):
@@ -147,26 +149,24 @@ class Trainer:
         one = np.array([len(members)]) if sizes is None else sizes
         return EncodedBatch(encodings, labels, one, self.memory)
 
-    def encode_samples(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    def encode_samples(self, members: Tensor, state: Tensor) -> Encodings:
         """Return the encodings of some samples' views."""
-        chosen = [images[members] for images in self.images[: self.objective.inputs]]
-        inputs = [chosen[view % len(chosen)] for view in range(self.objective.inputs)]
-        views = self.augmentation.each(inputs, state, self.dtype)
-        return self.encode(self.objective.present(views), state)
+        count = self.objective.views
+        images = [modality[members] for modality in self.images[:count]]
+        chosen = [images[view % len(images)] for view in range(count)]
+        views = self.augmentation.each(chosen, state, self.dtype)
+        return self.encode(views, state)
 
-    def encode(self, inputs: tuple[Tensor, ...], state: Tensor | None = None) -> tuple[Tensor, ...]:
+    def encode(self, views: tuple[Tensor, ...], state: Tensor | None = None) -> Encodings:
         """Return the network's encodings: bfloat16 inside if asked, at least float32 outside."""
         with self.autocast():
-            projections = self.objective.project(self.network, inputs, state)
-            encodings = self.network.predict(projections + self.objective.recall(self.memory))
-            if self.objective.siamese:
-                encodings += projections if self.target is None else self._targets(inputs)
+            encodings = self.objective.encode(self.networks, views, state)
         return tuple(e.to(self.dtype) for e in encodings)
 
-    def _targets(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _encode_targets(self, views: tuple[Tensor, ...]) -> Encodings:
         assert self.target is not None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.objective.stop_gradient):
-            return cast("tuple[Tensor, ...]", self.target.module(inputs))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._target_learns):
+            return cast("Encodings", self.target.module(views))
 
     def step(
         self,
@@ -178,15 +178,20 @@ class Trainer:
         """Train one step on a batch's loss; return the change of the network's parameters."""
         self.differentiate(loss)
         change = self.update(lr, pull)
-        self.objective.remember(self.memory, encodings)
+        self.objective.memory.update(self.memory, encodings)
         return change
 
     @property
     def learning(self) -> tuple[FlatWeights, ...]:
         """The networks that follow a gradient."""
-        if self.target is None or self.objective.stop_gradient:
-            return (self.flat,)
-        return self.flat, self.target
+        if self.target is not None and self._target_learns:
+            return self.flat, self.target
+        return (self.flat,)
+
+    @property
+    def _target_learns(self) -> bool:
+        target = self.objective.memory.target
+        return target is not None and target.learns
 
     def differentiate(self, loss: Tensor) -> None:
         """Compute the gradients of all networks that learn."""
@@ -200,11 +205,13 @@ class Trainer:
             flat.gradient.add_(flat.params - pull.anchor[: flat.parameter_count], alpha=pull.weight)
         change = optim.step(rule, self.rule_state, flat.params, flat.gradient, lr, flat.layers)
         flat.params.add_(change)
-        if target is not None and not self.objective.stop_gradient:
+        follows = self.objective.memory.target
+        if target is None or follows is None:
+            return change
+        if follows.learns:
             state, params = self.target_state, target.params
             params.add_(optim.step(rule, state, params, target.gradient, lr, target.layers))
-        if target is not None and self.objective.momentum is not None:
-            target.params.lerp_(flat.params[: target.parameter_count], 1 - self.objective.momentum)
+        target.params.lerp_(flat.params[: target.parameter_count], 1 - follows.momentum)
         return change
 
     # How the device computes it.
@@ -251,7 +258,7 @@ class Trainer:
         networks = [self.network] if self.target is None else [self.network, self.target.module]
         with contextlib.ExitStack() as stack:
             for network in networks if alike else ():
-                stack.enter_context(cast(Network, network).stacked(self.objective.inputs))
+                stack.enter_context(cast(Network, network).stacked(self.objective.views))
             yield
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
