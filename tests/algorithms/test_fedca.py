@@ -432,8 +432,8 @@ def test_both_engines_give_the_same(words: str, tmp_path: Path) -> None:
 
 
 BAD_BANKS = {
-    "another width": (lambda bank: bank[:, :15], "shape [3, 15] where there should be at most"),
-    "oversized": (lambda bank: bank.repeat(2, 1), "shape [6, 16] where there should be at most"),
+    "another width": (lambda bank: bank[:, :15], "shape [3, 15], expected at most"),
+    "oversized": (lambda bank: bank.repeat(2, 1), "shape [6, 16], expected at most"),
 }
 
 

@@ -6,6 +6,7 @@ Real processes on loopback are in examples/deployment: they take minutes.
 from __future__ import annotations
 
 import fcntl
+import html
 import json
 import shutil
 import sys
@@ -203,9 +204,10 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     found = Run(out).evaluate().to_dict("index")
     assert found == {"untrained": summary["untrained"], "result": summary["result"]}
     assert found["result"] != found["untrained"]
-    page, command = report.write_page([out]).read_text(), f"flwr run {tmp_path}/app fedssl --stream"
-    assert f"{command} --run-config &#x27;out=&quot;{out}-again&quot;&#x27;" in page
-    assert "on the sites&#x27; own images" in page and "per-client" not in page
+    page = html.unescape(report.write_page([out]).read_text())
+    command = f"flwr run {tmp_path}/app fedssl --stream"
+    assert f"{command} --run-config 'out=\"{out}-again\"'" in page
+    assert "on the sites' own images" in page and "per-client" not in page
     assert "images of labelled" not in page and "has none" not in page
     assert evaluate(out, ["data.name=digits", "data.size=16"]) != found  # not the server's folder
     assert main(["run", "--resume", "--out", str(out)]) == 2

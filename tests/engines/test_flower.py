@@ -14,7 +14,7 @@ from far import BYOL, far_session, go, one_round, small, states_of
 from flwr.app import Message
 
 from fedssl.algorithms.ccl import CCL
-from fedssl.engines.remote.codec import Malformed, pack, unpack_like
+from fedssl.engines.remote.codec import MalformedError, pack, unpack_like
 from fedssl.engines.remote.engine import STATES
 from fedssl.runs import checkpoint
 from fedssl.runs.build import build_experiment
@@ -118,8 +118,8 @@ def test_personal_models_and_kept_norms_are_judged_from_the_states(tmp_path: Pat
 
 BAD_BANKS = {
     "not finite": (lambda bank: bank / 0, "not finite"),
-    "another width": (lambda bank: bank[:, :15], "shape [5, 15] where there should be at most"),
-    "oversized": (lambda bank: bank.repeat(2, 1), "shape [10, 16] where there should be at most"),
+    "another width": (lambda bank: bank[:, :15], "shape [5, 15], expected at most"),
+    "oversized": (lambda bank: bank.repeat(2, 1), "shape [10, 16], expected at most"),
     "empty": (lambda bank: bank[:0], "shape [0, 16]"),
     "one number": (lambda bank: bank[0, 0], "shape []"),
 }
@@ -151,7 +151,7 @@ def test_a_bad_bank_costs_only_itself(
 def test_fewer_rows_are_taken_only_of_tasks_that_vary() -> None:
     like, fewer = {"features": torch.zeros(5, 2)}, pack({"features": torch.ones(3, 2)})
     assert unpack_like(fewer, like, varying=True)["features"].shape == (3, 2)  # type: ignore[union-attr]
-    with pytest.raises(Malformed, match=r"shape \[3, 2\] where there should be \[5, 2\]"):
+    with pytest.raises(MalformedError, match=r"shape \[3, 2\], expected \[5, 2\]"):
         unpack_like(fewer, like)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl.engines.remote.codec import Malformed
+from fedssl.engines.remote.codec import MalformedError
 from fedssl.engines.remote.site import describe_fault
 from fedssl.engines.store import History, Store
 from fedssl.util import files
@@ -94,7 +94,7 @@ def test_a_message_that_comes_late_is_refused_and_spoils_nothing(tmp_path: Path)
     store = Store(tmp_path)
     for round in range(3):
         put(store, round, FIRST, round)
-    with pytest.raises(Malformed, match="round 2 was done already"):
+    with pytest.raises(MalformedError, match="round 2 was done already"):
         store.load(7, 1, FIRST)
     assert kept(store, 3, FIRST) == 2
 
@@ -108,7 +108,7 @@ def test_an_attempt_counts_from_its_first_round(tmp_path: Path) -> None:
 def test_a_state_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     store = Store(tmp_path)
     put(store, 0, FIRST, 1)
-    with pytest.raises(Malformed, match="not finite"):
+    with pytest.raises(MalformedError, match="not finite"):
         store.save(7, {"it": torch.tensor(float("nan"))}, 1, FIRST)
     assert kept(store, 1, FIRST) == 1
 

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.engines.remote.engine import RemoteCohort, RemoteEngine
+from fedssl.engines.remote.cohort import RemoteCohort
+from fedssl.engines.remote.engine import RemoteEngine
 from fedssl.federation.aggregate import Aggregator, Weight
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.traffic import Argument
@@ -68,7 +69,7 @@ class _RehearsedCohort(RemoteCohort):
         self.minimum = 0
         # No noise, which one site's weight might not outweigh.
         self.aggregator = Aggregator() if engine.aggregator.allows_client_logs else SumsOnly()
-        self._heard = self.ids.tolist()
+        self.responded = self.ids.tolist()
 
     def ask(
         self, task: str, payload: tuple[Argument, ...], weight: Weight | None

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
-from fedssl.engines.remote.codec import Malformed, described, expect
+from fedssl.engines.remote.codec import MalformedError, check_like, describe_tree
 from fedssl.engines.remote.states import States
 from fedssl.federation.aggregate import Aggregator, Weight
 from fedssl.federation.algorithm import Algorithm
@@ -58,8 +58,8 @@ class LocalEngine(Engine):
         algorithm = self.algorithm
         like = algorithm.reply_like(task, self.trainer)
         try:
-            expect(described(reply), like, varying=task in algorithm.varying)
-        except Malformed as error:
+            check_like(describe_tree(reply), like, varying=task in algorithm.varying)
+        except MalformedError as error:
             where = f"algorithm.name={algorithm.params.name}: {task} returned"
             raise UserError(f"{where}: {error} (as its reply_like says)") from None
         self._expected.add(task)

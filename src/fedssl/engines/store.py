@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedssl.engines.remote.codec import Malformed
+from fedssl.engines.remote.codec import MalformedError
 from fedssl.training.trainer import State
 from fedssl.util.files import save
 from fedssl.util.trees import flatten, leaves, unflatten
@@ -56,7 +56,7 @@ class Store:
             return {}
         made, path = max(counting)
         if made > round:  # a message that was delivered late
-            raise Malformed(f"round {made} was done already")
+            raise MalformedError(f"round {made} was done already")
         return unflatten(load_file(path))
 
     def save(self, client: int, state: State, round: int, history: History) -> None:
@@ -64,7 +64,7 @@ class Store:
         if not state:
             return
         if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
-            raise Malformed("training gave numbers that are not finite")
+            raise MalformedError("training gave numbers that are not finite")
         flat = {name: leaf.detach().cpu().contiguous() for name, leaf in flatten(state).items()}
         path = self.folder / str(client) / f"{round}-{history.names[-1]}.safetensors"
         save(path, flat, {}, can_resume=False)

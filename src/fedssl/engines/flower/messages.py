@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedssl.engines.remote.codec import Malformed, Packed
+from fedssl.engines.remote.codec import MalformedError, Packed
 from fedssl.engines.remote.messages import Reply, Request, SecureStep
 from fedssl.engines.store import History
 
@@ -58,11 +58,11 @@ def read_request(content: RecordDict) -> Request:
     facts: dict[str, Any] = dict(content.config_records["request"])
     numbers = [*facts["clients"], *facts["starts"], facts["round"], facts["exchange"]]
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise Malformed("a number of the request is not a non-negative integer")
+        raise MalformedError("a number of the request is not a non-negative integer")
     if not isinstance(facts["task"], str) or not facts["attempts"]:
-        raise Malformed("the request names no task or no attempt")
+        raise MalformedError("the request names no task or no attempt")
     if not all(re.fullmatch("[0-9a-f]{8}", str(name)) for name in facts["attempts"]):
-        raise Malformed("the request names an attempt that is not eight hexadecimal digits")
+        raise MalformedError("the request names an attempt that is not eight hexadecimal digits")
     known = {}
     for name, text in content.config_records["known"].items():
         exchange, _, before = str(text).partition(" ")

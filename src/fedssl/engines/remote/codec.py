@@ -1,9 +1,9 @@
-"""Trees of tensors as plain bytes with a type and a shape, and back: what messages hold."""
+"""Write trees of tensors as plain bytes with a type and a shape, and read them back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,16 +20,16 @@ _TYPES = {
         *(torch.int64, torch.int32, torch.uint8, torch.bool),
     )
 }
-_LONE = "."  # the name of a tensor that is not in a tree
+WHOLE = "."  # the name of a tensor that is not in a tree
 
 
-class Malformed(Exception):
-    """A payload that is not what was asked for; the text says how."""
+class MalformedError(Exception):
+    """A message that is not as expected; the text says how."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One tensor: little-endian, row by row."""
+    """One tensor as bytes: little-endian, row by row."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class Packed:
 
 
 def pack(tree: Tree, half: tuple[str, ...] = ()) -> dict[str, Packed]:
-    """The tensors of a tree by their paths; leaves named in ``half`` travel as float16.
+    """Pack a tree's tensors by their paths; leaves named in ``half`` travel as float16.
 
     >>> pack({"a": {"b": torch.ones(2)}})["a/b"].shape
     (2,)
     """
     return {
-        name or _LONE: _pack(leaf.half() if name in half else leaf)
+        name or WHOLE: _pack(leaf.half() if name in half else leaf)
         for name, leaf in flatten(tree).items()
     }
 
@@ -51,89 +51,91 @@ def pack(tree: Tree, half: tuple[str, ...] = ()) -> dict[str, Packed]:
 def _pack(tensor: Tensor) -> Packed:
     plain = tensor.detach().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return Packed(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw)
+    return Packed(_type_name(tensor.dtype), tuple(tensor.shape), raw)
 
 
-def unpack(packed: Mapping[str, Packed], device: torch.device | None = None) -> Tree:
-    """The inverse of :func:`pack`, whatever types were sent."""
-    flat = {name: _unpack(name, item).to(device) for name, item in packed.items()}
-    return flat[_LONE] if flat.keys() == {_LONE} else cast(Tree, unflatten(flat))
+def unpack(packed: Mapping[str, Packed]) -> Tree:
+    """Unpack a tree, whatever types were sent."""
+    flat = unpack_flat(packed)
+    return flat[WHOLE] if flat.keys() == {WHOLE} else cast(Tree, unflatten(flat))
+
+
+def unpack_flat(packed: Mapping[str, Packed]) -> dict[str, Tensor]:
+    """Unpack the tensors by their paths."""
+    return {name: _unpack(name, item) for name, item in packed.items()}
 
 
 def _unpack(name: str, item: Packed) -> Tensor:
     if item.dtype not in _TYPES:
-        raise Malformed(f"{name}: unknown type {item.dtype}")
+        raise MalformedError(f"{name}: unknown type {item.dtype}")
     kind = _TYPES[item.dtype]
     if any(length < 0 for length in item.shape):
-        raise Malformed(f"{name}: shape {list(item.shape)}")
+        raise MalformedError(f"{name}: shape {list(item.shape)}")
     expected = math.prod(item.shape) * kind.itemsize
     if len(item.data) != expected:
         word = "truncated" if len(item.data) < expected else "oversized"
-        raise Malformed(f"{name}: {word}, {len(item.data)} bytes where there should be {expected}")
+        raise MalformedError(f"{name}: {word}, {len(item.data)} bytes, expected {expected}")
     if not expected:
         return torch.empty(item.shape, dtype=kind)
     return torch.from_numpy(np.frombuffer(item.data, np.uint8).copy()).view(kind).view(item.shape)
 
 
-def described(tree: Any) -> dict[str, Packed]:
-    """Names, types and shapes of what somebody's code returned, without the numbers."""
+def describe_tree(tree: Any) -> dict[str, Packed]:
+    """Return names, types and shapes of a reply, without its numbers."""
     if isinstance(tree, Tensor):
-        tree = {_LONE: tree}
+        tree = {WHOLE: tree}
     if not isinstance(tree, Mapping):
-        raise Malformed(f"{type(tree).__name__} where there should be tensors by name")
-    found: dict[str, Packed] = {}
+        raise MalformedError(f"{type(tree).__name__}, expected tensors by name")
+    described: dict[str, Packed] = {}
     for name, item in tree.items():
         if isinstance(item, Tensor):
-            found[name] = Packed(str(item.dtype).removeprefix("torch."), tuple(item.shape), b"")
+            described[name] = Packed(_type_name(item.dtype), tuple(item.shape), b"")
         elif isinstance(item, Mapping):
-            found |= {f"{name}/{below}": own for below, own in described(item).items()}
+            described |= {f"{name}/{below}": leaf for below, leaf in describe_tree(item).items()}
         else:
-            raise Malformed(f"{name}: {type(item).__name__} where there should be a tensor")
-    return found
+            raise MalformedError(f"{name}: {type(item).__name__}, expected a tensor")
+    return described
 
 
-def expect(
+def check_like(
     packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = (), varying: bool = False
 ) -> None:
     """Refuse names, types and shapes other than those of ``like``.
 
-    With ``varying`` there may be fewer rows than in ``like``, but not none.
+    With ``varying`` there may be fewer rows than in ``like``, but at least one.
     """
-    wanted = {name or _LONE: leaf for name, leaf in flatten(like).items()}
+    wanted = {name or WHOLE: leaf for name, leaf in flatten(like).items()}
     if packed.keys() != wanted.keys():
-        raise Malformed(f"holds {_listed(packed)} where there should be {_listed(wanted)}")
+        raise MalformedError(f"holds {_list_names(packed)}, expected {_list_names(wanted)}")
     for name, leaf in wanted.items():
-        kind = torch.float16 if name in half else leaf.dtype
-        dtype, shape = str(kind).removeprefix("torch."), tuple(leaf.shape)
+        dtype = _type_name(torch.float16 if name in half else leaf.dtype)
         if packed[name].dtype != dtype:
-            raise Malformed(f"{name}: type {packed[name].dtype} where there should be {dtype}")
-        got = tuple(packed[name].shape)
-        if varying and got and got[1:] == shape[1:] and 1 <= got[0] <= shape[0]:
+            raise MalformedError(f"{name}: type {packed[name].dtype}, expected {dtype}")
+        sent, shape = tuple(packed[name].shape), tuple(leaf.shape)
+        if varying and sent and sent[1:] == shape[1:] and 1 <= sent[0] <= shape[0]:
             continue
-        if got != shape:
+        if sent != shape:
             most = "at most " * varying
-            raise Malformed(f"{name}: shape {list(got)} where there should be {most}{list(shape)}")
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    return ", ".join(sorted(names)[:6]) or "nothing"
+            raise MalformedError(f"{name}: shape {list(sent)}, expected {most}{list(shape)}")
 
 
 def unpack_like(
     packed: Mapping[str, Packed], like: Tree, half: tuple[str, ...] = (), varying: bool = False
 ) -> dict[str, Tree]:
-    """A reply, checked against what was asked for, in the types of ``like``; finite throughout."""
-    expect(packed, like, half, varying)
+    """Unpack a finite reply of the names and shapes of ``like``, in its types."""
+    check_like(packed, like, half, varying)
     wanted = flatten(like)
     flat: dict[str, Tensor] = {}
-    for name, item in packed.items():
-        leaf = wanted[name]
-        flat[name] = _unpack(name, item).to(leaf.device, leaf.dtype)
+    for name, tensor in unpack_flat(packed).items():
+        flat[name] = tensor.to(wanted[name].device, wanted[name].dtype)
         if not bool(torch.isfinite(flat[name]).all()):
-            raise Malformed(f"{name}: not finite")
+            raise MalformedError(f"{name}: not finite")
     return unflatten(flat)
 
 
-def tensors(packed: Mapping[str, Packed]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor by its path."""
-    return ((name, _unpack(name, item)) for name, item in packed.items())
+def _type_name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def _list_names(names: Mapping[str, object]) -> str:
+    return ", ".join(sorted(names)[:6]) or "nothing"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fedssl.config import Config
 from fedssl.engines.remote.codec import Packed
 from fedssl.engines.store import History
 from fedssl.federation.aggregate import Weight
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
     from fedssl.privacy.secure import Message
 
 CHANGE = "change"  # the leaf of a reply that holds the model's change
+
+
+def half_precision_leaves(config: Config) -> tuple[str, ...]:
+    """Return the leaves of a reply that travel as float16 (``engine.updates``)."""
+    return (CHANGE,) if config.engine.updates == "fp16" else ()
+
+
+def message_bytes(message: Message) -> int:
+    """Count the bytes of a message of a secure sum."""
+    lists = (values for values in message.values() if isinstance(values, list))
+    return sum(len(v) if isinstance(v, bytes) else 8 for values in lists for v in values)
 
 
 @dataclass(frozen=True)
@@ -30,9 +42,8 @@ class SecureStep:
 class Request:
     """One exchange as a node receives it: the task, its clients and the payload.
 
-    The payload's tensors are named ``position/path``, or ``position@client/path`` where each client
-    gets its own. A tensor in ``known`` came with an earlier exchange of the round: it maps the name
-    to that exchange and to the name there.
+    ``payload`` holds the arguments' tensors by name (see :mod:`fedssl.engines.remote.payload`).
+    Those in ``known`` came with an earlier exchange of the round: its number, and the name there.
     """
 
     task: str

@@ -15,15 +15,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedssl.engines.base import Engine
-from fedssl.engines.remote.codec import Malformed, pack, tensors
-from fedssl.engines.remote.messages import CHANGE, Reply, Request, SecureStep
+from fedssl.engines.remote.codec import MalformedError, pack, unpack_flat
+from fedssl.engines.remote.messages import Reply, Request, SecureStep, half_precision_leaves
+from fedssl.engines.remote.payload import read_arguments
 from fedssl.engines.store import Store
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.privacy import survivors_needed
 from fedssl.util.errors import UserError
 from fedssl.util.files import save
-from fedssl.util.trees import Tree, unflatten
+from fedssl.util.trees import Tree
 
 
 class Site:
@@ -35,7 +36,7 @@ class Site:
         self.store = Store(folder)
         self.received = folder / f"received-{place}"
         self.is_real = is_real  # all data here is one client's, whatever number the server gave it
-        self.half = (CHANGE,) if self.config.engine.updates == "fp16" else ()
+        self.half = half_precision_leaves(self.config)
 
     def answer(self, request: Request) -> dict[int, Reply]:
         """Return each client's reply. A client that fails costs only its own reply."""
@@ -131,7 +132,8 @@ class Site:
         state = cast("dict[str, Tree]", _to(state, engine.trainer.device))
         _, lr = learning_rates(self.config, request.round)
         one = Client(engine.trainer, members, ids, sizes, request.round, lr, state)
-        reply = getattr(engine.algorithm, request.task)(one, *_arguments(request, payload, client))
+        arguments = read_arguments(payload, request.arguments, client)
+        reply = getattr(engine.algorithm, request.task)(one, *arguments)
         if request.task not in engine.algorithm.logs:
             engine.algorithm.check_state("client", one.state)
             self.store.save(client, one.state, request.round, request.history)
@@ -141,7 +143,7 @@ class Site:
 
     def _collect_payload(self, request: Request) -> dict[str, Tensor]:
         """Return all tensors of the request; those of earlier exchanges were kept on disk."""
-        here = dict(tensors(request.payload))
+        here = unpack_flat(request.payload)
         attempt = request.history.names[-1]
         place = self.received / f"{request.round}-{attempt}"
         for old in self.received.glob("*") if request.exchange == 0 else ():
@@ -180,28 +182,13 @@ def _to(tree: Tree, device: torch.device) -> Tree:
     return {name: _to(child, device) for name, child in tree.items()}
 
 
-def _arguments(request: Request, payload: dict[str, Tensor], client: int) -> list[Tree]:
-    """Return the task's arguments for a client, in order."""
-    arguments: list[Tree] = []
-    for position in range(request.arguments):
-        flat: dict[str, Tensor] = {}
-        for name, tensor in payload.items():
-            head, _, path = name.partition("/")
-            if head in (str(position), f"{position}@{client}"):
-                flat[path] = tensor
-        if not flat:
-            raise Malformed(f"argument {position} of {request.task} is missing")
-        arguments.append(flat["."] if flat.keys() == {"."} else cast(Tree, unflatten(flat)))
-    return arguments
-
-
 def describe_fault(error: Exception, is_real: bool = True) -> str:
     """Describe an error for the server, and print all of it for the site.
 
     Only our own errors are described by their text. Of others the server learns the kind, since
     their text may hold data. File names stay at a real site: ``public`` replaces the text.
     """
-    if isinstance(error, (UserError, Malformed)):
+    if isinstance(error, (UserError, MalformedError)):
         print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
         if is_real and isinstance(error, UserError) and error.public is not None:
             return f"refused: {error.public}; the site's log says more"

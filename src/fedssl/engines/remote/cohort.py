@@ -1,0 +1,206 @@
+"""Ask clients elsewhere: send a request, wait, and take the replies that count."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedssl.engines.remote.codec import MalformedError, check_like, unpack
+from fedssl.engines.remote.messages import Reply, Request, SecureStep, message_bytes
+from fedssl.engines.remote.payload import PayloadWriter
+from fedssl.engines.remote.replies import ReplyChecker
+from fedssl.federation.aggregate import TooFewReplies, Weight
+from fedssl.federation.cohort import Cohort, as_arguments
+from fedssl.federation.traffic import Argument
+from fedssl.privacy import survivors_needed
+from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
+
+if TYPE_CHECKING:
+    from fedssl.engines.remote.engine import RemoteEngine
+    from fedssl.privacy.secure import Unmasker
+
+LONGEST_FAULT = 300  # characters
+
+
+class RemoteCohort(Cohort):
+    """A cohort whose clients are elsewhere."""
+
+    def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
+        self.engine = engine
+        self.config = engine.trainer.config
+        minimum = self.config.cohort.minimum
+        super().__init__(ids, engine.algorithm, minimum, True, engine.aggregator)
+        self.round = round
+        self.exchange = 0
+        self.replies = ReplyChecker(engine)
+        self.payloads = PayloadWriter()
+        self.responded: list[int] = []  # who answered the last exchange, if only to refuse
+
+    def ask(
+        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
+    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
+        """Ask all clients at once, and take their replies in the clients' order."""
+        answers = self._exchange(task, payload, weight, [int(k) for k in self.ids])
+        for client in sorted(answers):
+            try:
+                reply = answers.pop(client)
+                share, tree = self.replies.check(task, client, reply, weight, len(self.ids))
+            except MalformedError as error:
+                self._note_fault(client, f"{task}: {error}")
+                continue
+            yield np.array([client]), share, tree
+
+    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
+        """Return the mean; under secure sums without seeing any client's reply."""
+        if not self.config.privacy.secure:
+            return super().mean(task, *payload, weight=weight)
+        self.algorithm.check_asked(task, "means", payload)
+        from fedssl.privacy.secure import SumLost
+
+        included: list[int] = []
+        result: Tree | None = None
+        lost: TooFewReplies | None = None
+        try:
+            result = self._secure_mean(task, as_arguments(payload), weight, included)
+        except SumLost as error:
+            lost = TooFewReplies(f"{task}: {error}")
+        except TooFewReplies as error:
+            lost = error
+        self._close(task, (), np.array(included, dtype=np.int64), lost)
+        return result
+
+    def _secure_mean(
+        self, task: str, payload: tuple[Argument, ...], weight: Weight, included: list[int]
+    ) -> Tree:
+        """Return the mean of a secure sum, and fill ``included`` with the clients in it.
+
+        If the sum is lost, ``included`` holds the clients that were still there.
+        """
+        from fedssl.privacy import secure
+
+        like = self.replies.expected_reply(task, weight)
+        context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{task}"
+        threshold = survivors_needed(self.config.privacy.threshold, len(self.ids))
+        sums = secure.Unmasker(map(int, self.ids), context, threshold, secure.size(like))
+        for step in secure.STEPS:
+            request = SecureStep(step, context, threshold, sums.ask())
+            arguments, before = (payload if step == "masked" else ()), self.responded
+            replies = self._exchange(task, arguments, weight, sorted(request.messages), request)
+            sent = sum(message_bytes(request.messages[k]) for k in self.responded)
+            self.traffic.count_down(task, sent)
+            self.traffic.count_payload(task, arguments, self.responded)
+            taken = [k for k in sorted(replies) if self._take(sums, task, step, k, replies.pop(k))]
+            if step == "unmask":  # who is lost now is in the sum all the same
+                self.responded = before
+            else:
+                included[:] = taken
+        total, share = secure.decode(sums.total(), like)
+        if share <= 0:
+            raise TooFewReplies(f"{task}: the clients' weights add up to {share:g}")
+        return self.aggregator.release(task, _cast_like(total, like), share, len(included))
+
+    def _take(self, sums: Unmasker, task: str, step: str, client: int, reply: Reply) -> bool:
+        """Take a client's reply to a step of a secure sum; return whether it counts."""
+        try:
+            if reply.fault is not None:
+                raise ValueError(reply.fault)
+            if step == "masked":
+                check_like(reply.tensors, {"masked": sums.like})
+                masked = cast("Mapping[str, Tensor]", unpack(reply.tensors))
+                sums.take(client, masked["masked"].numpy())
+                self.traffic.count_up(task, count_bytes(masked))
+            else:
+                sums.take(client, reply.message)
+                self.traffic.count_up(task, message_bytes(reply.message))
+        except (ValueError, MalformedError) as error:
+            self._note_fault(client, f"{task}, {step}: {error}")
+            return False
+        return True
+
+    def _reached(self) -> NDArray[np.int64]:
+        """Return who answered: nobody can tell whether the others got the message."""
+        return np.array(self.responded, dtype=np.int64)
+
+    def _note_fault(self, client: int, reason: str) -> None:
+        """Note why a client's reply does not count; the client may have sent any text."""
+        printable = "".join(c if c.isprintable() else " " for c in reason)
+        self.faults[client] = printable[:LONGEST_FAULT]
+
+    def _exchange(
+        self,
+        task: str,
+        payload: tuple[Argument, ...],
+        weight: Weight | None,
+        clients: list[int],
+        secure: SecureStep | None = None,
+    ) -> dict[int, Reply]:
+        """Send requests and wait; return the replies, and note who did not answer and why."""
+        transport = self.engine.transport
+        assert transport is not None
+        nodes = transport.place(clients)
+        requests = self._build_requests(task, payload, weight, nodes, secure)
+        answers = transport.send(requests, self.config.engine.timeout)
+        answering = {node for node, answer in answers.items() if not isinstance(answer, str)}
+        self.responded = [k for k in clients if nodes.get(k) in answering]
+        replies: dict[int, Reply] = {}
+        for client in clients:
+            if client not in nodes:
+                self._note_fault(client, f"{task}: not connected")
+                continue
+            answer = answers.get(nodes[client], "no answer in time (engine.timeout)")
+            if isinstance(answer, str):
+                self._note_fault(client, f"{task}: {answer}")
+            elif client not in answer:
+                self._note_fault(client, f"{task}: sent no reply")
+            else:
+                replies[client] = answer[client]
+        self.exchange += 1
+        return replies
+
+    def _build_requests(
+        self,
+        task: str,
+        payload: tuple[Argument, ...],
+        weight: Weight | None,
+        nodes: Mapping[int, int],
+        secure: SecureStep | None,
+    ) -> dict[int, Request]:
+        """Build one request for each node, for all of its clients."""
+        hosted: dict[int, list[int]] = defaultdict(list)
+        for client, node in nodes.items():
+            hosted[node].append(client)
+        packed = self.payloads.pack(payload, self.exchange)
+        return {
+            node: Request(
+                task,
+                tuple(clients),
+                self.round,
+                self.exchange,
+                self.engine.history,
+                weight,
+                len(payload),
+                packed.of(clients),
+                packed.known,
+                secure and replace(secure, messages={k: secure.messages[k] for k in clients}),
+                {k: int(self.engine.groups.sizes[k]) for k in clients},
+            )
+            for node, clients in hosted.items()
+        }
+
+    def _reply_bytes(self, reply: Tree) -> int:
+        """Count a reply's bytes as it travels, with some leaves in half precision."""
+        leaves, half = flatten(reply), self.replies.half
+        saved = (leaves[n].numel() * (leaves[n].element_size() - 2) for n in half if n in leaves)
+        return super()._reply_bytes(reply) - sum(saved)
+
+
+def _cast_like(tree: Tree, like: Tree) -> Tree:
+    """Convert a tree to the types and devices of ``like``."""
+    wanted = flatten(like)
+    return unflatten({name: leaf.to(wanted[name]) for name, leaf in flatten(tree).items()})

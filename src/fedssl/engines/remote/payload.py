@@ -1,0 +1,74 @@
+"""Name the tensors of a task's arguments, and find them again by their names.
+
+A tensor is named ``position/path``, or ``position@client/path`` where each client gets its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch import Tensor
+
+from fedssl.engines.remote.codec import WHOLE, MalformedError, Packed, pack
+from fedssl.federation.traffic import Argument
+from fedssl.util.trees import Tree, flatten, unflatten
+
+
+@dataclass
+class Payload:
+    """The arguments of one exchange, ready to be sent."""
+
+    shared: dict[str, Packed] = field(default_factory=dict)
+    own: dict[int, dict[str, Packed]] = field(default_factory=lambda: defaultdict(dict))
+    # Tensors that clients have from an earlier exchange: its number, and the name there.
+    known: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def of(self, clients: Iterable[int]) -> dict[str, Packed]:
+        """Return the tensors that a node with these clients is sent."""
+        own = {name: packed for k in clients for name, packed in self.own[k].items()}
+        return {**self.shared, **own}
+
+
+class PayloadWriter:
+    """Packs the arguments of a round's exchanges; a tensor that clients have is sent once."""
+
+    def __init__(self) -> None:
+        self._sent: list[tuple[Tensor, tuple[int, str]]] = []
+
+    def pack(self, arguments: tuple[Argument, ...], exchange: int) -> Payload:
+        """Pack the arguments of one exchange."""
+        payload = Payload()
+        for position, argument in enumerate(arguments):
+            if argument.differs:
+                for client, value in argument.value.items():
+                    for path, packed in pack(value).items():
+                        payload.own[client][f"{position}@{client}/{path}"] = packed
+                continue
+            for path, tensor in flatten(argument.value).items():
+                name = f"{position}/{path or WHOLE}"
+                before = [where for sent, where in self._sent if sent is tensor]
+                if before:
+                    payload.known[name] = before[0]
+                else:
+                    payload.shared[name] = pack(tensor)[WHOLE]
+                    self._sent.append((tensor, (exchange, name)))
+        return payload
+
+
+def read_arguments(tensors: Mapping[str, Tensor], count: int, client: int) -> list[Tree]:
+    """Return a client's ``count`` arguments, in order."""
+    arguments: list[Tree] = []
+    for position in range(count):
+        flat: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            head, _, path = name.partition("/")
+            if head in (str(position), f"{position}@{client}"):
+                flat[path] = tensor
+        if not flat:
+            raise MalformedError(f"argument {position} is missing")
+        whole = flat.keys() == {WHOLE}
+        arguments.append(flat[WHOLE] if whole else cast(Tree, unflatten(flat)))
+    return arguments
