@@ -74,7 +74,7 @@ def check_root(data: config.Data) -> None:
 
 
 def root_error(
-    root: Path | str | None, problem: str, fix: str, told: str | None = None
+    root: Path | str | None, problem: str, fix: str, public: str | None = None
 ) -> UserError:
-    """Return an error about ``data.root``; a site sends only ``told`` to its server."""
-    return UserError(problem, told, key="data.root", value=root, fix=fix)
+    """Return an error about ``data.root``; a site sends only ``public`` to its server."""
+    return UserError(problem, public, key="data.root", value=root, fix=fix)

@@ -170,7 +170,7 @@ def _check_spec(
         )
     drawn = _draw(train, spec, classes, 0, key, names)
     if name == "heldout" and len(drawn) < 2 * classes:
-        labels = _labels(train)
+        labels = train.full_labels
         fix = "take a larger share, here and as data.holdout"
         if torch.bincount(labels[labels >= 0]).min() < 2:
             fix = "there is a class that has no more, so name other protocols"
@@ -306,7 +306,7 @@ class _Side:
     @functools.cached_property
     def pooled(self) -> tuple[Tensor, Tensor]:
         """Features and labels of the labelled cases."""
-        return pool_cases(self.features, _labels(self.split), self.split.cases)
+        return pool_cases(self.features, self.split.full_labels, self.split.cases)
 
     @functools.cached_property
     def labelled(self) -> Labelled:
@@ -343,15 +343,11 @@ def _draw(
     return chosen if train.cases is not None else np.searchsorted(groups.members, chosen)
 
 
-def _labels(split: Split) -> Tensor:
-    return torch.full((len(split),), -1) if split.labels is None else split.labels
-
-
 def _units(split: Split) -> tuple[Groups, Tensor]:
-    return units(_labels(split), split.cases)
+    return units(split.full_labels, split.cases)
 
 
 def _kinds(split: Split) -> int:
     """How many different labels a split has."""
-    labels = _labels(split)
+    labels = split.full_labels
     return len(labels[labels >= 0].unique())

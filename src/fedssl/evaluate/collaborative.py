@@ -81,7 +81,7 @@ def draw(config: Config, groups: Groups, train: Split, share: float) -> Groups:
     ``least``, and of each of its classes that share, rounded up or down: in a row sorted by class,
     places of equal distance from a random start.
     """
-    labels, fewest, seed = _labels(train), least(config), config.seed
+    labels, fewest, seed = train.full_labels.numpy(), least(config), config.seed
     known = labels[groups.members] >= 0
     owners = np.repeat(np.arange(len(groups)), groups.sizes)[known]
     members = groups.members[known]
@@ -113,7 +113,7 @@ def check(where: str, config: Config, groups: Groups, dataset: Dataset, share: f
         two = least(config) > 1
         images = "two labelled training images" if two else "a labelled training image"
         raise UserError(f"{where}: no client holds {images}; use semi or linear")
-    if len(np.unique(_labels(train)[drawn.members])) < 2:
+    if len(np.unique(train.full_labels.numpy()[drawn.members])) < 2:
         raise UserError(
             f"{where}: the clients' labelled images would all be of one class; take a larger share"
         )
@@ -128,7 +128,7 @@ def notes(spec: str, config: Config, groups: Groups, train: Split, share: float)
             f"{spec}: {without} of {len(groups)} clients have too few labelled images and are "
             "left out"
         )
-    known = int(np.count_nonzero(_labels(train)[groups.members] >= 0))
+    known = int(np.count_nonzero(train.full_labels.numpy()[groups.members] >= 0))
     if len(drawn.members) > share * known + 1e-9:
         yield (
             f"{spec}: small clients label more than their share, in all "
@@ -140,7 +140,7 @@ def data(
     dataset: Dataset, train: Split, test: Split, modality: int, drawn: Groups
 ) -> tuple[Dataset, Groups]:
     """The labelled images as a data set of their own, and which of them are whose."""
-    index, labels = torch.from_numpy(drawn.members), _labels(train)[drawn.members]
+    index, labels = torch.from_numpy(drawn.members), train.full_labels.numpy()[drawn.members]
     few = Split((train.images[modality][index],), torch.from_numpy(labels))
     part = Dataset(dataset.name, few, Split((test.images[modality],), test.labels), dataset.classes)
     sizes = drawn.sizes[drawn.sizes > 0]
@@ -193,7 +193,3 @@ class FineTuning:
             ids = draw_cohort(config, len(engine.groups), server.round)
             run_round(engine.algorithm, server, engine.cohort(ids, server.round))
         return server.weights
-
-
-def _labels(split: Split) -> Ints:
-    return np.full(len(split), -1) if split.labels is None else split.labels.cpu().numpy()

@@ -23,7 +23,7 @@ def check(
 ) -> None:
     """Refuse, before any training, what could not be judged after it."""
     where = "evaluate.protocols=per-client"
-    if test is None or not (_labels(test) >= 0).any():
+    if test is None or not (test.full_labels.numpy() >= 0).any():
         missing = "there is no test split" if test is None else "the test split has no labels"
         raise UserError(f"{where}: {missing}; use evaluate.protocols=[unlabeled]")
     if train.cases is not None or test.cases is not None:
@@ -41,7 +41,7 @@ def check(
             "evaluate.client_test=folder: the clients are not the training split's client folders; "
             "use matched or iid, or partition.name=folder"
         )
-    labels = _labels(train)
+    labels = train.full_labels.numpy()
     if not (labels >= 0).any():
         raise UserError(
             f"{where}: the training split has no labels; use evaluate.protocols=[unlabeled]"
@@ -68,11 +68,13 @@ def deal(
     """
     mode = _mode(mode, groups, train, test)
     order = random.permutation(random.key(seed, "client test"), len(test))
-    order = order[_labels(test)[order] >= 0]
+    order = order[test.full_labels.numpy()[order] >= 0]
     if mode == "iid":
         return Groups(order, np.arange(len(groups) + 1) * len(order) // len(groups))
     if mode == "matched":
-        owners = _matched(groups, _labels(train), _labels(test)[order], classes, seed)
+        owners = _matched(
+            groups, train.full_labels.numpy(), test.full_labels.numpy()[order], classes, seed
+        )
     else:
         owners = _own_folder(groups, train, test)[order]
     dealt = Groups.from_labels(owners[owners >= 0], len(groups))
@@ -182,7 +184,3 @@ def _matched(groups: Groups, held: Ints, wanted: Ints, classes: int, seed: int) 
             at = (np.arange(len(places)) + starts[c].item()) / max(len(places), 1)
             owners[places] = row[(at * len(row)).astype(np.int64)]
     return owners
-
-
-def _labels(split: Split) -> Ints:
-    return np.full(len(split), -1) if split.labels is None else split.labels.cpu().numpy()
