@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw
 
 from fedssl import config as configuration
 from fedssl.contrib import detection
-from fedssl.runs import run
+from fedssl.runs import loop
 
 SIDE, KINDS = 96, ("disc", "square", "triangle")
 COUNTS = {"pretrain": 480, "train2017": 40, "val2017": 60}
@@ -115,7 +115,7 @@ def main() -> None:
     words += [f"device={options.device}", f"data.cache={options.root / 'cache'}"]
     settings, folder = configuration.resolve({}, words), options.root / "run"
     if not (folder / "summary.json").exists():
-        run.run(settings, folder, resume=(folder / "config.yaml").exists())
+        loop.run(settings, folder, resume=(folder / "config.yaml").exists())
     for seed in options.seeds:
         for random in (True,) if options.random_only else (True, False):
             own = detection.Settings(

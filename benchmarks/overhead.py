@@ -34,24 +34,24 @@ from fedssl.data.dataset import Dataset
 from fedssl.evaluate import knn, linear
 from fedssl.evaluate.evaluator import ModelEvaluator
 from fedssl.federation.client import Client
-from fedssl.runs import build, checkpoint, run, split
-from fedssl.runs.metrics import Metrics
+from fedssl.runs import build, checkpoint, finish, loop, split
+from fedssl.runs.callbacks import MetricsLog
 from fedssl.runs.progress import Progress
 from fedssl.training.compiled import CompiledStep
 
 RECIPE = "fedema/table3/fedbyol/cifar10-noniid"
 CLASSES, PIXELS = 10, 32
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "round": ((run, "one_round"),),
+    "round": ((loop, "run_one_round"),),
     "training": ((Client, "_compiled_steps"), (Client, "_steps")),
     "compiling": ((CompiledStep, "__init__"),),
-    "logging": ((Metrics, "write"), (Progress, "update")),
+    "logging": ((MetricsLog, "after_round"), (Progress, "update")),
     "checkpoint": ((checkpoint, "write"),),
     "judging": ((ModelEvaluator, "evaluate"),),
     "features": ((evaluate, "extract"),),
     "kNN": ((knn, "accuracy"),),
     "linear": ((linear, "accuracy"),),
-    "finish": ((run, "finish"),),
+    "finish": ((finish, "finish_run"),),
 }
 Span = tuple[float, float]
 
@@ -131,7 +131,7 @@ def carry_out(config: Config, dataset: Dataset | None) -> tuple[Clock, float]:
     given = mock.patch.object(build, "load_run_dataset", load)
     with tempfile.TemporaryDirectory() as folder, given, clock.watching():
         start = now(False)
-        run.run(config, Path(folder) / "run")
+        loop.run(config, Path(folder) / "run")
         return clock, now(False) - start
 
 

@@ -323,7 +323,7 @@ def measured(paper: str) -> str:
     blocks = []
     for line in _lines():
         about = re.search(rf"\b{NAMES[paper]}\b", line["what"])
-        if not about and paper != _recipe_of(line).split("/")[0]:
+        if not about and paper != _read_recipe(line).split("/")[0]:
             continue
         origin = f"{line['hardware']}, commit {line['commit']}, {line['date']}"
         blocks += [f"**{_sentence(line['what'])}** ({origin})", f"```text\n{line['command']}\n```"]
@@ -353,7 +353,7 @@ def _numbers(line: dict[str, Any]) -> str:
     )
 
 
-def _recipe_of(line: dict[str, Any]) -> str:
+def _read_recipe(line: dict[str, Any]) -> str:
     """The recipe that a measured line's command names; empty: none."""
     words = line["command"].split()
     if len(words) < 3 or words[0] != "fedssl" or words[1] not in ("run", "reproduce"):

@@ -19,7 +19,7 @@ from fedssl.engines.flower.simulation import SimulatedEngine
 from fedssl.engines.flower.transport import GridTransport
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.driver import run_round
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import Experiment, build_experiment
 
 Tamper = Callable[[Message, Message], Message | None]
@@ -133,16 +133,9 @@ def go(session: Experiment, rounds: int) -> list[Cohort]:
 def one_round(session: Experiment, folder: Path) -> dict[str, Any]:
     """One round as a run has it, with its line for the metrics."""
 
-    class Silent:
-        def __init__(self) -> None:
-            self.said: list[str] = []
-
-        def say(self, text: str) -> None:
-            self.said.append(text)
-
-    silent = Silent()
-    line = run.one_round(session, folder, silent)  # type: ignore[arg-type]
-    return line | {"said": silent.said}
+    said: list[str] = []
+    line = loop.run_one_round(session, folder, said.append)
+    return line | {"said": said}
 
 
 def states_of(session: Experiment) -> dict[int, dict[str, np.ndarray]]:

@@ -15,8 +15,8 @@ import torch
 
 import fedssl
 from fedssl.cli import main
-from fedssl.runs import progress, run
-from fedssl.runs.api import fresh_folder
+from fedssl.runs import loop, progress
+from fedssl.runs.folder import make_folder
 from fedssl.util import files
 from fedssl.util.errors import UserError
 
@@ -140,17 +140,17 @@ def test_an_interrupted_run_goes_on(
     """A notebook's stop button is SIGINT; what is left can be resumed to the same numbers."""
     import signal
 
-    real, out = run.one_round, tmp_path / "run"
+    real, out = loop.run_one_round, tmp_path / "run"
 
     def stopping(session: Any, *rest: Any) -> dict[str, Any]:
         if session.server.round == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return real(session, *rest)
 
-    monkeypatch.setattr(run, "one_round", stopping)
+    monkeypatch.setattr(loop, "run_one_round", stopping)
     with pytest.raises(KeyboardInterrupt, match=r"fedssl.train\(out='.*', resume=True\)"):
         fedssl.train(out=out, **KEYS)
-    monkeypatch.setattr(run, "one_round", real)
+    monkeypatch.setattr(loop, "run_one_round", real)
     cut = fedssl.Run(out)
     assert not cut.finished and cut.rounds == 2 and "not finished" in cut._repr_html_()
     whole = fedssl.train(out=out, resume=True)
@@ -239,16 +239,16 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fedssl.runs.api.time.strftime", lambda form: "now")
+    monkeypatch.setattr("fedssl.runs.folder.time.strftime", lambda form: "now")
     # None of them has written anything yet.
-    names = [fresh_folder("dcco/x") for _ in range(3)]
+    names = [make_folder("dcco/x") for _ in range(3)]
     assert names == [Path("runs", f"dcco-x-now{end}") for end in ("", "-2", "-3")]
     assert all(name.is_dir() for name in names)
 
 
 def test_a_folder_that_was_not_used_is_gone_when_python_ends(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from fedssl.runs.api import fresh_folder as f; "
+        "import os, sys; from fedssl.runs.folder import make_folder as f; "
         "os.chdir(sys.argv[1]); f('a')"
     )
     for then, left in (("", []), ("; (f('b') / 'config.yaml').touch()", ["b"])):
@@ -264,19 +264,18 @@ def test_a_place_without_room_for_runs_is_said(
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match=r"runs/x-.*cannot be written \(Permission denied\)"):
-        fresh_folder("x")
+        make_folder("x")
 
 
 def test_runs_may_not_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").touch()
     with pytest.raises(UserError, match="runs: is no folder"):
-        fresh_folder("x")
+        make_folder("x")
 
 
 def test_importing_fedssl_stays_cheap() -> None:
     code = (
-        "import sys, fedssl, fedssl.runs.api; "
-        "assert not {'torch', 'numpy', 'pandas'} & {*sys.modules}"
+        "import sys, fedssl, fedssl.api; assert not {'torch', 'numpy', 'pandas'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

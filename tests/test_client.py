@@ -16,9 +16,8 @@ from fedssl.data.dataset import Groups
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
 from fedssl.federation.server import learning_rates
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import Experiment
-from fedssl.runs.progress import Progress
 from fedssl.training.batches import Batches
 from fedssl.training.trainer import precision_on
 
@@ -79,7 +78,7 @@ def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
     monkeypatch.setattr(engine, "cohort", cohort)
     monkeypatch.setattr(torch.Tensor, "__float__", lambda t: events.append("read") or t.item())
     for _ in range(3):
-        run.one_round(session, Path(), Progress("", 3))
+        loop.run_one_round(session, Path(), print)
     assert asked == wanted
     assert events == ["draw 0", "draw 1", "read", "draw 2", "read", "draw 3", "read"]
 

@@ -19,7 +19,7 @@ import pytest
 
 from fedssl import config as configuration
 from fedssl.cli import main
-from fedssl.runs import loggers, run
+from fedssl.runs import loggers, loop
 from fedssl.runs.loggers import Behind, Line
 
 SMALL = [
@@ -34,14 +34,14 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, round: int, what: Any) -> None:
-    real = run.one_round
+    real = loop.run_one_round
 
     def one_round(session: Any, *rest: Any) -> dict[str, Any]:
         if session.server.round == round:
             what()
         return real(session, *rest)
 
-    monkeypatch.setattr(run, "one_round", one_round)
+    monkeypatch.setattr(loop, "run_one_round", one_round)
 
 
 class Recorder:

@@ -7,7 +7,7 @@ import pytest
 
 from fedssl import config
 from fedssl.runs.build import build_experiment
-from fedssl.runs.metrics import Metrics
+from fedssl.runs.metrics import first_rounds, totals
 from fedssl.util.errors import UserError
 
 
@@ -21,7 +21,7 @@ def test_the_first_round_that_reached_an_accuracy(tmp_path: Path) -> None:
         {"round": 5, "linear_top1": 69.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reached = Metrics.first_rounds(tmp_path, (50, 70, 75, 80), "linear_top1", {"linear_top1": 75.5})
+    reached = first_rounds(tmp_path, (50, 70, 75, 80), "linear_top1", {"linear_top1": 75.5})
     assert reached == {
         "rounds_to_50": 2,
         "rounds_to_70": 4,
@@ -42,4 +42,4 @@ def test_an_algorithms_own_overhead_is_not_the_runs(tmp_path: Path) -> None:
     lines = [{"round": 1, "overhead": 0.5}, {"round": 2, "overhead": {"evaluate": 2}}, {"round": 3}]
     text = "".join(json.dumps(line | known) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert Metrics.totals(tmp_path, {"evaluate": 1.5})["overhead"] == {"evaluate": 3.5}
+    assert totals(tmp_path, {"evaluate": 1.5})["overhead"] == {"evaluate": 3.5}

@@ -19,8 +19,8 @@ from fedssl.cli import main
 from fedssl.config import Data
 from fedssl.data.load import load_dataset
 from fedssl.evaluate.unlabeled import effective_rank
-from fedssl.runs import checkpoint, run
-from fedssl.runs.record import Run
+from fedssl.runs import checkpoint, loop
+from fedssl.runs.reader import RunReader
 from fedssl.runs.reevaluate import evaluate
 from fedssl.util.errors import UserError
 
@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made(root / f"photos/{'test' if k >= 24 else 'train'}/{site}/{label}/{k}.png", k)
     made(root / "photos/longer.png", 200)
     where = [f"data.root={root / 'photos'}", f"data.cache={root / 'cache'}"]
-    run.run(config.resolve(config.read_recipe(None), [*WORDS, *where]), root / "run")
+    loop.run(config.resolve(config.read_recipe(None), [*WORDS, *where]), root / "run")
     return root
 
 
@@ -121,7 +121,7 @@ def test_what_watched_the_rounds_need_not_suit_other_protocols(
     out = shutil.copytree(trained / "run", tmp_path / "run")
     text = (out / "config.yaml").read_text()
     (out / "config.yaml").write_text(text.replace("  monitor:\n  - knn\n", "  monitor: null\n"))
-    assert Run(out).settings.evaluate.monitor is None
+    assert RunReader(out).settings.evaluate.monitor is None
     assert evaluate(out, ["evaluate.protocols=unlabeled"])
 
 
@@ -236,7 +236,7 @@ def test_a_run_of_unlabeled_sites_is_judged_on_classes(
     shutil.copytree(tmp_path / "photos", tmp_path / "sites/test")
     words = [word for word in of_two(tmp_path) if not word.startswith("partition.")]
     words += ["data.levels=client", "partition.name=folder", "evaluate.protocols=null"]
-    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    loop.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
 
     def judged(place: str, *words: str) -> tuple[set[str], str]:
         capsys.readouterr()
@@ -281,7 +281,7 @@ def simple(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for k in range(16):
         made(root / f"photos/{'test' if k >= 12 else 'train'}/{k % 2}/{k}.png", k)
     words = [*of_two(root), "objective.projector=16,8", "evaluate.protocols=knn"]
-    run.run(config.resolve(config.read_recipe(None), words), root / "run")
+    loop.run(config.resolve(config.read_recipe(None), words), root / "run")
     return root / "run"
 
 
@@ -290,7 +290,7 @@ def test_an_encoder_alone_is_judged_by_a_run_without_rounds(simple: Path, tmp_pa
     with pytest.raises(UserError, match=r"holds no run .*by `fedssl run` with encoder\.init=PATH"):
         evaluate(file, [])
     words = [*of_two(simple.parent), f"encoder.init={file}", "rounds=0", "evaluate.protocols=knn"]
-    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    loop.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
     unlabeled = ["evaluate.protocols=unlabeled"]
     ours, theirs = (evaluate(path, unlabeled) for path in (tmp_path / "run", simple))
     assert ours["result"] == theirs["result"] != ours["untrained"]
@@ -314,7 +314,7 @@ def test_a_run_on_grey_images_is_judged_on_colour_as_it_embeds_them(
     simple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["rounds=1", "cohort.size=4", "evaluate.protocols=knn", "evaluate.baselines=[]"]
-    run.run(config.resolve(config.read_recipe(None), [*words, "data.size=8"]), tmp_path / "run")
+    loop.run(config.resolve(config.read_recipe(None), [*words, "data.size=8"]), tmp_path / "run")
     photos = ["data.name=folder", f"data.root={simple.parent / 'photos'}", "evaluate.k=2"]
     for size in (8, 12):
         words = [*photos, f"evaluate.size={size}", "evaluate.protocols=unlabeled"]
@@ -386,7 +386,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         split = "test" if k >= 24 else "train"
         made(root / f"photos/{split}/{k % 2}/{k}.png", k)
         made(root / f"others/{split}/{k % 3}/{k}.png", 40 * (k % 3) + k)
-    run.run(config.resolve(config.read_recipe(None), supervised(root)), root / "run")
+    loop.run(config.resolve(config.read_recipe(None), supervised(root)), root / "run")
     return root
 
 
@@ -436,7 +436,7 @@ def test_a_classifier_that_started_from_weights_is_judged_on_other_classes(
 ) -> None:
     """What it is compared with, at random, is a network like its own."""
     words = [*supervised(classifier), f"encoder.init={classifier / 'run'}"]
-    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    loop.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
     others = [f"data.root={classifier / 'others'}", "evaluate.protocols=knn"]
     ours, theirs = (evaluate(path / "run", others) for path in (tmp_path, classifier))
     assert ours["untrained"] == theirs["untrained"]

@@ -17,7 +17,8 @@ from PIL import Image
 
 from fedssl import __version__, config
 from fedssl.cli import main
-from fedssl.runs import checkpoint, reproduce, run
+from fedssl.runs import checkpoint, loop, reproduce
+from fedssl.runs import folder as run_folder
 from fedssl.util import files
 from fedssl.util.errors import TrainingError, UserError
 
@@ -84,7 +85,7 @@ def test_a_table_is_run_once_and_shown_beside_the_papers_numbers(
     assert (written[0]["rounds"], written[0]["paper_rounds"]) == (2, 20)
     assert config.read_yaml(Path("a/mine/cco/noniid/config.yaml"))["evaluate"]["every"] == 1
 
-    monkeypatch.setattr(run, "run", lambda *_, **__: pytest.fail("it was run again"))
+    monkeypatch.setattr(loop, "run", lambda *_, **__: pytest.fail("it was run again"))
     assert main(command) == 0
     assert capsys.readouterr().out == shown.out
     # Part of the table keeps the other lines.
@@ -95,7 +96,7 @@ def test_a_table_is_run_once_and_shown_beside_the_papers_numbers(
 def test_ctrl_c_and_the_same_command_again(
     table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds, once = 0, run.one_round
+    rounds, once = 0, loop.run_one_round
 
     def stop_in_the_fifth(*arguments: Any) -> dict[str, Any]:
         nonlocal rounds
@@ -104,7 +105,7 @@ def test_ctrl_c_and_the_same_command_again(
             os.kill(os.getpid(), signal.SIGINT)
         return once(*arguments)
 
-    monkeypatch.setattr(run, "one_round", stop_in_the_fifth)
+    monkeypatch.setattr(loop, "run_one_round", stop_in_the_fifth)
     command = ["reproduce", table, "--scale", "0.2"]  # three runs of four rounds
     assert main(command) == 130
     shown = capsys.readouterr()
@@ -155,14 +156,14 @@ def test_other_data_and_other_keys_are_named(table: str) -> None:
 def test_a_run_that_diverges_is_said_and_the_others_go_on(
     table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = run.run
+    train = loop.run
 
     def first_fails(settings: config.Config, out: Path, resume: bool = False) -> dict[str, Any]:
         if out.match("simclr/noniid"):
             raise TrainingError("round 1: the loss is nan")
         return train(settings, out, resume)
 
-    monkeypatch.setattr(run, "run", first_fails)
+    monkeypatch.setattr(loop, "run", first_fails)
     assert main(["reproduce", table, "--scale", "0.05"]) == 1
     shown = capsys.readouterr()
     assert "[1/3] mine.yaml/simclr/noniid: round 1: the loss is nan" in shown.err
@@ -272,8 +273,8 @@ def test_a_table_goes_on_with_images_that_were_moved(
         assert main([*command, "data.root=moved", "data.cache=second"]) == 0
         assert capsys.readouterr().err.count("finished before") == 2 - unfinished
     assert (done / "summary.json").read_bytes() == result and (cut / "summary.json").exists()
-    for run_folder in (done, cut):
-        data = config.read_yaml(run_folder / "config.yaml")["data"]
+    for place in (done, cut):
+        data = config.read_yaml(place / "config.yaml")["data"]
         assert (data["root"], data["cache"]) == (str(tmp_path / "moved"), str(tmp_path / "second"))
 
 
@@ -376,7 +377,7 @@ def test_a_row_may_run_after_its_choices(table: str) -> None:
     finished(jobs[0], (60.0, 40.0))
     (job,) = reproduce.plan("mine.yaml/cco", SEARCH, "0.1", Path("a"))
     assert jobs[0].folder.parent == job.folder
-    run.check_folder(job.settings, job.folder, resume=False)
+    run_folder.check_folder(job.settings, job.folder, resume=False)
 
 
 def test_without_held_out_images_the_last_round_counts(table: str) -> None:
@@ -522,8 +523,8 @@ def test_a_line_says_what_the_images_are_and_why_a_run_failed(
     def fails(*_: Any, **__: Any) -> None:
         raise TrainingError("round 7: the loss is nan")
 
-    monkeypatch.setattr(run, "run", fails)
-    monkeypatch.setattr(reproduce.sweep, "check", lambda runs: {})
+    monkeypatch.setattr(loop, "run", fails)
+    monkeypatch.setattr(reproduce.sweep, "check_runs", lambda runs: {})
     Path("photos").mkdir()
     Path("photos/about.txt").write_text("photos of\nshoes\n")
     words = ["data.name=folder", "data.root=photos"]
@@ -539,14 +540,16 @@ def test_a_line_says_what_the_images_are_and_why_a_run_failed(
 def test_a_failed_run_says_what_it_cost_and_not_where_it_was(
     table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    once = run.one_round
+    once = loop.run_one_round
 
     def fails_in_the_third(session: Any, out: Path, *rest: Any) -> dict[str, Any]:
         if session.server.round == 2:
-            raise TrainingError(f"round 3: client.lr=0.03; lower it. {checkpoint.kept(out)}")
+            raise TrainingError(
+                f"round 3: client.lr=0.03; lower it. {checkpoint.describe_kept(out)}"
+            )
         return once(session, out, *rest)
 
-    monkeypatch.setattr(run, "one_round", fails_in_the_third)
+    monkeypatch.setattr(loop, "run_one_round", fails_in_the_third)
     words = ["device=cpu", "evaluate.every=0"]
     assert main(["reproduce", "mine.yaml/cco", *words, "--scale", "0.2", "--out", "a"]) == 1
     (line,) = lines(Path("a/mine/table.jsonl"))

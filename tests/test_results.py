@@ -15,7 +15,7 @@ from helpers import load
 
 from fedssl import config
 from fedssl.objectives.cco import CCO
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.util.errors import TrainingError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -568,7 +568,7 @@ def test_a_row_that_diverged_is_not_run_again(
     main = load("results/measure.py").main
     (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4 objective.projector=[8]\n")
     command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
-    monkeypatch.setattr(run, "run", diverging)
+    monkeypatch.setattr(loop, "run", diverging)
     assert main(command) == 0
     (found,) = (tmp_path / "out/dcco/table.jsonl").read_text().splitlines()
     assert json.loads(found)["failed"] == "round 1: the loss is nan"
@@ -581,14 +581,14 @@ def test_a_row_that_diverged_is_not_run_again(
 def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, inner = load("results/measure.py"), run.run
+    measure, inner = load("results/measure.py"), loop.run
 
     def broken(settings: config.Config, out: Path, resume: bool) -> dict[str, Any]:
         if out.name == "cifar100-noniid-4":
             raise RuntimeError("a kernel is missing")
         return inner(settings, out, resume)
 
-    monkeypatch.setattr(run, "run", broken)
+    monkeypatch.setattr(loop, "run", broken)
     (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4\ndcco/cifar100-noniid-16\n")
     command = [str(tmp_path / "plan.txt"), "--out", str(tmp_path / "out"), *SMALL]
     assert measure.main([*command, "objective.projector=[8]"]) == 1
@@ -597,9 +597,9 @@ def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
     assert "RuntimeError: a kernel is missing" in told.err and "noniid-16" in told.err
 
     def stopped(*_: Any, **__: Any) -> None:
-        raise run.Interrupted
+        raise loop.Interrupted
 
-    monkeypatch.setattr(run, "run", stopped)  # all rows are: nobody asked for the next one
+    monkeypatch.setattr(loop, "run", stopped)  # all rows are: nobody asked for the next one
     assert measure.main([*command, "objective.projector=[8]"]) == 130
     assert capsys.readouterr().err.count("[1/1]") == 1
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from fedssl import config
 from fedssl.federation.client import Client
-from fedssl.runs import checkpoint, run
+from fedssl.runs import checkpoint, folder, loop
 from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
@@ -55,10 +55,10 @@ def states_stay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_states_that_nothing_reads_are_deleted_at_the_end(tmp_path: Path) -> None:
     for words, kept in (("byol algorithm.name=fedema", False), ("byol algorithm.name=ditto", True)):
         out = tmp_path / words.rpartition("=")[2]
-        run.run(small(words), out)
+        loop.run(small(words), out)
         assert any((out / checkpoint.CLIENTS).iterdir()) == kept
         before = (out / "encoder.safetensors").read_bytes()
-        run.run(small(words), out, resume=True)  # nothing is left to do, and nothing is missed
+        loop.run(small(words), out, resume=True)  # nothing is left to do, and nothing is missed
         assert (out / "encoder.safetensors").read_bytes() == before
 
 
@@ -109,13 +109,13 @@ def test_killed_in_the_middle_of_a_cohort(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = small(words)
-    run.run(settings, tmp_path / "whole")
+    loop.run(settings, tmp_path / "whole")
     with monkeypatch.context() as patch:
         die_in_the_second_client(patch, round=2)
         with pytest.raises(KeyboardInterrupt):
-            run.run(settings, tmp_path / "cut")
+            loop.run(settings, tmp_path / "cut")
     assert len(timeless(tmp_path / "cut")) == 2
-    run.run(settings, tmp_path / "cut", resume=True)
+    loop.run(settings, tmp_path / "cut", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     kept = {name.partition("/")[2] for name in whole_state(tmp_path / "cut")}
     assert CASES[words] <= kept
@@ -127,7 +127,7 @@ def test_killed_between_the_files_of_a_checkpoint(
 ) -> None:
     """The clients' new files are there, the server's is the old one: it says which count."""
     settings = small(f"byol algorithm.name=ditto checkpoint.seconds={seconds}")
-    run.run(settings, tmp_path / "whole")
+    loop.run(settings, tmp_path / "whole")
     real = checkpoint.save
     last = 2 if seconds == 0 else settings.rounds
 
@@ -139,12 +139,12 @@ def test_killed_between_the_files_of_a_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", save)
         with pytest.raises(KeyboardInterrupt):
-            run.run(settings, tmp_path / "cut")
+            loop.run(settings, tmp_path / "cut")
     left = {p.name for p in (tmp_path / "cut" / checkpoint.CLIENTS).iterdir()}
     assert any(name.endswith(f"-{last}.safetensors") for name in left)
     with safe_open(tmp_path / "cut" / checkpoint.FILE, framework="pt") as file:
         assert int(file.metadata()["round"]) == (1 if seconds == 0 else 0)
-    run.run(settings, tmp_path / "cut", resume=True)
+    loop.run(settings, tmp_path / "cut", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -216,7 +216,7 @@ def test_a_client_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
 # Red until models/network.py loads by strict=False: torch's BatchNorm adds the counter that our
 # layers do not have to any plain dictionary that lacks it, and then finds it unexpected.
 def test_an_encoder_with_batch_norm_is_a_start_for_another_run(tmp_path: Path) -> None:
-    run.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path / "a")
+    loop.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path / "a")
     session = build_experiment(small(f"byol algorithm.name=fedavg encoder.init={tmp_path / 'a'}"))
     stored = load_file(tmp_path / "a" / "encoder.safetensors")
     named = session.trainer.flat.named(session.trainer.initial)
@@ -236,7 +236,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(image.numpy()).save(root / "photos" / site / f"{number}.png")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        run.run(of_sites("data.root=photos", f"data.cache={root / 'cache'}"), Path("run"))
+        loop.run(of_sites("data.root=photos", f"data.cache={root / 'cache'}"), Path("run"))
     return root
 
 
@@ -251,7 +251,7 @@ def of_sites(*words: str) -> config.Config:
 
 def again(sites: Path, name: str = "run") -> None:
     out = sites / name
-    run.run(config.build(config.read_yaml(out / "config.yaml")), out, resume=True)
+    loop.run(config.build(config.read_yaml(out / "config.yaml")), out, resume=True)
 
 
 def test_a_run_goes_on_from_another_folder(
@@ -269,13 +269,13 @@ def test_relative_paths_of_an_older_run_are_the_same_paths(
 ) -> None:
     monkeypatch.chdir(sites)
     given, full = of_sites("data.root=photos"), of_sites(f"data.root={sites / 'photos'}")
-    run.check_same(given, full, Path("run"))
-    assert run.moved(given, Path("run")) is None
+    folder.check_settings(given, full, Path("run"))
+    assert folder.find_move(given, Path("run")) is None
     # The images of a deployment's server are in no checkpoint, so nothing tells them from others.
     server = ("engine.name=flower", "engine.sites=3")
     full, other = (of_sites(f"data.root={root}", *server) for root in ("/photos", "/other"))
     with pytest.raises(UserError, match=r"data\.root was /photos in run and is now /other"):
-        run.check_same(other, full, Path("run"))
+        folder.check_settings(other, full, Path("run"))
     own = ("partition.name=skew", "partition.encoder=a", "encoder.init=b")
     tree = config.to_tree(config.with_absolute_paths(config.resolve(config.read_recipe(None), own)))
     assert tree["partition"]["encoder"] == str(sites.resolve() / "a")
@@ -286,7 +286,7 @@ def test_a_run_goes_on_with_another_cache(sites: Path, tmp_path: Path) -> None:
     """As the line about a cache that cannot be written advises."""
     shutil.copytree(sites / "run", tmp_path / "run")
     where = (f"data.root={sites / 'photos'}", f"data.cache={tmp_path / 'new'}")
-    run.run(of_sites(*where), tmp_path / "run", resume=True)
+    loop.run(of_sites(*where), tmp_path / "run", resume=True)
     assert any((tmp_path / "new").iterdir())
     shutil.rmtree(tmp_path / "new")
     again(tmp_path)  # without a word of it
@@ -301,7 +301,7 @@ def test_a_cache_is_found_again_from_another_folder(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    run.run(of_sites(f"data.root={sites / 'photos'}", "data.cache=own"), tmp_path / "run")
+    loop.run(of_sites(f"data.root={sites / 'photos'}", "data.cache=own"), tmp_path / "run")
     monkeypatch.chdir(tmp_path / "elsewhere")
     again(tmp_path)
     assert not any((tmp_path / "elsewhere").iterdir())
@@ -333,8 +333,8 @@ def test_a_run_goes_on_with_images_that_were_moved(
     first, second = (shutil.copytree(sites / "photos", tmp_path / name) for name in ("a", "b"))
     cache = f"data.cache={tmp_path / 'cache'}"
     words = ("rounds=3", "evaluate.baselines=[fedavg]", "objective.name=vicreg", cache)
-    run.run(of_sites(f"data.root={first}", *words), tmp_path / "whole")
-    real = run.one_round
+    loop.run(of_sites(f"data.root={first}", *words), tmp_path / "whole")
+    real = loop.run_one_round
 
     def until_the_third(session: Experiment, *rest: Any) -> dict[str, Any]:
         if session.server.round == 2:
@@ -342,13 +342,13 @@ def test_a_run_goes_on_with_images_that_were_moved(
         return real(session, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "one_round", until_the_third)
+        patch.setattr(loop, "run_one_round", until_the_third)
         with pytest.raises(KeyboardInterrupt):
-            run.run(of_sites(f"data.root={first}", *words), tmp_path / "cut")
+            loop.run(of_sites(f"data.root={first}", *words), tmp_path / "cut")
     shutil.rmtree(first)
     for file in second.rglob("*.png"):
         os.utime(file, (1, 1))  # as a copy may have it
-    run.run(of_sites(f"data.root={second}", *words), tmp_path / "cut", resume=True)
+    loop.run(of_sites(f"data.root={second}", *words), tmp_path / "cut", resume=True)
     for place in (".", "baselines/fedavg"):
         whole, cut = (tmp_path / name / place for name in ("whole", "cut"))
         assert timeless(whole) == timeless(cut)
@@ -373,11 +373,11 @@ def test_moved_arrays_are_known_to_be_the_same(tmp_path: Path) -> None:
         words = ("data.name=stl10", "data.levels=null", "partition.name=iid", "partition.clients=2")
         return of_sites(*words, f"data.root={place.parent}", f"data.cache={tmp_path / 'cache'}")
 
-    run.run(settings(root), tmp_path / "run")
+    loop.run(settings(root), tmp_path / "run")
     judged = evaluate(tmp_path / "run", [])
     shutil.move(root, moved)
     assert evaluate(tmp_path / "run", [f"data.root={moved.parent}"]) == judged
-    run.run(settings(moved), tmp_path / "run", resume=True)
+    loop.run(settings(moved), tmp_path / "run", resume=True)
     again(tmp_path)
     pixels = bytearray((moved / "unlabeled_X.bin").read_bytes())
     pixels[-1] ^= 1
@@ -398,23 +398,23 @@ def test_moved_images_are_refused_unless_they_are_known_to_be_the_same(
     file.rename(photos / "south/x.png")
     other = rf"^data\.root={photos}: the training images are not those of {out} "
     with pytest.raises(UserError, match=other):
-        run.run(settings, out, resume=True)
+        loop.run(settings, out, resume=True)
     (photos / "south/x.png").rename(file)
     Image.new("RGB", (8, 8)).save(photos / "south/4.png")
     with pytest.raises(UserError, match=rf"^data\.root={photos}: south had 4 images in"):
-        run.run(settings, out, resume=True)
+        loop.run(settings, out, resume=True)
     (photos / "south/4.png").unlink()
     with safe_open(state, framework="pt") as known:
         notes = known.metadata()
     save_file(load_file(state), state, {k: v for k, v in notes.items() if k != "files"})
     unknown = rf"^data\.root was .*/photos in {out} and is now {photos}; leave it as"
     with pytest.raises(UserError, match=unknown):  # of an older version
-        run.run(settings, out, resume=True)
+        loop.run(settings, out, resume=True)
     with pytest.raises(UserError, match=unknown):  # where nothing is known of the images, either
-        run.check_moved(settings, out, replace(build_experiment(settings).dataset, files={}))
+        folder.check_moved(settings, out, replace(build_experiment(settings).dataset, files={}))
     assert (out / "config.yaml").read_bytes() == before
     save_file(load_file(state), state, notes)
-    run.run(settings, out, resume=True)
+    loop.run(settings, out, resume=True)
 
 
 @pytest.mark.parametrize("place", ["photos", "photos/run", "photos/east/../x/y"])
@@ -422,7 +422,7 @@ def test_a_run_is_not_among_the_images(sites: Path, place: str) -> None:
     before = sorted(sites.rglob("*"))
     settings = of_sites(f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}")
     with pytest.raises(UserError, match=r"--out .*: lies in data\.root=.*, among the images; name"):
-        run.run(settings, sites / place)
+        loop.run(settings, sites / place)
     assert sorted(sites.rglob("*")) == before
 
 

@@ -21,7 +21,8 @@ from fedssl import config
 from fedssl.algorithms.dcco import DCCO
 from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
-from fedssl.runs import checkpoint, run
+from fedssl.runs import checkpoint, loop
+from fedssl.runs import folder as run_folder
 from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
@@ -54,7 +55,7 @@ def same_run(a: Path, b: Path) -> bool:
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     """As if Ctrl-C came in that round."""
-    real = run.one_round
+    real = loop.run_one_round
 
     def one_round(session, out, progress):  # type: ignore[no-untyped-def]
         line = real(session, out, progress)
@@ -62,12 +63,12 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return line
 
-    monkeypatch.setattr(run, "one_round", one_round)
+    monkeypatch.setattr(loop, "run_one_round", one_round)
 
 
 def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    summary = run.run(small("evaluate.baselines=fedavg", "evaluate.every=2"), out)
+    summary = loop.run(small("evaluate.baselines=fedavg", "evaluate.every=2"), out)
     assert {p.name for p in out.iterdir()} == {
         "config.yaml", "metrics.jsonl", "checkpoint", "encoder.safetensors", "encoder.json",
         "summary.json", "baselines", "tensorboard", "clients.json", "lock",
@@ -94,25 +95,25 @@ def test_what_a_run_spends_outside_rounds_is_written(
     """Each thing in the line after it; the last checkpoint and evaluation in the summary alone."""
     clock = iter(range(10**6))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # a second a look
-    summary = run.run(small("rounds=3", "evaluate.every=2", "checkpoint.seconds=0"), tmp_path)
+    summary = loop.run(small("rounds=3", "evaluate.every=2", "checkpoint.seconds=0"), tmp_path)
     assert [row["overhead"] for row in lines(tmp_path)] == [
         {"prepare": 2, "checkpoint": 1},  # data and network, then what an algorithm prepares
         {"checkpoint": 1, "evaluate": 1},
         {"checkpoint": 1},
     ]
     assert summary["overhead"] == {"checkpoint": 4, "evaluate": 2, "prepare": 2}
-    run.run(small("rounds=3", "evaluate.every=2"), tmp_path, resume=True)  # nothing is left to do
+    loop.run(small("rounds=3", "evaluate.every=2"), tmp_path, resume=True)  # nothing is left to do
     again = json.loads((tmp_path / "summary.json").read_text())["overhead"]
     assert again == {"checkpoint": 3, "evaluate": 2, "prepare": 3}
 
 
 def test_the_exported_encoder_is_the_one_that_was_judged(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run.run(small(), out)
+    loop.run(small(), out)
     note = json.loads((out / "encoder.json").read_text())
     assert note["model"] == "global" and note["features"] == 96
     started = small(f"encoder.init={out}", "rounds=0")
-    summary = run.run(started, tmp_path / "again")
+    summary = loop.run(started, tmp_path / "again")
     assert summary["knn_top1"] == json.loads((out / "summary.json").read_text())["knn_top1"]
 
 
@@ -131,14 +132,14 @@ def test_resume_gives_the_same_bits(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = small(*words.split())
-    run.run(settings, tmp_path / "whole")
+    loop.run(settings, tmp_path / "whole")
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
-        with pytest.raises(run.Interrupted):
-            run.run(settings, tmp_path / "cut")
+        with pytest.raises(loop.Interrupted):
+            loop.run(settings, tmp_path / "cut")
     assert len(lines(tmp_path / "cut")) == 3
     torch.set_num_threads(2)  # what the process has does not matter: the run has its own number
-    run.run(settings, tmp_path / "cut", resume=True)
+    loop.run(settings, tmp_path / "cut", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "cut")
     encoders = [tmp_path / name / "encoder.safetensors" for name in ("whole", "cut")]
     assert encoders[0].read_bytes() == encoders[1].read_bytes()
@@ -158,8 +159,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     time.sleep(0.1)
     victim.kill()
     assert victim.wait() == -signal.SIGKILL, "it was to be killed before its end"
-    run.run(small(*words), cut, resume=True)
-    run.run(small(*words), tmp_path / "whole")
+    loop.run(small(*words), cut, resume=True)
+    loop.run(small(*words), tmp_path / "whole")
     assert same_run(tmp_path / "whole", cut)
 
 
@@ -189,48 +190,48 @@ def test_a_line_cut_short_by_a_kill_is_dropped(
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
-        with pytest.raises(run.Interrupted):
-            run.run(small(), out)
+        with pytest.raises(loop.Interrupted):
+            loop.run(small(), out)
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"round": 3, "loss": 1.0, "seconds": 0.1}\n{"round": 4, "lo')
-    run.run(small(), out, resume=True)
+    loop.run(small(), out, resume=True)
     assert [row["round"] for row in lines(out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_resume_before_the_first_checkpoint_starts_anew(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run.start_folder(run.open_run(small(), out, resume=False), small(), out, resume=False)
-    assert run.run(small(), out, resume=True)["rounds"] == 6
+    loop.RunInFolder(loop.open_run(small(), out, resume=False), small(), out, resume=False)
+    assert loop.run(small(), out, resume=True)["rounds"] == 6
 
 
 def test_resume_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
-    first = run.run(small(), tmp_path / "run")
-    again = run.run(small(), tmp_path / "run", resume=True)
+    first = loop.run(small(), tmp_path / "run")
+    again = loop.run(small(), tmp_path / "run", resume=True)
     assert {**again, "overhead": {}} == {**first, "overhead": {}}
 
 
 def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
-    run.run(small(), tmp_path)
+    loop.run(small(), tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
-        run.run(small("rounds=2"), tmp_path)
+        loop.run(small("rounds=2"), tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_of_two_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
     """Both saw it free; the second to write finds the first's."""
     out, settings = tmp_path / "run", (small(), small("rounds=5"))
-    first, second = (run.open_run(own, out, resume=False) for own in settings)
-    run.start_folder(first, settings[0], out, resume=False)
+    first, second = (loop.open_run(own, out, resume=False) for own in settings)
+    loop.RunInFolder(first, settings[0], out, resume=False)
     with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
-        run.start_folder(second, settings[1], out, resume=False)
+        loop.RunInFolder(second, settings[1], out, resume=False)
     assert config.build(config.read_yaml(out / "config.yaml")) == settings[0]
 
 
 def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
     """Until that one ends, in whatever way."""
     out = tmp_path / "run"
-    run.run(small("rounds=1"), out)
+    loop.run(small("rounds=1"), out)
     code = (
         "import sys, time; from pathlib import Path; from fedssl.runs.checkpoint import locked\n"
         "with locked(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(60)"
@@ -242,10 +243,10 @@ def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         try:
             with pytest.raises(UserError, match=rf"a run is at work there \(process {other.pid}\)"):
-                run.run(small("rounds=1"), out, resume=True)
+                loop.run(small("rounds=1"), out, resume=True)
         finally:
             other.kill()
-    run.run(small("rounds=1"), out, resume=True)
+    loop.run(small("rounds=1"), out, resume=True)
 
 
 def test_a_run_holds_its_folder_while_it_works(
@@ -254,17 +255,18 @@ def test_a_run_holds_its_folder_while_it_works(
     tried: list[Path] = []
 
     def held(out: Path) -> contextlib.AbstractContextManager[None]:
-        return checkpoint.locked(out / checkpoint.LOCK, "", "")
+        return run_folder.lock(out)
 
-    def train(session: object, out: Path, *_: object) -> None:
+    def train(self: loop.RunInFolder, *_: object) -> None:
+        out = self.out
         with pytest.raises(UserError, match="a run is at work there"), held(out):
             pass
         tried.append(out)
-        raise run.Interrupted
+        raise loop.Interrupted
 
-    monkeypatch.setattr(run, "train", train)
-    with pytest.raises(run.Interrupted):
-        run.run(small(), tmp_path / "run")
+    monkeypatch.setattr(loop.RunInFolder, "train", train)
+    with pytest.raises(loop.Interrupted):
+        loop.run(small(), tmp_path / "run")
     assert tried
     with held(tmp_path / "run"):
         pass
@@ -284,7 +286,7 @@ def test_a_folder_of_other_runs_is_left_alone(
         said = f"fedssl: --out {tmp_path / folder}: holds other runs ({other}); name a folder for"
         assert capsys.readouterr().err.startswith(said)
         assert sorted((tmp_path / folder).rglob("*")) == before
-    run.check_alone(tmp_path)  # another program's configuration is no run
+    run_folder.check_alone(tmp_path)  # another program's configuration is no run
 
 
 @pytest.mark.parametrize("words", [[], ["seed=[0]"]])
@@ -299,12 +301,12 @@ def test_ctrl_c_while_a_run_is_judged_says_how_to_go_on(
 
     command = ["run", *SMALL, *words, "rounds=1", "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patch:
-        patch.setattr(run, "open_run", stopped)
-        patch.setattr("fedssl.runs.sweep.check", stopped)
+        patch.setattr(loop, "open_run", stopped)
+        patch.setattr("fedssl.runs.sweep.check_runs", stopped)
         assert main(command) == 130
         assert capsys.readouterr().err == "fedssl: stopped\n"
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish", stopped)
+        patch.setattr(loop, "finish_run", stopped)
         assert main(command) == 130
     said = f"fedssl: stopped. Continue with: fedssl run --resume --out {tmp_path / 'out'}\n"
     assert capsys.readouterr().err.endswith(said)
@@ -316,7 +318,7 @@ def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            run._claim(tmp_path, "rounds: 100")
+            run_folder.claim(tmp_path, small())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not any(tmp_path.iterdir())
@@ -332,17 +334,17 @@ def test_a_folder_whose_name_is_no_text_is_refused(
 
 
 def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:
-    run.run(small(), tmp_path)
+    loop.run(small(), tmp_path)
     with pytest.raises(UserError, match=r"^server\.lr was 0\.003 .* is now 0\.1"):
-        run.run(small("server.lr=0.1"), tmp_path, resume=True)
+        loop.run(small("server.lr=0.1"), tmp_path, resume=True)
     with pytest.raises(UserError, match=r"--resume: .* holds no run"):
-        run.run(small(), tmp_path / "nothing", resume=True)
+        loop.run(small(), tmp_path / "nothing", resume=True)
 
 
 def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None:
-    run.run(small(), tmp_path)
+    loop.run(small(), tmp_path)
     settings = small("evaluate.protocols=knn,linear@10", "checkpoint.seconds=7")
-    summary = run.run(settings, tmp_path, resume=True)
+    summary = loop.run(settings, tmp_path, resume=True)
     assert config.build(config.read_yaml(tmp_path / "config.yaml")) == settings
     assert "linear@10_top1" in summary
 
@@ -357,30 +359,30 @@ def test_compiled_runs_in_one_process_do_not_use_up_torchs_patience(
         own = ("algorithm.name=fedavg", "engine.compile=on", "partition.name=iid", *words)
         settings = small(*own, "partition.clients=9")
         with torch._dynamo.config.patch(recompile_limit=1):
-            run.run(settings, tmp_path / str(batch))
+            loop.run(settings, tmp_path / str(batch))
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = run.one_round
+    real = loop.run_one_round
 
     def poisoned(session, out, progress):  # type: ignore[no-untyped-def]
         if session.server.round == 3:
             session.server.weights = session.server.weights * torch.nan
         return real(session, out, progress)
 
-    monkeypatch.setattr(run, "one_round", poisoned)
+    monkeypatch.setattr(loop, "run_one_round", poisoned)
     with pytest.raises(TrainingError, match=r"round 4: the loss is nan.*last good checkpoint"):
-        run.run(small(), tmp_path)
+        loop.run(small(), tmp_path)
     state = load_file(tmp_path / checkpoint.FILE)
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
     monkeypatch.undo()
-    assert run.run(small(), tmp_path, resume=True)["rounds"] == 6
+    assert loop.run(small(), tmp_path, resume=True)["rounds"] == 6
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
-    session = run.open_run(small(), tmp_path, resume=False)
+    session = loop.open_run(small(), tmp_path, resume=False)
     checkpoint.write(tmp_path, session)
     before = (tmp_path / checkpoint.FILE).read_bytes()
     session.server.weights = session.server.weights * torch.inf
@@ -392,9 +394,9 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ((), "lower engine.chunk (now 8192), then continue with --resume. The last good"),
-        (("algorithm.batch=2",), "lower algorithm.batch (now 2) and start a new run in another"),
-        (("engine.merge=off",), "lower algorithm.batch (now all images of a client) and start a"),
+        ((), "Lower engine.chunk (now 8192), then continue with --resume. The last good"),
+        (("algorithm.batch=2",), "Lower algorithm.batch (now 2) and start a new run in another"),
+        (("engine.merge=off",), "Lower algorithm.batch (now all images of a client) and start a"),
     ],
 )
 def test_without_memory_it_says_what_would_help(
@@ -405,15 +407,15 @@ def test_without_memory_it_says_what_would_help(
 
     monkeypatch.setattr(DCCO, "round", full)
     with pytest.raises(UserError) as error:
-        run.run(small(*words), tmp_path / "run")
-    assert f"device=cpu: out of memory; {fix}" in str(error.value)
+        loop.run(small(*words), tmp_path / "run")
+    assert f"device=cpu: out of memory. {fix}" in str(error.value)
     if "engine.chunk" in fix:  # as it says; of a batch it would be refused
         monkeypatch.undo()
-        run.run(small("engine.chunk=8"), tmp_path / "run", resume=True)
+        loop.run(small("engine.chunk=8"), tmp_path / "run", resume=True)
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
-    session = run.open_run(small(), tmp_path, resume=False)
+    session = loop.open_run(small(), tmp_path, resume=False)
     checkpoint.write(tmp_path, session)
     before = (tmp_path / checkpoint.FILE).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -428,10 +430,10 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    run.run(small("rounds=1"), tmp_path)
+    loop.run(small("rounds=1"), tmp_path)
     (tmp_path / checkpoint.FILE).write_bytes(b"not a checkpoint")
     with pytest.raises(UserError, match="not a checkpoint"):
-        run.run(small("rounds=1"), tmp_path, resume=True)
+        loop.run(small("rounds=1"), tmp_path, resume=True)
 
 
 def test_a_skipped_round_leaves_the_model_unchanged(
@@ -445,7 +447,7 @@ def test_a_skipped_round_leaves_the_model_unchanged(
         return iter(()) if self.round == 2 else real(self, task, payload, weight)
 
     monkeypatch.setattr(LocalCohort, "ask", ask)
-    run.run(small("rounds=4"), tmp_path)
+    loop.run(small("rounds=4"), tmp_path)
     rows = lines(tmp_path)
     assert [row["skipped"] for row in rows] == [False, False, True, False]
     assert rows[2]["missing"] == 6

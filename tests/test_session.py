@@ -13,7 +13,7 @@ from PIL import Image
 from fedssl import config
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_share
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
@@ -119,15 +119,15 @@ def test_the_second_tower_is_judged_by_its_own_weights() -> None:
 
 
 def test_rows_of_untrained_and_given_weights(tmp_path: Path) -> None:
-    plain = run.run(small("rounds=20", "server.lr=0.01"), tmp_path / "a")
+    plain = loop.run(small("rounds=20", "server.lr=0.01"), tmp_path / "a")
     assert plain["untrained"] != plain["result"]
-    after = run.run(small(f"encoder.init={tmp_path / 'a'}"), tmp_path / "b")
+    after = loop.run(small(f"encoder.init={tmp_path / 'a'}"), tmp_path / "b")
     assert after["untrained"] == plain["untrained"]
     assert after["initial"] == plain["result"]
 
 
 def test_two_towers_start_from_their_own_files(tmp_path: Path) -> None:
-    run.run(small("encoder.towers=2"), tmp_path / "a")
+    loop.run(small("encoder.towers=2"), tmp_path / "a")
     first, second = build_experiment(
         small("encoder.towers=2", f"encoder.init={tmp_path / 'a'}")
     ).trainer.network.towers
@@ -242,7 +242,7 @@ def test_the_norm_layers_of_a_run_judged_on_other_data(tmp_path: Path) -> None:
         "partition.clients=3", "cohort.size=null", "rounds=1", "evaluate.baselines=[]",
         "evaluate.protocols=knn", "objective.projector=64,32",
     ]  # fmt: skip
-    run.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
+    loop.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
     assert evaluate(tmp_path / "run", ["data.size=12"])["result"]["knn_top1"] > 50
 
 

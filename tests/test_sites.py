@@ -13,7 +13,7 @@ from PIL import Image
 from fedssl import config
 from fedssl.deploy.introduction import Introduction
 from fedssl.deploy.server import build_server_experiment
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.result import format_cost
@@ -54,7 +54,7 @@ def test_sites_are_named_and_each_has_its_numbers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    summary = run.run(settings(folder, tmp_path), out)
+    summary = loop.run(settings(folder, tmp_path), out)
     listed = json.loads((out / "clients.json").read_text())
     assert [(c["client"], c["name"], c["samples"]) for c in listed] == [
         (0, "berlin", 8), (1, "oslo", 8), (2, "paris", 8),
@@ -121,7 +121,7 @@ def test_clients_with_norm_layers_of_their_own_get_their_models(
 ) -> None:
     out = tmp_path / "run"
     words = ["algorithm.name=fedavg", "algorithm.norm_policy=local"]
-    summary = run.run(settings(folder, tmp_path, *words), out)
+    summary = loop.run(settings(folder, tmp_path, *words), out)
     assert summary["norm_layers"] == "the mean of the clients'"
     assert format_cost(summary).startswith("normalization layers: the mean of the clients'\n")
     assert len(list((out / "personal").iterdir())) == 3
@@ -135,7 +135,7 @@ def test_a_partition_that_ignores_the_folders_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["partition.name=iid", "partition.clients=2", "evaluate.protocols=knn"]
-    run.run(settings(folder, tmp_path, *words), tmp_path / "run")
+    loop.run(settings(folder, tmp_path, *words), tmp_path / "run")
     said = capsys.readouterr().err
     assert "folders of 3 clients, and partition.name=iid makes 2 others" in said
 
@@ -146,7 +146,7 @@ def test_the_monitor_runs_after_the_last_round_too(folder: Path, tmp_path: Path)
         "evaluate.every=1", "evaluate.monitor=knn", "evaluate.protocols=linear",
         "evaluate.targets=1,101",
     ]  # fmt: skip
-    summary = run.run(settings(folder, tmp_path, *words), out)
+    summary = loop.run(settings(folder, tmp_path, *words), out)
     assert (summary["rounds_to_1"], summary["rounds_to_101"]) == (1, None)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert ["knn_top1" in line for line in lines] == [True, True]
@@ -156,14 +156,14 @@ def test_the_monitor_runs_after_the_last_round_too(folder: Path, tmp_path: Path)
 def test_targets_are_those_of_the_monitored_accuracy(folder: Path, tmp_path: Path) -> None:
     words = ["evaluate.every=2", "evaluate.monitor=linear", "evaluate.protocols=unlabeled"]
     config = settings(folder, tmp_path, *words, "evaluate.targets=1")
-    assert run.run(config, tmp_path / "run")["rounds_to_1"] == 2
+    assert loop.run(config, tmp_path / "run")["rounds_to_1"] == 2
 
 
 def test_judging_again_shows_numbers_that_cannot_be_kept(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    run.run(settings(folder, tmp_path), out)
+    loop.run(settings(folder, tmp_path), out)
     (out / "evaluations.jsonl").mkdir()  # cannot be written, even by root
     assert "per-client_top1" in evaluate(out, [])["result, global"]
     assert "evaluations.jsonl: not written" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fedssl import cli, config
-from fedssl.runs import checkpoint, loggers, run, sweep
+from fedssl.runs import checkpoint, loggers, loop, sweep
+from fedssl.runs import folder as run_folder
 from fedssl.runs.build import Experiment, assemble, build_experiment
 from fedssl.util.errors import TrainingError, UserError
 
@@ -79,7 +80,7 @@ def test_keys_beside_names_stay_in_a_longer_list_and_go_with_another_name() -> N
 def test_a_sweep_says_which_keys_its_runs_go_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "run", lambda *_: (_ for _ in ()).throw(run.Interrupted))
+    monkeypatch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(loop.Interrupted))
     words = [*SMALL, "algorithm.name=[fedprox,fedavg]", "algorithm.mu=0.5"]
     words += ["objective.name=[cco,vicreg]", "objective.lambda=0.5"]
     lines = {
@@ -149,18 +150,18 @@ def test_a_half_done_sweep_goes_on_and_prints_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*SMALL, "partition.alpha=[5,1,0.1]"]
-    real, done = run.run, []
+    real, done = loop.run, []
 
     def until_two(settings: config.Config, out: Path, resume: bool = False) -> object:
         if len(done) == 1:
-            raise run.Interrupted
+            raise loop.Interrupted
         done.append(out.name)
         return real(settings, out, resume)
 
-    monkeypatch.setattr(run, "run", until_two)
+    monkeypatch.setattr(loop, "run", until_two)
     assert cli.main(["run", *words, "--out", str(tmp_path)]) == 130
     assert f"fedssl run --resume --out {tmp_path}" in capsys.readouterr().err
-    monkeypatch.setattr(run, "run", real)
+    monkeypatch.setattr(loop, "run", real)
     before = (tmp_path / "partition.alpha=5" / "summary.json").stat().st_mtime_ns
     assert cli.main(["run", *words, "--out", str(tmp_path)]) == 2  # not by accident
     capsys.readouterr()
@@ -180,7 +181,7 @@ def test_what_has_not_ended_may_be_judged_in_another_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(run, "run", lambda *_: (_ for _ in ()).throw(run.Interrupted))
+        patch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(loop.Interrupted))
         assert cli.main(["run", *SMALL, "seed=[0]", "--out", f"{tmp_path}/a b"]) == 130
     assert capsys.readouterr().err.endswith(f"fedssl run --resume --out '{tmp_path}/a b'\n")
     assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=3"]) == 0
@@ -207,14 +208,14 @@ def test_an_untrained_network_stands_there_once_or_not_at_all() -> None:
 def test_a_run_that_diverges_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = run.run
+    real = loop.run
 
     def bad_seed(settings: config.Config, out: Path, resume: bool = False) -> object:
         if settings.seed == 0:
             raise TrainingError("the loss is nan")
         return real(settings, out, resume)
 
-    monkeypatch.setattr(run, "run", bad_seed)
+    monkeypatch.setattr(loop, "run", bad_seed)
     assert cli.main(["run", *SMALL, "seed=[0,1]", "--out", str(tmp_path)]) == 1
     out, said = capsys.readouterr()
     assert "[1/2] seed=0: the loss is nan" in said and "1 of 2 runs" in out
@@ -483,7 +484,7 @@ def test_places_that_cannot_be_written_down_are_one_line(
         raise OSError(28, "No space left on device")
 
     before = contents(folders)
-    monkeypatch.setattr(run, "write_text", full)
+    monkeypatch.setattr(run_folder, "write_text", full)
     assert cli.main(["run", "--resume", "--out", "sweep", "data.cache=elsewhere"]) == 2
     said = "fedssl: --out sweep/seed=0: cannot be written (No space left on device); make room"
     assert capsys.readouterr().err.startswith(said) and contents(folders) == before
@@ -504,9 +505,9 @@ def test_of_two_sweeps_in_a_folder_one_is_refused(
     def at_work(settings: config.Config, folder: Path, resume: bool) -> object:
         with pytest.raises(UserError, match="at work"), checkpoint.locked(held, "", ""):
             pass
-        raise run.Interrupted
+        raise loop.Interrupted
 
-    monkeypatch.setattr(run, "run", at_work)
+    monkeypatch.setattr(loop, "run", at_work)
     assert cli.main(start) == 130
     before = contents(out)
     with checkpoint.locked(held, "", ""):

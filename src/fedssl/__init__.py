@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedssl.api import Run as Run
+    from fedssl.api import train as train
     from fedssl.encoder.load import load_encoder as load_encoder
-    from fedssl.runs.api import train as train
-    from fedssl.runs.record import Run as Run
 
 __version__ = "0.2.0"
 __all__ = ["Run", "__version__", "load_encoder", "train"]
 _PLACES = {
-    "train": "fedssl.runs.api",
+    "train": "fedssl.api",
     "load_encoder": "fedssl.encoder.load",
-    "Run": "fedssl.runs.record",
+    "Run": "fedssl.api",
 }
 
 

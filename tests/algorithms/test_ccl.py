@@ -26,8 +26,9 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.privacy.exchanges import list_exchanges
-from fedssl.runs import checkpoint, run, split
+from fedssl.runs import checkpoint, split
 from fedssl.runs.build import build_experiment
+from fedssl.runs.loop import count_bytes, run
 from fedssl.runs.validate import list_warnings
 from fedssl.training import compiled
 from fedssl.training import trainer as training
@@ -452,7 +453,7 @@ def test_bytes_of_features_stand_beside_those_of_the_models() -> None:
     model, momentum = 8 * len(server.weights), 8 * server.flat.parameter_count
     lines = []
     for round in range(2):
-        lines.append(run.traffic_line(step(engine, server, round), 3)["exchanges"])
+        lines.append(count_bytes(step(engine, server, round), 3)["exchanges"])
     bank = [8 * 16 * rows for rows in (5, 6, 4)]
     all = {"replied": 3, "reached": 3}
     models = {"up": 3 * (model + momentum + 8), "down": 3 * (model + momentum), **all}
@@ -527,7 +528,7 @@ def one_round(session: Any) -> None:
 
 
 def test_a_whole_run_with_keys_of_the_system(tmp_path: Path) -> None:
-    summary = run.run(small("rounds=2"), tmp_path)
+    summary = run(small("rounds=2"), tmp_path)
     assert summary["rounds"] == 2 and summary["knn_top1"] > 50
 
 
@@ -707,7 +708,7 @@ def test_images_without_a_label_count_only_where_a_client_holds_them(
 
 
 def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> None:
-    run.run(small("rounds=2"), tmp_path)
+    run(small("rounds=2"), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < v < 1 for line in lines for v in line["false_negatives"].values())
     assert {*lines[1]["exchanges"]} == {"train", "share"}

@@ -19,7 +19,7 @@ from fedssl.config import Config
 from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
 from fedssl.evaluate.evaluator import MOST_EVALUATED
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.runs.result import format_result
 from fedssl.training.optim import Pull
@@ -271,7 +271,7 @@ def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
         settings = configuration.resolve(
             configuration.read_recipe(None), [*words, f"algorithm.name={name}"]
         )
-        summaries[name] = run.run(settings, tmp_path / name)
+        summaries[name] = loop.run(settings, tmp_path / name)
     assert summaries["ditto"]["global_knn_top1"] == summaries["fedavg"]["knn_top1"]
     one, other = ((tmp_path / n / "encoder.safetensors").read_bytes() for n in summaries)
     assert one == other

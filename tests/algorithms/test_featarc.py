@@ -27,7 +27,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
-from fedssl.runs import checkpoint, reevaluate, run
+from fedssl.runs import checkpoint, loop, reevaluate
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
@@ -394,7 +394,7 @@ def test_a_run_logs_clusters_resumes_to_the_same_and_can_be_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small("server.momentum=0.5")
-    summary = run.run(config, tmp_path / "whole")
+    summary = loop.run(config, tmp_path / "whole")
     note = json.loads((tmp_path / "whole/encoder.json").read_text())
     assert note["model"].startswith("global: that of cluster 0")
     with monkeypatch.context() as patch:
@@ -407,8 +407,8 @@ def test_a_run_logs_clusters_resumes_to_the_same_and_can_be_judged_again(
 
         patch.setattr(FeatARC, "round", dies)
         with pytest.raises(KeyboardInterrupt):
-            run.run(config, tmp_path / "cut")
-    run.run(config, tmp_path / "cut", resume=True)
+            loop.run(config, tmp_path / "cut")
+    loop.run(config, tmp_path / "cut", resume=True)
     whole, cut = (load_file(tmp_path / name / checkpoint.FILE) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys() >= {"server/clusters/1/weights", "rule/momentum"}
     assert all(torch.equal(whole[name], cut[name]) for name in whole)

@@ -27,8 +27,9 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
-from fedssl.runs import checkpoint, run
+from fedssl.runs import checkpoint
 from fedssl.runs.build import Experiment, build_experiment
+from fedssl.runs.loop import count_bytes, run, run_one_round
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.split import held_out_images, public_images
 from fedssl.util.errors import UserError
@@ -296,7 +297,7 @@ def test_bytes_of_the_dictionary_stand_beside_those_of_the_model() -> None:
     models = {"up": 3 * (8 * len(server.weights) + 8), "down": 3 * down, **all}
     rows = 5 + 6 + 4
     for round, held in enumerate((0, rows)):
-        line = run.traffic_line(step(engine, server, round), 3)["exchanges"]
+        line = count_bytes(step(engine, server, round), 3)["exchanges"]
         share = {"up": 8 * 16 * rows, "down": 3 * 8 * 16 * held, **all}
         assert line == {"train": models, "share": share}
 
@@ -350,7 +351,7 @@ def test_the_sessions_base_model_learns() -> None:
 
 
 def test_a_run_can_be_judged_on_data_smaller_than_its_public_set(tmp_path: Path) -> None:
-    run.run(small("rounds=1"), tmp_path)
+    run(small("rounds=1"), tmp_path)
     assert evaluate(tmp_path, ["data.labels=10", "evaluate.protocols=knn"])["result"]
 
 
@@ -370,17 +371,18 @@ def whole(out: Path) -> dict[str, Tensor]:
 def test_a_resumed_run_is_the_unbroken_one_and_trains_no_base_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = run.run(small(), tmp_path / "whole")
+    summary = run(small(), tmp_path / "whole")
     assert summary["rounds"] == 4 and summary["knn_top1"] > 40
-    real, prepares = run.one_round, []
+    real, prepares = run_one_round, []
     monkeypatch.setattr(
-        run, "one_round", lambda s, *r: exit() if s.server.round == 2 else real(s, *r)
+        "fedssl.runs.loop.run_one_round",
+        lambda s, *r: exit() if s.server.round == 2 else real(s, *r),
     )
     with pytest.raises(SystemExit):
-        run.run(small(), tmp_path / "cut")
-    monkeypatch.setattr(run, "one_round", real)
+        run(small(), tmp_path / "cut")
+    monkeypatch.setattr("fedssl.runs.loop.run_one_round", real)
     monkeypatch.setattr(FedCA, "prepare", lambda *given: prepares.append(given))
-    run.run(small(), tmp_path / "cut", resume=True)
+    run(small(), tmp_path / "cut", resume=True)
     mine, theirs = whole(tmp_path / "whole"), whole(tmp_path / "cut")
     assert not prepares and mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())

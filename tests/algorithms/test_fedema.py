@@ -18,7 +18,7 @@ from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client, Trained
 from fedssl.federation.server import Server
-from fedssl.runs import run
+from fedssl.runs import loop
 
 SIZES = (6, 9, 5)
 DIVERGENCES = ("drift", "distance")
@@ -267,7 +267,7 @@ def test_metrics_have_mu_and_divergence_of_each_client(
         "server.optimizer=sgd", "server.lr=1", "client.lr=0.05", "evaluate.protocols=knn",
         "evaluate.baselines=[]", "engine.threads=1", "checkpoint.seconds=0",
     )  # fmt: skip
-    run.run(configuration.resolve(configuration.read_recipe(None), words), tmp_path)
+    loop.run(configuration.resolve(configuration.read_recipe(None), words), tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["mu"] for row in rows] == [dict.fromkeys("012", mu) for mu in (0, 1, 1, 1)]
     assert rows[0]["divergence"] == dict.fromkeys("012")

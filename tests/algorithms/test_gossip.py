@@ -21,7 +21,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
@@ -240,7 +240,7 @@ def test_a_run_logs_consensus_says_that_it_is_routed_and_resumes(
 ) -> None:
     config = words_of("rounds=3", "checkpoint.seconds=0", "cohort.size=3", "objective.name=byol",
                       "objective.predictor=24,16", "algorithm.norm_policy=local")  # fmt: skip
-    run.run(config, tmp_path / "whole")
+    loop.run(config, tmp_path / "whole")
     note = json.loads((tmp_path / "whole/encoder.json").read_text())
     assert note["model"].startswith("global: the mean of all peers")
     assert "models go through the server" in capsys.readouterr().err
@@ -254,8 +254,8 @@ def test_a_run_logs_consensus_says_that_it_is_routed_and_resumes(
 
         patch.setattr(Gossip, "round", dies)
         with pytest.raises(KeyboardInterrupt):
-            run.run(config, tmp_path / "cut")
-    run.run(config, tmp_path / "cut", resume=True)
+            loop.run(config, tmp_path / "cut")
+    loop.run(config, tmp_path / "cut", resume=True)
     lines = [timeless(tmp_path / name) for name in ("whole", "cut")]
     assert all(line["consensus"] > 0 for line in lines[0])
     assert lines[0] == lines[1]

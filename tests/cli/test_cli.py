@@ -15,8 +15,8 @@ import fedssl
 from fedssl import config
 from fedssl.cli import main
 from fedssl.contrib import doctor
-from fedssl.runs import loggers, run
-from fedssl.runs.api import fresh_folder
+from fedssl.runs import loggers, loop
+from fedssl.runs.folder import make_folder
 
 SMALL = [
     "rounds=2",
@@ -121,7 +121,7 @@ def test_a_runs_folder_is_named_after_its_recipe(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    out = fresh_folder(name)
+    out = make_folder(name)
     assert out.parent == Path("runs") and out.name.startswith(f"{folder}-2")
 
 
@@ -189,7 +189,7 @@ def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None
     """An older version took it; left out, it would be another run's configuration."""
     out = tmp_path / "run"
     words = [*SMALL, "privacy.clip=5", "server.momentum=0.9", "engine.workers=3"]
-    run.run(config.resolve(config.read_recipe(None), words), out)
+    loop.run(config.resolve(config.read_recipe(None), words), out)
     (out / "summary.json").unlink()
     assert main(["run", "--resume", "--out", str(out)]) == 0
     assert (out / "summary.json").exists()

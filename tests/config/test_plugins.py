@@ -23,7 +23,7 @@ from fedssl.config import plugins
 from fedssl.data.dataset import Groups
 from fedssl.data.partition import check_groups
 from fedssl.evaluate import parse
-from fedssl.runs import run as run_module
+from fedssl.runs import loop as run_module
 from fedssl.util.errors import UserError
 
 OWN = Path(__file__).parents[2] / "examples" / "own"

@@ -18,7 +18,7 @@ from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
 from fedssl.evaluate import SHARES, collaborative
 from fedssl.evaluate.linear import Training
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
@@ -156,7 +156,7 @@ def test_recipe_runs(
     words = ["engine.threads=1", f"data.cache={tmp_path.parent / 'cache'}"]
     if tree["data"]["name"] == "folder":
         words.append(f"data.root={folder}")
-    summary = run.run(config.resolve(tree, words), tmp_path / "run")
+    summary = loop.run(config.resolve(tree, words), tmp_path / "run")
     assert summary["rounds"] == 2
     assert reported(tree) <= summary.keys()
 

@@ -21,7 +21,7 @@ from fedssl.contrib import detection
 from fedssl.contrib.detection import Settings, Shapes, detector, load
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.files import save, write_json
@@ -220,7 +220,7 @@ def test_detection_starts_where_pretraining_ended(
     ]
     folder = tmp_path / "run"
     settings = configuration.resolve({}, words)
-    run.run(settings, folder)
+    loop.run(settings, folder)
     learned = load_file(folder / "encoder.safetensors")
     starts: list[dict[str, torch.Tensor]] = []
 

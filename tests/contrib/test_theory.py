@@ -15,7 +15,7 @@ from scipy.optimize import minimize
 from fedssl.cli import main
 from fedssl.contrib import theory
 from fedssl.contrib.theory import Array, Source
-from fedssl.report import charts
+from fedssl.data import charts
 
 GROWING = (64, 160, 400)
 SOURCES = 3

@@ -18,7 +18,7 @@ from fedssl.config import Config
 from fedssl.deploy import estimate, instructions
 from fedssl.deploy.recipe import adapt_recipe, check_recipe
 from fedssl.deploy.write import write_app
-from fedssl.runs import metrics, run
+from fedssl.runs import loop, metrics
 from fedssl.runs.build import Experiment, assemble
 from fedssl.util.text import format_bytes
 
@@ -82,7 +82,7 @@ def test_a_run_counts_what_a_site_was_told(words: str, folder: Path, tmp_path: P
     here = [f"data.root={folder}", f"data.cache={tmp_path / 'cache'}"]
     there = ["data.name=folder", "data.levels=client", "partition.name=folder"]
     real = configuration.resolve(configuration.read_recipe(None), [*SMALL, *there, *here, *given])
-    run.run(real, tmp_path / "run")
+    loop.run(real, tmp_path / "run")
     moved = planned(*given, *(here if "public" in words else []))
     for way in ("up", "down"):
         counted, said = last_round(tmp_path / "run", way), getattr(moved, way)

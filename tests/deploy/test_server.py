@@ -39,9 +39,9 @@ from fedssl.deploy.write import write_app
 from fedssl.engines.flower.messages import read_replies, write_request
 from fedssl.engines.remote.messages import Request
 from fedssl.engines.store import History
-from fedssl.runs import checkpoint, loggers, run
-from fedssl.runs.deployed import PACKAGE
-from fedssl.runs.record import Run
+from fedssl.runs import checkpoint, loggers, loop
+from fedssl.runs.folder import PACKAGE
+from fedssl.runs.reader import RunReader
 from fedssl.runs.reevaluate import evaluate
 from fedssl.util import files
 from fedssl.util.errors import UserError
@@ -96,7 +96,7 @@ def local(config: Config, sites: Path, out: Path) -> torch.Tensor:
     tree["engine"] |= {"name": "local", "merge": "off", "sites": None}
     tree["data"] |= {"root": str(sites.parent), "levels": ["client"]}
     tree["evaluate"]["protocols"] = ["unlabeled"]
-    run.run(configuration.build(tree), out)
+    loop.run(configuration.build(tree), out)
     return weights(out)
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_was_killed_goes_on_and_sites_keep_their_states(
     sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settled(*BYOL, "algorithm.name=fedema", "rounds=5")
-    grid, real, rounds = grid_of(config, sites), run.one_round, []
+    grid, real, rounds = grid_of(config, sites), loop.run_one_round, []
 
     def dies(session: Any, *rest: Any) -> Any:
         if session.server.round == 3 and not rounds:
@@ -133,7 +133,7 @@ def test_a_server_that_was_killed_goes_on_and_sites_keep_their_states(
             raise SystemExit
         return real(session, *rest)
 
-    monkeypatch.setattr(run, "one_round", dies)
+    monkeypatch.setattr(loop, "run_one_round", dies)
     with pytest.raises(SystemExit):
         serve(grid, config, tmp_path / "far", False)
     # The nodes come back under other numbers, in another order.
@@ -201,7 +201,7 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     summary = serve(grid_of(config, sites), config, out, False)
     assert 0 < summary["knn_top1"] <= 100 and "untrained" in summary
     # Afterwards the server's commands know what it was.
-    found = Run(out).evaluate().to_dict("index")
+    found = RunReader(out).evaluate().to_dict("index")
     assert found == {"untrained": summary["untrained"], "result": summary["result"]}
     assert found["result"] != found["untrained"]
     page = html.unescape(report.write_page([out]).read_text())
@@ -318,7 +318,7 @@ def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
         del sys.modules[name]
     shutil.rmtree(app)
     mine.unlink()
-    assert Run(out).settings.algorithm.name == f"{out}/own_1.py:Momentum"
+    assert RunReader(out).settings.algorithm.name == f"{out}/own_1.py:Momentum"
     assert summary["nearest_mean@4_top1"] >= 0
     assert main(["evaluate", str(out), f"data.root={judge}"]) == 0
     assert main(["compare", str(out), str(out)]) == 0

@@ -26,7 +26,7 @@ from fedssl.deploy.write import write_app
 from fedssl.engines.flower import transport as grid_transport
 from fedssl.engines.flower.messages import GREETING
 from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
-from fedssl.runs import run, sweep
+from fedssl.runs import loop, sweep
 from fedssl.util.errors import UserError
 
 WORDS = ["engine.sites=3", "cohort.size=null", "rounds=7"]
@@ -249,7 +249,7 @@ def test_what_flower_reads_is_toml_whatever_the_folders_name(name: str, tmp_path
 def test_real_sites_are_not_simulated(tmp_path: Path) -> None:
     settings = adapt_recipe("default", WORDS)
     with pytest.raises(UserError, match=r"engine.sites=3: sites are elsewhere; write an app"):
-        run.run(settings, tmp_path / "run")
+        loop.run(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     tree = configuration.to_tree(settings) | {"seed": [0, 1]}
     with pytest.raises(UserError, match="sites are elsewhere"):

@@ -30,7 +30,7 @@ from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
 from fedssl.privacy.exchanges import list_exchanges
-from fedssl.runs import checkpoint, run
+from fedssl.runs import checkpoint, loop
 from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.result import format_result
 from fedssl.util.errors import TrainingError, UserError
@@ -47,7 +47,7 @@ SMALL = (
 
 
 def trained(out: Path, *words: str) -> Path:
-    run.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), out)
+    loop.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), out)
     return out
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 pytest.importorskip("ray")
 from far import BYOL, SMALL, small
 
-from fedssl.runs import run
+from fedssl.runs import loop
 
 FLOWER = ("engine.name=flower", "engine.workers=2", "checkpoint.seconds=0")
 
@@ -67,7 +67,7 @@ def test_runs_on_ray_are_local_ones(tmp_path: Path) -> None:
     assert "Traceback" not in out.with_suffix(".log").read_text()
     for name, words in RUNS.items():
         near, far = tmp_path / name, tmp_path / f"far-{name}"
-        run.run(small(*words, "engine.merge=off"), near)
+        loop.run(small(*words, "engine.merge=off"), near)
         assert relative(weights(far), weights(near)) < 1e-10, name
         assert {path.name for path in far.iterdir()} == {path.name for path in near.iterdir()}
 
@@ -87,5 +87,5 @@ def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None
     assert len(rounds(out)) < 8
     finish(start(out, *command, "--resume"), out)
     assert rounds(out) == list(range(1, 9))
-    run.run(small(*words), tmp_path / "near")
+    loop.run(small(*words), tmp_path / "near")
     assert relative(weights(out), weights(tmp_path / "near")) < 1e-10

@@ -20,7 +20,7 @@ from fedssl.evaluate import collaborations, collaborative, finetune
 from fedssl.evaluate.collaborative import FineTuning, draw
 from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat_weights import FlatWeights
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import assemble, build_experiment
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
@@ -374,7 +374,7 @@ def test_watching_a_run_does_not_change_it(short, tmp_path):
     for name in ("knn", "collaborative@10%"):
         out = tmp_path / name
         words = ("evaluate.protocols=knn", f"evaluate.monitor={name}")
-        run.run(digits(*MOCO, *words), out)
+        loop.run(digits(*MOCO, *words), out)
         text = (out / "metrics.jsonl").read_text().splitlines()
         lines[name] = [json.loads(line) for line in text]
         states[name] = load_file(out / "checkpoint" / "state.safetensors")
@@ -388,9 +388,9 @@ def test_watching_a_run_does_not_change_it(short, tmp_path):
 
 
 def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
-    first = run.run(digits("rounds=1", "data.labels=400"), tmp_path / "a")
+    first = loop.run(digits("rounds=1", "data.labels=400"), tmp_path / "a")
     words = ("rounds=0", "data.labels=400", f"encoder.init={tmp_path / 'a'}")
-    after = run.run(digits(*words), tmp_path / "b")
+    after = loop.run(digits(*words), tmp_path / "b")
     assert set(first["result"]) == {"collaborative@10%_top1"}
     assert after["initial"] == after["result"] == first["result"]
     assert after["untrained"] == first["untrained"]

@@ -11,10 +11,10 @@ import torch
 from helpers import groups_of, made_split, settings
 from PIL import Image, ImageDraw
 
-from fedssl.contrib import drift
+from fedssl.data.charts import palette
 from fedssl.data.dataset import Dataset
-from fedssl.report.charts import palette
-from fedssl.runs import run
+from fedssl.evaluate import drift
+from fedssl.runs import loop
 from fedssl.runs.build import Experiment, assemble
 from fedssl.util.errors import UserError
 
@@ -32,10 +32,8 @@ def session(*words: str, sizes: tuple[int, ...] = (8, 12, 20)) -> Experiment:
 
 
 def one_round(made: Experiment) -> dict[str, object]:
-    class Quiet:
-        def say(self, text: str) -> None: ...
-
-    return run.one_round(made, Path(), Quiet())  # type: ignore[arg-type]
+    line = loop.run_one_round(made, Path(), print)
+    return line | drift.measure(made.models, made.evaluator)
 
 
 def test_distances_are_those_of_the_models() -> None:
@@ -132,7 +130,7 @@ def test_the_picture_and_the_metrics_of_a_run(tmp_path: Path) -> None:
 
     small = ["rounds=2", "data.labels=60", "data.size=8", "partition.name=iid", "cohort.size=null"]
     small += ["partition.clients=3", "encoder.groups=8", "evaluate.baselines=[]", *WORDS]
-    run.run(config.resolve(config.read_recipe(None), small), tmp_path)
+    loop.run(config.resolve(config.read_recipe(None), small), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(0 < v <= 1 for line in lines for v in line["local_cka"].values())
     with Image.open(tmp_path / "local-features.png") as image:

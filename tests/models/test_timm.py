@@ -23,7 +23,7 @@ from fedssl.models.encoders import Timm, encoder
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Heads, build, initialize, load_encoders, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, adopt
-from fedssl.runs import checkpoint, run
+from fedssl.runs import checkpoint, loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FedAvg of a network with batch norm."""
     out = tmp_path_factory.mktemp("timm") / "run"
     local = ("algorithm.name=fedavg", "algorithm.local_epochs=1", "algorithm.batch=5")
-    run.run(small(f"encoder.name=timm/{NAMES[0]}", "encoder.norm=batch", *local), out)
+    loop.run(small(f"encoder.name=timm/{NAMES[0]}", "encoder.norm=batch", *local), out)
     return out
 
 
@@ -188,7 +188,7 @@ def test_dcco_merges_it_where_there_is_no_batch_norm(tmp_path: Path) -> None:
     settings = small(f"encoder.name=timm/{NAMES[2]}", "algorithm.name=dcco")
     session = build_experiment(settings)
     assert session.engine.merges
-    run.run(settings, tmp_path / "run")
+    loop.run(settings, tmp_path / "run")
     state = load_file(tmp_path / "run" / "encoder.safetensors")
     theirs = timm.create_model(NAMES[2], num_classes=0, in_chans=1, img_size=32)
     theirs.load_state_dict(state, strict=True)

@@ -20,7 +20,7 @@ from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
 from fedssl.models.norms import NORMS
 from fedssl.models.vit import ViT, positions
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
@@ -121,7 +121,7 @@ def test_a_run_exports_an_encoder_that_another_starts_from(tmp_path: Path) -> No
         *("algorithm.name=fedavg", "objective.name=mae"),
     ]
     recipe = configuration.read_recipe(None)
-    summary = run.run(configuration.resolve(recipe, words), tmp_path / "run")
+    summary = loop.run(configuration.resolve(recipe, words), tmp_path / "run")
     assert 0 <= summary["knn_top1"] <= 100
     assert json.loads((tmp_path / "run" / "encoder.json").read_text())["features"] == 192
     stored = load_file(tmp_path / "run" / "encoder.safetensors")

@@ -32,7 +32,7 @@ from fedssl.objectives.swav import SwAV
 from fedssl.objectives.vicreg import VICReg
 from fedssl.privacy import noise
 from fedssl.privacy.noise import Noisy
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.runs.progress import Progress
 from fedssl.util.errors import TrainingError, UserError
@@ -154,7 +154,7 @@ def test_a_reply_that_is_not_finite_is_not_hidden(bad: float) -> None:
 def test_a_run_that_is_no_longer_finite_ends(tmp_path: Path) -> None:
     words = ("privacy.noise=1", "objective.bound=1", "server.optimizer=sgd", "server.lr=1e38")
     with pytest.raises(TrainingError, match=r"no longer finite; lower server\.lr"):
-        run.run(small(*words), tmp_path / "run")
+        loop.run(small(*words), tmp_path / "run")
 
 
 # --- the noise
@@ -416,7 +416,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def test_a_resumed_run_has_spent_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("privacy.noise=4", "objective.bound=1")
-    summary = run.run(config, tmp_path / "whole")
+    summary = loop.run(config, tmp_path / "whole")
     whole = [row["epsilon"] for row in rows(tmp_path / "whole")]
     assert whole == sorted(whole) and len(set(whole)) == 4
     assert (summary["epsilon"], summary["delta"]) == (whole[-1], 1e-5)
@@ -424,18 +424,18 @@ def test_a_resumed_run_has_spent_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(row["loss"] is None and not row["skipped"] for row in rows(tmp_path / "whole"))
     assert rows(tmp_path / "whole")[0]["exchanges"].keys() == {"encode", "descend"}
 
-    real = run.one_round
+    real = loop.run_one_round
 
     def killed(session: Any, *rest: Any) -> Any:
         if session.server.round == 2:
             raise KeyboardInterrupt
         return real(session, *rest)
 
-    monkeypatch.setattr(run, "one_round", killed)
+    monkeypatch.setattr(loop, "run_one_round", killed)
     with pytest.raises(KeyboardInterrupt):
-        run.run(config, tmp_path / "cut")
-    monkeypatch.setattr(run, "one_round", real)
-    run.run(config, tmp_path / "cut", resume=True)
+        loop.run(config, tmp_path / "cut")
+    monkeypatch.setattr(loop, "run_one_round", real)
+    loop.run(config, tmp_path / "cut", resume=True)
     assert [row["epsilon"] for row in rows(tmp_path / "cut")] == whole
 
 

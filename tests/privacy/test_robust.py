@@ -19,7 +19,7 @@ from fedssl.config import Cohort
 from fedssl.federation.aggregate import Aggregator, TooFewReplies
 from fedssl.privacy import robust
 from fedssl.privacy.robust import Robust
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import NothingToAverage, Tree, flatten
@@ -195,7 +195,7 @@ def test_the_smallest_cohorts_that_are_enough() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_run_learns(name: str, tmp_path: Path) -> None:
     words = (f"cohort.average={name}", "server.lr=0.003")
-    run.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), tmp_path / "run")
+    loop.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), tmp_path / "run")
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows]
     assert len(losses) == 8 and sum(losses[-2:]) < 0.9 * sum(losses[:2])

@@ -28,9 +28,9 @@ from fedssl.privacy import secure
 from fedssl.privacy.exchanges import build_algorithm
 from fedssl.report.history import read_history
 from fedssl.report.messages import build_sheet
-from fedssl.runs import run
+from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.runs.validate import list_warnings
 from fedssl.util.trees import Tree, flatten
 
@@ -315,7 +315,7 @@ def test_a_run_says_it_on_the_screen_in_the_report_and_on_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    run.run(small("partition.samples=1", "partition.clients=12"), out)
+    loop.run(small("partition.samples=1", "partition.clients=12"), out)
     said = f"replies of one image (all 12 clients) are its encoding and {ATTACKED}"
     helps = "this helps: more than 6 images a client in a round (partition.samples)"
     line = f"dcco: {said} (docs/privacy.md); {helps}\n"
@@ -342,7 +342,7 @@ def test_a_run_of_another_algorithm_says_it_of_changes(tmp_path: Path) -> None:
     words = ("algorithm.name=fedavg", "objective.name=simsiam", "partition.samples=1")
     out, config = tmp_path / "run", small(*words, "partition.clients=12")
     said = f"replies of one image (all 12 clients) {ATTACKED}"
-    run.run(config, out)
+    loop.run(config, out)
     assert any(
         note.startswith(f"fedavg: {said} (docs/privacy.md); ")
         for note in list_warnings(build_experiment(config))
@@ -362,7 +362,7 @@ def test_a_run_with_secure_sums_over_few_images_says_it(tmp_path: Path) -> None:
     many = small(*hidden, "partition.samples=2", "partition.clients=12")
     assert not any("sums that may be" in note for note in list_warnings(build_experiment(many)))
     out = tmp_path / "run"
-    run.run(small("partition.samples=1", "partition.clients=12"), out)
+    loop.run(small("partition.samples=1", "partition.clients=12"), out)
     (out / "config.yaml").write_text(configuration.dump(few))  # Flower's processes take long
     assert verdict(out).endswith(f"learned only sums over the clients. But {said}.")
     assert f"**Single images**: {said}." in card(out)
@@ -416,11 +416,11 @@ def helped(config: Config) -> list[str]:
 
 
 def verdict(out: Path) -> str:
-    return build_sheet(Run(out), read_history(Run(out))).verdict
+    return build_sheet(RunReader(out), read_history(RunReader(out))).verdict
 
 
 def card(out: Path) -> str:
-    return hub.write_model_card(Run(out), load_encoder(out))
+    return hub.write_model_card(RunReader(out), load_encoder(out))
 
 
 def named(out: Path, **sizes: int) -> None:

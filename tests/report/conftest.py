@@ -8,7 +8,7 @@ from made_runs import NASTY
 from PIL import Image
 
 from fedssl import config
-from fedssl.runs import run
+from fedssl.runs import loop
 
 SMALL = (
     *("encoder.groups=8", "evaluate.baselines=[]", "rounds=3"),
@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("evaluate.protocols=knn,per-client", "evaluate.monitor=knn"),
     )
     settings = config.resolve(config.read_recipe(None), (*SMALL, *words))
-    run.run(settings, out)
+    loop.run(settings, out)
     return out
 
 
@@ -60,5 +60,5 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluate": {"protocols": ["knn"], "k": 3},
         "engine": {"threads": 1},
     }
-    run.run(config.build(tree), root / "run")
+    loop.run(config.build(tree), root / "run")
     return root / "run"

@@ -11,12 +11,12 @@ from made_runs import made, scored
 
 from fedssl.cli import main
 from fedssl.report.comparison import Row, Value, compare, table
-from fedssl.runs.record import Run, opened
+from fedssl.runs.reader import RunReader, find_runs
 from fedssl.util.errors import UserError
 
 
 def rows_of(*paths: Path) -> list[Row]:
-    return compare([Run(path) for path in paths]).rows
+    return compare([RunReader(path) for path in paths]).rows
 
 
 def test_runs_that_differ_only_in_seed_are_one_row(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_folder_of_runs_stands_for_all_in_it(tmp_path: Path) -> None:
     made(tmp_path / "table/row/column", ("rounds=7",), scored(50))
     single = made(tmp_path / "alone", (), scored(90))
     made(tmp_path / "alone/below", (), scored(90))
-    names = [run.name for run in opened([tmp_path / "sweep", tmp_path / "table", single])]
+    names = [run.name for run in find_runs([tmp_path / "sweep", tmp_path / "table", single])]
     assert names == ["seed=0", "seed=1", "column", "alone"]
     assert "91.0 ± 1.4 %" in table([tmp_path / "sweep"])
 
@@ -107,7 +107,7 @@ def test_the_same_run_twice_is_not_two_seeds(tmp_path: Path) -> None:
 def test_baselines_and_the_papers_number(tmp_path: Path) -> None:
     words = ("paper.results.knn_top1=95.5", "paper.note=with 1000 rounds")
     summary = scored(90, baselines={"fedavg": {"knn_top1": 85.0}}, initial={"knn_top1": 70.0})
-    comparison = compare([Run(made(tmp_path / "a", words, summary))])
+    comparison = compare([RunReader(made(tmp_path / "a", words, summary))])
     assert [(row.name, row.values["knn_top1"].mean) for row in comparison.rows] == [
         ("dcco", 90.0),
         ("fedavg", 85.0),
@@ -192,4 +192,4 @@ def test_cells_are_the_summarys_numbers(tmp_path: Path, capsys: pytest.CaptureFi
     cells = capsys.readouterr().out.splitlines()[1].split()
     assert cells[-3:] == ["91.2", "%", "7"]
     with pytest.raises(UserError):
-        opened([""])
+        find_runs([""])

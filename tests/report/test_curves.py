@@ -11,7 +11,7 @@ from made_runs import made
 
 from fedssl.report.curves import draw_panels
 from fedssl.report.history import MOST_CLIENTS, History, Traffic, read_history, select_points
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 
 
 @pytest.mark.parametrize("count", [1, 2, 1500, 1501, 100_000])
@@ -40,7 +40,7 @@ def line(round: int, **more: object) -> dict[str, object]:
 
 
 def history_of(path: Path, *lines: dict[str, object]) -> History:
-    return read_history(Run(made(path, (), None, lines)))
+    return read_history(RunReader(made(path, (), None, lines)))
 
 
 def test_curves_and_traffic_of_a_run(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_curves_carry_the_names_of_clients(tmp_path: Path) -> None:
     assert names(history_of(path, lines)) == numbers
     rows = [{"client": 0, "name": "south"}, {"client": 2, "name": "7"}, {"client": 10, "name": "a"}]
     (path / "clients.json").write_text(json.dumps(rows))
-    assert names(read_history(Run(path))) == ["mean", "south", "client 7", "client 3", "a"]
+    assert names(read_history(RunReader(path))) == ["mean", "south", "client 7", "client 3", "a"]
 
 
 def test_of_many_clients_a_few_have_a_curve(tmp_path: Path) -> None:
@@ -94,5 +94,5 @@ def test_values_that_are_no_number_are_skipped(tmp_path: Path) -> None:
     run = made(tmp_path / "a", (), None, (line(1),))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"round": 2, "loss": NaN, "seconds": 0, "images": 3}\n{"round": 3, "lo')
-    history = read_history(Run(run))
+    history = read_history(RunReader(run))
     assert history.rounds == 2 and list(history.curves["loss"].values) == [1.0]

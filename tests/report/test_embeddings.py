@@ -25,14 +25,14 @@ from fedssl.evaluate.features import extract
 from fedssl.report import embeddings
 from fedssl.report.data import RunData, load_holdings, try_section
 from fedssl.runs.build import build_experiment
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.runs.split import split_clients
 
 SIMCLR = ("objective.name=simclr", "algorithm.name=fedavg")
 
 
 def images_of(path: Path) -> embeddings.TestImages:
-    return embeddings.embed_test_images(RunData(Run(path)))
+    return embeddings.embed_test_images(RunData(RunReader(path)))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gallery_is_of_the_run_and_of_its_untrained_network(trained: Path) -> None:
-    session = build_experiment(Run(trained).settings)
+    session = build_experiment(RunReader(trained).settings)
     assert session.dataset.test is not None
     images, labels = session.dataset.test.images[0], session.dataset.test.labels
     body = session.evaluator.tower(session.untrained())
@@ -66,7 +66,7 @@ def test_the_gallery_is_of_the_run_and_of_its_untrained_network(trained: Path) -
 
 def test_thumbnails_are_the_test_images_in_order(trained: Path) -> None:
     sprite = images_of(trained).thumbnails
-    test = build_experiment(Run(trained).settings).dataset.test
+    test = build_experiment(RunReader(trained).settings).dataset.test
     assert test is not None
     sheet = np.array(Image.open(io.BytesIO(base64.b64decode(sprite.uri.partition(",")[2]))))
     for k in (0, 17, len(test) - 1):
@@ -96,8 +96,8 @@ def test_without_scikit_learn_the_map_is_of_principal_components(
 
 
 def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
-    part = load_holdings(RunData(Run(trained)))
-    settings = Run(trained).settings
+    part = load_holdings(RunData(RunReader(trained)))
+    settings = RunReader(trained).settings
     dataset = build_experiment(settings).dataset
     groups = split_clients(settings, dataset)
     assert dataset.train.labels is not None and part.held is not None
@@ -108,7 +108,7 @@ def test_who_holds_what_is_what_was_trained_on(trained: Path) -> None:
 
 def test_of_many_clients_sixty_are_shown(tmp_path: Path) -> None:
     path = made(tmp_path / "a")  # the default: 359 clients of four images
-    part = load_holdings(RunData(Run(path)))
+    part = load_holdings(RunData(RunReader(path)))
     assert (len(part.names), len(part.sizes)) == (60, 359)
     assert "359 clients; 4 images the smallest" in part.caption
     assert "first 60 are shown" in part.caption
@@ -116,7 +116,7 @@ def test_of_many_clients_sixty_are_shown(tmp_path: Path) -> None:
 
 def untrained(path: Path) -> Path:
     """The run with the encoder that it would start from."""
-    data = RunData(Run(path))
+    data = RunData(RunReader(path))
     config = data.settings
     for tower in range(config.encoder.towers):
         encoder = embeddings.build_untrained(config, data.dataset(), tower)

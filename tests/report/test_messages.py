@@ -14,7 +14,7 @@ from fedssl import config, report
 from fedssl.privacy.exchanges import build_algorithm
 from fedssl.report import messages
 from fedssl.report.history import read_history
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 
 PLAIN = ("server.optimizer=sgd", "server.lr=1", "cohort.size=null", "partition.name=iid")
 OBJECTIVES = {"fedu": "byol", "fedema": "byol", "ccl": "moco", "fedca": "simclr"}
@@ -38,7 +38,7 @@ def lines(words: tuple[str, ...], **more: Any) -> tuple[dict[str, Any], ...]:
 
 
 def sheet_of(path: Path) -> messages.Sheet:
-    run = Run(path)
+    run = RunReader(path)
     return messages.build_sheet(run, read_history(run))
 
 
@@ -58,7 +58,7 @@ def row_of(text: str, name: str) -> list[str]:
 def test_every_algorithm(name: str, tmp_path: Path) -> None:
     words = WORDS[name]
     path = made(tmp_path / name, words, scored(90), lines(words))
-    sheet, algorithm = sheet_of(path), build_algorithm(Run(path).settings)
+    sheet, algorithm = sheet_of(path), build_algorithm(RunReader(path).settings)
     kinds = {row.task: row.visibility for row in sheet.rows}
     if algorithm.pools_data:
         assert not kinds and "every image leaves its site" in sheet.verdict and not sheet.notes

@@ -19,7 +19,7 @@ import fedssl
 from fedssl import config, report
 from fedssl.cli import main
 from fedssl.report import curves
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.util.errors import UserError
 
 
@@ -70,7 +70,7 @@ class Opened:
 
 
 @pytest.fixture
-def opened(browser: Any, one: Path) -> Iterator[Opened]:
+def find_runs(browser: Any, one: Path) -> Iterator[Opened]:
     found = Opened(browser, one)
     yield found
     found.check()
@@ -124,7 +124,7 @@ def test_pointing_at_a_curve_shows_round_and_value(opened: Opened, trained: Path
     svg.scroll_into_view_if_needed()
     box = svg.bounding_box()
     opened.page.mouse.move(box["x"] + box["width"] - 14, box["y"] + 50)
-    last = list(Run(trained).lines())[-1]
+    last = list(RunReader(trained).lines())[-1]
     text = opened.page.locator("#tip").inner_text()
     assert "round 3" in text and f"{last['loss']:.5g}" in text
 
@@ -203,7 +203,7 @@ def test_markup_is_escaped_in_the_text_too(two: Path, named: Path) -> None:
 
 
 def test_numbers_are_those_of_the_files(one: Path, trained: Path) -> None:
-    text, run = one.read_text(), Run(trained)
+    text, run = one.read_text(), RunReader(trained)
     lines, data = list(run.lines()), block(text)
     panels = {panel["title"]: panel for panel in data["lines"]}
     loss = panels["Loss"]["series"][0]
@@ -322,7 +322,7 @@ def test_a_run_that_goes_on_says_so(trained: Path, tmp_path: Path) -> None:
     seen = plain(report.write_page([half], None).read_text())
     assert "Not finished: round 3 of 50" in seen
     assert "the run has not ended" in seen
-    last = [line["knn_top1"] for line in Run(half).lines() if "knn_top1" in line][-1]
+    last = [line["knn_top1"] for line in RunReader(half).lines() if "knn_top1" in line][-1]
     assert f"not finished: 3 of 50 {last:.1f} %" in seen.replace("\xa0", " ")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from fedssl import config
-from fedssl.runs.api import recipe_of
+from fedssl.runs.folder import read_recipe
 from fedssl.util.errors import UserError
 
 
@@ -70,5 +70,5 @@ def resolve_words(words: Sequence[str], resumed: Path | None = None) -> tuple[st
     Without a recipe's name, words change the configuration of the run that is resumed.
     """
     recipe = words[0] if words and "=" not in words[0] else None
-    name, tree = recipe_of(recipe, resumed)
+    name, tree = read_recipe(recipe, resumed)
     return name, config.resolve(tree, words[1:] if recipe else words)

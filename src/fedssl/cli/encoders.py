@@ -115,7 +115,7 @@ def _search(options: argparse.Namespace) -> int:
 
 def _detect(options: argparse.Namespace) -> int:
     from fedssl.contrib import detection
-    from fedssl.util.devices import pick_device
+    from fedssl.util.device import pick_device
 
     names = ("steps", "batch", "lr", "size", "seed", "random")
     settings = detection.Settings(**{name: getattr(options, name) for name in names})

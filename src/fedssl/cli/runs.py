@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedssl import config
 from fedssl.cli.arguments import Commands, add_words, complete_with, path, resolve_words
-from fedssl.runs.api import fresh_folder
+from fedssl.runs.folder import SWEEP, check_alone, has_file, make_folder
 from fedssl.util.errors import UserError, format_resume
 
 REPRODUCE = """examples:
@@ -78,19 +78,17 @@ def _run(options: argparse.Namespace) -> int:
     if swept is not None:
         return _sweep(*swept, options)
     name, settings = resolve_words(options.words, options.out if options.resume else None)
-    for note in config.find_idle_keys(settings):
-        print(f"fedssl: {note}", file=sys.stderr)
-    out = options.out or fresh_folder(name)
+    out = options.out or make_folder(name)
 
     from fedssl import report
-    from fedssl.runs import run
+    from fedssl.runs import loop
     from fedssl.runs.result import format_cost, format_result
 
     if not options.resume and _find_config(out) is None:
-        run.check_alone(out)
+        check_alone(out)
     try:
-        summary = run.run(settings, out, options.resume)
-    except (run.Interrupted, KeyboardInterrupt):
+        summary = loop.run(settings, out, options.resume)
+    except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     try:
         print(format_result(summary, settings))
@@ -112,7 +110,7 @@ def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Tree, list[str
     recipe = config.read_recipe(name) if named or held is None else config.read_yaml(held)
     tree = config.apply_words(recipe, words)
     # Words without lists, for a sweep's folder, are an error that the sweep reports.
-    goes_on = held is not None and held.name == "sweep.yaml"
+    goes_on = held is not None and held.name == SWEEP
     if not goes_on and not config.find_sweep(tree):
         return None
     return name, tree, list(config.find_omissions(recipe, tree))
@@ -120,10 +118,8 @@ def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Tree, list[str
 
 def _find_config(out: Path) -> Path | None:
     """Return the configuration file of the sweep or run in a folder, if there is one."""
-    from fedssl.runs import run
-
-    files = ("sweep.yaml", "config.yaml")
-    return next((out / file for file in files if run.holds(out, file)), None)
+    files = (SWEEP, "config.yaml")
+    return next((out / file for file in files if has_file(out, file)), None)
 
 
 def _report_stop(out: Path) -> int:
@@ -134,26 +130,27 @@ def _report_stop(out: Path) -> int:
 
 
 def _sweep(name: str, tree: config.Tree, notes: Sequence[str], options: argparse.Namespace) -> int:
-    from fedssl.runs import run, sweep
+    from fedssl.runs import loop, sweep
 
-    out = options.out or fresh_folder(name)
+    out = options.out or make_folder(name)
     try:
         found = sweep.sweep(tree, out, options.resume, notes)
-    except (run.Interrupted, KeyboardInterrupt):
+    except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     if found:
-        print(sweep.table(found))
-    print(f"\n{len(found)} of {len(sweep.runs(tree))} runs\n{out}")
-    return 0 if len(found) == len(sweep.runs(tree)) else 1
+        print(sweep.format_table(found))
+    total = len(sweep.list_runs(tree))
+    print(f"\n{len(found)} of {total} runs\n{out}")
+    return 0 if len(found) == total else 1
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    from fedssl.runs import reproduce
+    from fedssl.runs import loop, reproduce
 
     jobs = reproduce.plan(options.pattern, options.words, options.scale, options.out)
     try:
         failed = reproduce.work(jobs)
-    except (reproduce.Interrupted, KeyboardInterrupt):
+    except (loop.Interrupted, KeyboardInterrupt):
         finished = [job for job in jobs if job.summary() is not None]
         if finished:
             print(reproduce.report(finished, options.words))

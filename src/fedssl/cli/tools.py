@@ -45,14 +45,14 @@ def _partition(options: argparse.Namespace) -> int:
     _, settings = resolve_words(options.words)
     check_png(options.out)
 
+    from fedssl.data import charts
     from fedssl.data.client_table import format_table
     from fedssl.data.dirichlet import describe_imbalance
     from fedssl.data.load import load_dataset
     from fedssl.data.partition import client_names
-    from fedssl.report import charts
     from fedssl.runs.sources import find_sources
     from fedssl.runs.split import split_clients
-    from fedssl.util.devices import pick_device
+    from fedssl.util.device import pick_device
 
     dataset = load_dataset(settings.data, settings.seed)
     sources = find_sources(settings, dataset, pick_device(settings.device))

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedssl.data import charts
 from fedssl.data.random import key
-from fedssl.report import charts
 from fedssl.util.errors import TrainingError, UserError
 
 Array = NDArray[np.float64]

@@ -16,7 +16,7 @@ from fedssl import __version__, privacy
 from fedssl.config import Config, plugins
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
-from fedssl.runs.deployed import CONNECTION, PACKAGE
+from fedssl.runs.folder import CONNECTION, PACKAGE
 from fedssl.training.batches import Batches
 from fedssl.util.errors import UserError
 from fedssl.util.text import format_bytes

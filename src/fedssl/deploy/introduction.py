@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedssl.data.dataset import Dataset, Split
-from fedssl.runs.deployed import SITES
+from fedssl.runs.folder import SITES
 from fedssl.util.errors import UserError
 from fedssl.util.files import write_text
 

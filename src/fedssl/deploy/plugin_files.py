@@ -12,7 +12,7 @@ import yaml
 
 from fedssl import config as configuration
 from fedssl.config import Config, plugins
-from fedssl.runs.deployed import PACKAGE
+from fedssl.runs.folder import PACKAGE
 from fedssl.util.files import write_text
 
 

@@ -29,8 +29,8 @@ from fedssl.engines.flower.apps import build_server_app
 from fedssl.engines.remote.engine import RemoteEngine
 from fedssl.runs import loggers
 from fedssl.runs.build import Experiment, assemble
-from fedssl.runs.checkpoint import LOCK, locked
-from fedssl.runs.run import Interrupted, carry_out, check_folder
+from fedssl.runs.folder import check_folder, lock
+from fedssl.runs.loop import Interrupted, run_experiment
 from fedssl.util.errors import TrainingError, UserError, resume_hint
 from fedssl.util.files import writing
 
@@ -77,8 +77,8 @@ def claim_folder(out: Path, resume: bool) -> Iterator[None]:
         )
     if resume and not started:
         raise UserError(f"resume=true: {out} holds no run; leave it out")
-    hint = "wait for its end, or end it with flwr stop, or kill the process"
-    with locked(out / LOCK, f"out={out}", hint):
+    fix = "Wait for its end, or end it with flwr stop, or kill the process."
+    with lock(out, key="out", fix=fix):
         yield
 
 
@@ -108,7 +108,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     experiment.engine.transport = transport
     with writing(f"out={out}"):
         bring_back(out, plugin_texts)
-    return carry_out(experiment, kept, out, resume)
+    return run_experiment(experiment, kept, out, resume)
 
 
 def build_server_experiment(config: Config, sites: Sequence[Introduction]) -> Experiment:

@@ -11,7 +11,7 @@ from fedssl import config as configuration
 from fedssl.deploy.instructions import extras, fill, server, sites
 from fedssl.deploy.plugin_files import ship
 from fedssl.deploy.recipe import adapt_recipe, check_recipe
-from fedssl.runs.deployed import PACKAGE
+from fedssl.runs.folder import PACKAGE
 from fedssl.util.errors import UserError
 
 

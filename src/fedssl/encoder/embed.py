@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fedssl.data.decode import decode_files, list_failures, show_progress
 from fedssl.data.image_files import find_images, image_extensions
 from fedssl.encoder.load import ImageEncoder, load_encoder
-from fedssl.util.devices import pick_device
+from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 from fedssl.util.outputs import replacing
 

@@ -22,7 +22,7 @@ from fedssl.data.load import load_dataset
 from fedssl.data.places import use_local_copy
 from fedssl.encoder.load import HEADER, ImageEncoder, load_encoder, run_folder
 from fedssl.models.norms import StandardizedConv2d, standardize
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.util import outputs
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.text import format_bytes
@@ -65,7 +65,7 @@ def measure_difference(encoder: ImageEncoder, infer: Infer, images: Tensor) -> t
 def load_check_images(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
     """Return images for the check: the run's own if they are on this machine, or random ones."""
     with contextlib.suppress(UserError):
-        config = Run(run if run.is_dir() else run_folder(run)).settings
+        config = RunReader(run if run.is_dir() else run_folder(run)).settings
         data = load_dataset(use_local_copy(config.data), config.seed)
         split, name = (data.train, "training") if data.test is None else (data.test, "test")
         images = split.images[encoder.tower % len(split.images)]

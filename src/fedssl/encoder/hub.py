@@ -24,7 +24,7 @@ from fedssl.encoder.load import HEADER, ImageEncoder
 from fedssl.models.encoders import Timm
 from fedssl.models.weights import SUFFIXES
 from fedssl.privacy.exchanges import build_algorithm, list_exchanges
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.runs.result import format_result
 from fedssl.util import outputs
 from fedssl.util.errors import UserError
@@ -36,7 +36,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iterator[str]:
     """Write the folder of a finished run; yield lines for the console."""
-    source = Run(run)
+    source = RunReader(run)
     texts = {
         "config.json": _to_json(describe_model(encoders[0])),
         "preprocessor_config.json": _to_json(describe_processor(encoders[0])),
@@ -130,7 +130,7 @@ def strip_recipe(settings: Config) -> Tree:
     return tree
 
 
-def write_model_card(run: Run, encoder: ImageEncoder) -> str:
+def write_model_card(run: RunReader, encoder: ImageEncoder) -> str:
     """Describe data, training, messages, results and limits; no folder or client is named."""
     settings, summary = run.settings, run.summary
     objective, algorithm = (drop_folder(s.name) for s in (settings.objective, settings.algorithm))

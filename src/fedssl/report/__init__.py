@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedssl.runs.record import opened
+from fedssl.runs.reader import find_runs
 from fedssl.util import outputs
 from fedssl.util.errors import UserError
 
@@ -29,7 +29,7 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
             print(f"report: {text}", file=sys.stderr)
 
     with outputs.replacing(target, "--out", private=True) as new:  # it shows images
-        new.write_text(build_page(opened(runs), say), encoding="utf-8")
+        new.write_text(build_page(find_runs(runs), say), encoding="utf-8")
     return target
 
 

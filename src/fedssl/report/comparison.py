@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fedssl import config
 from fedssl.config import plugins
 from fedssl.runs.metrics import is_number
-from fedssl.runs.record import Run, opened
+from fedssl.runs.reader import RunReader, find_runs
 from fedssl.runs.result import split_models
 from fedssl.util.text import NOT_PERCENT, align_columns, name_measure
 
@@ -92,7 +92,7 @@ class Comparison:
 
 def table(runs: Sequence[str | Path]) -> str:
     """Return a table of runs for the terminal, with remarks below it."""
-    comparison = compare(opened(runs))
+    comparison = compare(find_runs(runs))
     measures = comparison.measures
     lines = [["", "runs", "seeds", "state", *map(name_measure, measures)]]
     for row in comparison.rows:
@@ -108,7 +108,7 @@ def _print_safe(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare(runs: Sequence[RunReader]) -> Comparison:
     """Return rows for runs, their baselines, untrained networks and the papers' numbers."""
     groups, names = _group(runs), name_runs(runs)
     rows: list[Row] = []
@@ -124,7 +124,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     return Comparison(sorted(rows, key=lambda row: ORDER.index(row.kind)), remarks)
 
 
-def name_runs(runs: Sequence[Run]) -> dict[Path, str]:
+def name_runs(runs: Sequence[RunReader]) -> dict[Path, str]:
     """Return the shortest end of each run's path that no other run shares."""
     paths = {run.path: run.path.resolve().parts for run in runs}
     names: dict[Path, str] = {}
@@ -142,9 +142,9 @@ def _is_repeated(row: Row, rows: Iterable[Row]) -> bool:
     return any(other.values == row.values and other.name == row.name for other in same)
 
 
-def _group(runs: Sequence[Run]) -> list[list[Run]]:
+def _group(runs: Sequence[RunReader]) -> list[list[RunReader]]:
     """Group finished runs that differ only in their seed; a repeated seed begins a new group."""
-    groups: dict[tuple[str, int], list[Run]] = {}
+    groups: dict[tuple[str, int], list[RunReader]] = {}
     for run in runs:
         keys = {k: v for k, v in config.flatten(run.tree).items() if k not in IGNORED}
         text = json.dumps(keys, sort_keys=True, default=str)
@@ -156,7 +156,7 @@ def _group(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def _label_groups(groups: Sequence[Sequence[Run]], names: Mapping[Path, str]) -> list[str]:
+def _label_groups(groups: Sequence[Sequence[RunReader]], names: Mapping[Path, str]) -> list[str]:
     """Label each group by its algorithm, and by as few other keys as make labels different."""
     keys = [config.flatten(group[0].tree) for group in groups]
     labels = [plugins.short_name(group[0].settings.algorithm.name) for group in groups]
@@ -188,11 +188,11 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 24 else f"{text[:11]}…{text[-12:]}"
 
 
-def _seed(run: Run) -> str:
+def _seed(run: RunReader) -> str:
     return str(run.tree.get("seed", 0))
 
 
-def _rows(label: str, group: Sequence[Run], names: Mapping[Path, str]) -> list[Row]:
+def _rows(label: str, group: Sequence[RunReader], names: Mapping[Path, str]) -> list[Row]:
     """Return the rows of one group, each with means over its runs."""
     first, seeds = group[0], [_seed(run) for run in group]
     folders, state = [names[run.path] for run in group], describe_state(first)
@@ -227,12 +227,12 @@ def _join(seeds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[
     }
 
 
-def evaluated(run: Run) -> str:
+def evaluated(run: RunReader) -> str:
     """Return the model that plain measures are about: ``global`` or ``personal``."""
     return str(run.summary.get("judged", "global"))
 
 
-def result(run: Run) -> dict[str, float]:
+def result(run: RunReader) -> dict[str, float]:
     """Return a run's measures; for an unfinished run, those of its last evaluation."""
     if run.finished:
         reached = {k: v for k, v in run.summary.items() if k.startswith("rounds_to")}
@@ -243,14 +243,14 @@ def result(run: Run) -> dict[str, float]:
     return last
 
 
-def describe_state(run: Run) -> str:
+def describe_state(run: RunReader) -> str:
     """Describe how far a run is."""
     return "finished" if run.finished else f"not finished: {run.rounds} of {run.settings.rounds}"
 
 
-def _remarks(runs: Sequence[Run], names: Mapping[Path, str]) -> Iterator[str]:
+def _remarks(runs: Sequence[RunReader], names: Mapping[Path, str]) -> Iterator[str]:
     """Name what makes the numbers hard to compare."""
-    data: dict[str, list[Run]] = {}
+    data: dict[str, list[RunReader]] = {}
     for run in runs:
         data.setdefault(_data_set(run), []).append(run)
     if len(data) > 1:
@@ -269,7 +269,7 @@ def _remarks(runs: Sequence[Run], names: Mapping[Path, str]) -> Iterator[str]:
     yield from (f"The paper's number: {note}" for note in dict.fromkeys(notes) if note)
 
 
-def _data_set(run: Run) -> str:
+def _data_set(run: RunReader) -> str:
     """Name a run's images."""
     data = run.settings.data
     return f"{data.name} {data.root}" if data.name in OWN_DATA else data.name

@@ -13,10 +13,10 @@ from fedssl.config import Config
 from fedssl.data.client_table import count_labels, mean_distance
 from fedssl.data.dataset import Dataset
 from fedssl.data.places import use_local_copy
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.runs.sources import find_sources
 from fedssl.runs.split import load_run_dataset, split_clients
-from fedssl.util.devices import pick_device
+from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 
 MOST_CLIENTS = 60  # in the figure
@@ -40,7 +40,7 @@ def try_section(build: Callable[[], T]) -> T | str:
 class RunData:
     """A run's data set, loaded when it is first needed and never downloaded."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunReader) -> None:
         self.run = run
         self._loaded: Dataset | None = None
 

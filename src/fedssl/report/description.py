@@ -7,12 +7,12 @@ from typing import Literal
 
 from fedssl.config import Config, variant
 from fedssl.report.comparison import OWN_DATA
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 
 USUAL_PARTITION = {"fraction": 1.0, "source": "labels", "encoder": None}
 
 
-def describe(run: Run, seed: bool = False) -> str:
+def describe(run: RunReader, seed: bool = False) -> str:
     """Describe what was trained, how and on what; with its seed where runs stand together."""
     config = run.settings
     size = f" at {config.data.size} pixels" if config.data.size else ""
@@ -41,7 +41,7 @@ def _images(config: Config) -> str:
     return config.data.name
 
 
-def _partition(run: Run) -> str:
+def _partition(run: RunReader) -> str:
     keys = dict(run.tree["partition"])
     name = keys.pop("name")
     usual = {**USUAL_PARTITION, "clients": keys.get("clients")}
@@ -68,7 +68,7 @@ def _local_work(config: Config) -> str:
     return f"{text} in batches of {keys.batch}" if keys.batch else text
 
 
-def find_warning(run: Run) -> str:
+def find_warning(run: RunReader) -> str:
     """Return what a reader must know before believing the numbers, if anything."""
     if run.finished:
         return ""

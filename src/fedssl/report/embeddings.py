@@ -25,7 +25,7 @@ from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower
 from fedssl.report.data import RunData, Unavailable
 from fedssl.runs.build import build_network
-from fedssl.util.devices import pick_device
+from fedssl.util.device import pick_device
 
 MOST_IMAGES = 1000
 TILE = 32  # pixels per side of a thumbnail, at most

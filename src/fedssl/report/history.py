@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl.runs.metrics import for_one, is_number
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 
 MOST_CLIENTS = 12  # clients with a curve; the mean is over all
 # Fields of a line that are no curve, or that a curve is computed from.
@@ -83,7 +83,7 @@ class History:
     names: dict[str, str] = field(default_factory=dict)  # of clients, by number
 
 
-def read_history(run: Run) -> History:
+def read_history(run: RunReader) -> History:
     """Read a run's metrics."""
     names = {str(row["client"]): str(row["name"]) for row in run.clients}
     history = History(names=names)

@@ -17,7 +17,7 @@ from fedssl.privacy.exchanges import (
 )
 from fedssl.report.history import History, Traffic
 from fedssl.runs.metrics import is_number
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 
 SIMULATED = {
     "local": (
@@ -75,7 +75,7 @@ class Sheet:
         return [(word, meaning) for word, meaning in GLOSSARY.items() if word in text]
 
 
-def build_sheet(run: Run, history: History) -> Sheet:
+def build_sheet(run: RunReader, history: History) -> Sheet:
     """Build the sheet of a run."""
     config = run.settings
     algorithm = build_algorithm(config)

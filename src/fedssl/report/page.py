@@ -22,9 +22,9 @@ from fedssl.report.data import Holdings, RunData, load_holdings, try_section
 from fedssl.report.description import describe, find_warning
 from fedssl.report.embeddings import TestImages
 from fedssl.report.history import History, read_history
-from fedssl.runs.deployed import format_command
+from fedssl.runs.folder import format_deploy_command
 from fedssl.runs.metrics import is_number
-from fedssl.runs.record import Run
+from fedssl.runs.reader import RunReader
 from fedssl.util.templates import load_templates
 from fedssl.util.text import NOT_PERCENT, format_bytes, format_client, name_measure
 
@@ -39,7 +39,7 @@ TEMPLATES = load_templates(
 class ReportedRun:
     """One run with everything that the page shows of it, read when it is first needed."""
 
-    def __init__(self, run: Run, label: str, several: bool) -> None:
+    def __init__(self, run: RunReader, label: str, several: bool) -> None:
         self.run = run
         self.label = label
         self.sentence = describe(run, seed=several)
@@ -80,7 +80,7 @@ class ReportedRun:
         out = f"{self.run.path}-again"
         if self.is_deployed:
             quoted = json.dumps(str(Path(out).absolute()), ensure_ascii=False)
-            return format_command(self.run.path, f"out={quoted}")
+            return format_deploy_command(self.run.path, f"out={quoted}")
         return shlex.join(["fedssl", "run", str(self.run.path / "config.yaml"), "--out", out])
 
     @property
@@ -122,7 +122,7 @@ class Page:
         return self.runs[MOST_SHOWN:]
 
 
-def build_page(runs: Sequence[Run], say: Callable[[str], None]) -> str:
+def build_page(runs: Sequence[RunReader], say: Callable[[str], None]) -> str:
     """Return the page's HTML; ``say`` is told what is being read."""
     names = comparison.name_runs(runs)
     page = Page([ReportedRun(run, names[run.path], len(runs) > 1) for run in runs])

@@ -39,7 +39,7 @@ from fedssl.runs import validate
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
 from fedssl.training.trainer import Trainer
-from fedssl.util.devices import pick_device
+from fedssl.util.device import pick_device
 from fedssl.util.tuning import keep_freed_memory
 
 # Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
@@ -102,6 +102,11 @@ class Experiment:
     def tower(self, number: int = 0) -> Tower:
         """Return a tower of the network that clients train, with its present weights."""
         return cast(Tower, self.trainer.network.towers[number])
+
+    def prepare(self) -> None:
+        """Do what the algorithm does before the first round."""
+        self.algorithm.prepare(self.server, self.public)
+        self.algorithm.check_state("server", self.server.state)
 
     def draw_cohort(self, round: int) -> NDArray[np.int64]:
         """Draw the clients of a round."""

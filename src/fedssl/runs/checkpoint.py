@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,56 +10,58 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.runs.build import Experiment
-from fedssl.runs.record import LOCK as LOCK
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.files import save, writing
+from fedssl.util.files import save
 from fedssl.util.trees import Tree, flatten, unflatten
 
 FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
+FORMAT = "3"  # changes where older checkpoints cannot be read
 
 
 def write(out: Path, experiment: Experiment) -> None:
     """Save everything that the next round depends on.
 
-    Clients whose state changed get new files, named after the round; the server's file, which says
-    which ones count, is moved into place after them; then what no longer counts goes. So a
-    reader finds one moment of the run, whenever the writer is killed.
+    Clients whose state changed get new files, named after the round. Then the server's file, which
+    says which ones count, is moved into place. Then old files are removed. So a reader finds one
+    moment of the run, whenever the writer is killed.
     """
-    server, states = experiment.server, experiment.engine.states
+    server, engine = experiment.server, experiment.engine
+    states = engine.states
     tree: dict[str, Tree] = {
         "weights": server.weights,
         "rule": cast("dict[str, Tree]", server.rule_state),
         "server": server.state,
-        "average": cast("dict[str, Tree]", experiment.engine.aggregator.save_state()),
+        "average": cast("dict[str, Tree]", engine.aggregator.save_state()),
     }
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
     _check_finite(tensors, experiment, out)
     for client in sorted(states.changed):
-        own = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
-        _check_finite(own, experiment, out)
-        save(_client_file(out, client, server.round), own, {})
+        state = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
+        _check_finite(state, experiment, out)
+        save(_client_file(out, client, server.round), state, {})
         states.versions[client] = server.round
     states.changed.clear()
-    versions = {str(client): version for client, version in states.versions.items()}
     notes = {
+        "format": FORMAT,
         "round": str(server.round),
-        "clients": json.dumps(versions),
-        **experiment.engine.notes(),
+        "clients": json.dumps({str(client): round for client, round in states.versions.items()}),
+        "classes": json.dumps(experiment.dataset.classes),
+        **engine.notes(),
     }
-    notes["classes"] = json.dumps(experiment.dataset.classes)
-    if not experiment.of_sites:  # else they are elsewhere
+    if not experiment.of_sites:  # whose images are elsewhere
         notes["files"] = json.dumps(dict(experiment.dataset.files))
     save(out / FILE, tensors, notes)
-    experiment.engine.committed(server.round)
+    engine.committed(server.round)
     _remove_old(out, states.versions)
 
 
 def forget_clients(out: Path, experiment: Experiment) -> None:
-    """After the last round: states that nothing will be read from (a network's size each)."""
+    """Remove the clients' states after the last round if nothing is read from them."""
     experiment.engine.states.forget()
     write(out, experiment)
 
@@ -80,131 +79,99 @@ def _remove_old(out: Path, versions: dict[int, int]) -> None:
 
 def _check_finite(tensors: dict[str, Tensor], experiment: Experiment, out: Path) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        config = experiment.config
+        settings = experiment.config
         raise TrainingError(
-            f"round {experiment.server.round}: the weights are no longer finite; lower server.lr "
-            f"(now {config.server.lr}) or client.lr (now {config.client.lr}){_pulls(config)}. "
-            f"{kept(out)}"
+            f"round {experiment.server.round}: the weights are no longer finite. Lower server.lr "
+            f"(now {settings.server.lr}) or client.lr (now {settings.client.lr})"
+            f"{_list_large_weights(settings)}. {describe_kept(out)}"
         )
 
 
-def _pulls(config: Config) -> str:
-    """A proximal term diverges as soon as its weight times the learning rate is above 2."""
-    for name in ("lambda", "mu"):
-        weight = getattr(config.algorithm, name, getattr(config.algorithm, name + "_", None))
-        if isinstance(weight, float):
-            return f" or algorithm.{name} (now {weight})"
-    return ""
+def _list_large_weights(settings: Config) -> str:
+    """List keys of the algorithm that a proximal term may have as its weight.
+
+    Such a term diverges as soon as its weight times the learning rate is above 2.
+    """
+    keys = configuration.flatten(configuration.to_tree(settings.algorithm), "algorithm.")
+    large = {k: v for k, v in keys.items() if isinstance(v, float) and v * settings.client.lr > 2}
+    return "".join(f" or {key} (now {value})" for key, value in large.items())
 
 
-def kept(out: Path) -> str:
-    """What a run that failed leaves to resume from."""
+def describe_kept(out: Path) -> str:
+    """Describe what a run that failed leaves to resume from."""
     if (out / FILE).exists():
         return f"The last good checkpoint is kept in {out}"
     return f"No checkpoint had been written yet in {out}"
 
 
 def read(out: Path, experiment: Experiment) -> bool:
-    """Bring an experiment to where its checkpoint was; false if there is none yet."""
+    """Restore the state of a run from its checkpoint; return false if there is none yet."""
     path = out / FILE
     if not path.exists():
         return False
-    tensors, metadata = _load(path)
-    device, server = experiment.trainer.device, experiment.server
+    tensors, notes = _load(path)
+    engine, server = experiment.engine, experiment.server
+    device = experiment.trainer.device
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
     weights = cast(Tensor, tree["weights"])
     if weights.shape != server.weights.shape:
         raise UserError(
-            f"{path}: holds a network of {len(weights)} numbers where this configuration makes one "
-            f"of {len(server.weights)}; the encoder, the head or the data's channels differ"
+            f"{path} holds a network of {len(weights)} numbers where this configuration makes one "
+            f"of {len(server.weights)}",
+            fix="Leave the encoder, the head and the data's channels as they were.",
         )
-    if "clients" in tree:
-        raise UserError(
-            f"{path}: written by an older version, which kept clients' states elsewhere; "
-            "finish the run with that version, or start a new one"
-        )
-    server.round = int(metadata["round"])
+    server.round = int(notes["round"])
     server.weights = weights
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
-    experiment.engine.resume(metadata, server.round)
-    experiment.engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
-    for client, version in json.loads(metadata.get("clients", "{}")).items():
-        own, _ = _load(_client_file(out, int(client), version))
-        experiment.engine.states.restore(int(client), own, version)
+    engine.resume(notes, server.round)
+    engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
+    for client, version in json.loads(notes["clients"]).items():
+        state, _ = _load(_client_file(out, int(client), version))
+        engine.states.restore(int(client), state, version)
     return True
 
 
-def of_other_images(out: Path, dataset: Dataset, split: str = "train") -> bool:
-    """Whether the run had other files; not known of a deployment, whose images are elsewhere, and
-    of a run of an older version.
-    """
-    before = _files(out)
+def has_other_images(out: Path, dataset: Dataset, split: str = "train") -> bool:
+    """Return whether the run had other files. Those of real sites are not known."""
+    before = _read_note(out, "files") or {}
     return split in before and before[split] != dataset.files.get(split)
 
 
-def of_same_images(out: Path, dataset: Dataset) -> bool:
-    """Whether the run is known to have had these files, wherever they were."""
-    before = _files(out)
+def has_same_images(out: Path, dataset: Dataset) -> bool:
+    """Return whether the run is known to have had these files, wherever they were."""
+    before = _read_note(out, "files") or {}
     return bool(before) and before == dict(dataset.files)
 
 
-def classes(out: Path) -> tuple[str, ...] | None:
-    """The classes of the run's data, which its head was made for; not known of older versions."""
-    found = _note(out, "classes")
-    return None if found is None else tuple(found)
+def read_classes(out: Path) -> tuple[str, ...] | None:
+    """Return the classes of the run's data, for which its classifier was made."""
+    classes = _read_note(out, "classes")
+    return None if classes is None else tuple(classes)
 
 
-def _files(out: Path) -> dict[str, str]:
-    """A digest of the run's files of each split, as far as it is known."""
-    return _note(out, "files") or {}
-
-
-def _note(out: Path, name: str) -> Any:
-    """What the checkpoint says beside its numbers; none where it does not."""
+def _read_note(out: Path, name: str) -> Any:
+    """Return a note of the checkpoint; ``None`` if there is none."""
     path = out / FILE
-    known = _load(path, whole=False)[1] if path.exists() else {}
-    return json.loads(known.get(name, "null"))
+    notes = _load(path, whole=False)[1] if path.exists() else {}
+    return json.loads(notes.get(name, "null"))
 
 
 def _load(path: Path, whole: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A file's tensors, if they are wanted, and what it says beside them."""
+    """Return a file's tensors, if it is read whole, and its notes."""
+    again = "Start a new run in another folder."
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys() if whole else ()
             tensors = {name: file.get_tensor(name) for name in names}
-            metadata = file.metadata() or {}
+            notes = file.metadata() or {}
     except FileNotFoundError:
-        raise UserError(f"{path}: missing, so the run cannot be resumed; start a new one") from None
+        raise UserError(f"{path} is missing, so the run cannot be resumed", fix=again) from None
     except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a checkpoint of fedssl ({error})", fix=again) from None
+    if path.name == FILE.name and notes.get("format") != FORMAT:
         raise UserError(
-            f"{path}: not a checkpoint of this program ({error}); start a new run in another folder"
-        ) from None
-    if path.name == FILE.name and not metadata.get("round", "").isdecimal():
-        raise UserError(f"{path}: not a checkpoint of this program (it names no round)")
-    return tensors, metadata
-
-
-@contextlib.contextmanager
-def locked(path: Path, where: str, hint: str, what: str = "run") -> Iterator[None]:
-    """The folder of a lock file for one process at a time, however the one before ended."""
-    import fcntl
-
-    with writing(where):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            number = file.read().strip() or "unknown"
-            raise UserError(
-                f"{where}: a {what} is at work there (process {number}); {hint}"
-            ) from None
-        except OSError:
-            pass  # some network disks have no locks
-        file.truncate(0)
-        with contextlib.suppress(OSError):  # a full disk; it is only for the line above
-            os.write(file.fileno(), f"{os.getpid()}\n".encode())
-        yield
+            f"{path} was written by another version of fedssl",
+            fix="Finish the run with that version, or start a new run in another folder.",
+        )
+    return tensors, notes

@@ -242,14 +242,11 @@ def require(config: Config) -> None:
             ) from None
 
 
-def start(config: Config | None, out: Path, round: int) -> list[Logger]:
+def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
     """The loggers of a run that goes on after ``round``."""
     found: list[Logger] = []
     if installed("tensorboard"):
         found.append(TensorBoard(out, round))
-    if config is None:
-        return found
-    require(config)
     for name in dict.fromkeys(config.log):
         try:
             found.append(Behind(name, NAMED[name](config, out)))

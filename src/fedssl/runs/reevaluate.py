@@ -17,9 +17,10 @@ from fedssl.data.places import name_images
 from fedssl.evaluate import parse, protocols
 from fedssl.runs import checkpoint
 from fedssl.runs.build import build_evaluation
-from fedssl.runs.record import Run, section
+from fedssl.runs.finish import list_clients
+from fedssl.runs.folder import check_clients
+from fedssl.runs.reader import RunReader, section
 from fedssl.runs.result import split_models
-from fedssl.runs.run import check_clients
 from fedssl.runs.validate import is_deployed, list_evaluation_warnings
 from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list
@@ -64,7 +65,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     if given == {"data.root"}:
         # Whole: of labels to draw, others may have too few.
         dataset = _load(replace(settings.data, labels=None), settings.seed, given)
-        if checkpoint.of_same_images(run, dataset):  # which were moved
+        if checkpoint.has_same_images(run, dataset):  # which were moved
             given, dataset = set(), dataset if settings.data.labels is None else None
     if given:
         own, levels = section(tree, "data").get("name"), settings.data.levels
@@ -74,12 +75,13 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         if settings.data.name == own:
             _say_levels(run, levels, settings.data, dataset.classes)
         dataset = _fitting(run, settings.data, dataset)
-        settings, classes = _of_other_classes(settings, dataset, checkpoint.classes(run))
+        settings, classes = _of_other_classes(settings, dataset, checkpoint.read_classes(run))
     experiment = build_evaluation(settings, dataset, classes)
     experiment.of_sites = sites
-    if not given and checkpoint.of_other_images(run, experiment.dataset):
-        check_clients(experiment, run, "evaluate", "judge on other images with data.root=…")
-    if not given and checkpoint.of_other_images(run, experiment.dataset, "test"):
+    if not given and checkpoint.has_other_images(run, experiment.dataset):
+        where, fix = name_images(settings.data), "evaluate on other images with data.root"
+        check_clients(run, list_clients(experiment), experiment.dataset, where, fix)
+    if not given and checkpoint.has_other_images(run, experiment.dataset, "test"):
         said = "the test images are not those that the run had; its summary.json has those'"
         print(f"fedssl: evaluate: {said} numbers", file=sys.stderr)
     experiment.engine.open(run)
@@ -114,7 +116,10 @@ def _fitting(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
     if len(train) < 2:
         raise UserError(f"{where}: holds {len(train)} training image; judging needs at least two")
     # None: the run has not ended, and its checkpoint will say that something differs.
-    wanted, now = Run(run)._json("encoder.json", {}).get("channels"), train.images[0].shape[1]
+    wanted, now = (
+        RunReader(run).read_json("encoder.json", {}).get("channels"),
+        train.images[0].shape[1],
+    )
     if wanted and wanted[0] != now:
         kind = "grey" if wanted[0] == 1 else "in colour"
         print(
@@ -147,7 +152,7 @@ def _say_levels(
         return
     where = "=".join(name_images(data))
     text = f"{where}: data.levels={','.join(own or ())}, the run's, names no class"
-    names = {row["name"] for row in Run(run).clients if row["name"] != str(row["client"])}
+    names = {row["name"] for row in RunReader(run).clients if row["name"] != str(row["client"])}
     sites = sorted(set(classes) & names)
     if sites:
         raise UserError(

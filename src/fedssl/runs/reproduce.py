@@ -19,11 +19,10 @@ import torch
 from fedssl import __version__, config
 from fedssl.config import Config
 from fedssl.evaluate import check_heldout, chooser
-from fedssl.runs import metrics, run, sweep
-from fedssl.runs.record import read_json
-from fedssl.runs.run import Interrupted as Interrupted
+from fedssl.runs import loop, metrics, sweep
+from fedssl.runs.reader import read_json
 from fedssl.training.trainer import precision_on
-from fedssl.util.devices import name_device, pick_device
+from fedssl.util.device import name_device, pick_device
 from fedssl.util.errors import TrainingError, UserError, resume_hint
 from fedssl.util.files import write_text, writing
 from fedssl.util.text import align_columns, name_measure
@@ -192,7 +191,7 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
 def _choices(tree: config.Tree) -> dict[str, Config]:
     """A run for each combination of the lists' values; what chooses among them is no test image."""
     lists = config.find_sweep(tree)
-    found = sweep.runs(tree) if lists else {"": config.build(tree)}
+    found = sweep.list_runs(tree) if lists else {"": config.build(tree)}
     for key, values in lists.items():
         if key == "seed":
             raise UserError(f"seed={values}: a seed is not chosen; run each, with its own --out")
@@ -235,8 +234,8 @@ def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished; a run that diverges is said and passed over. Returns those."""
     begun = {job.folder: job.settings for job in jobs if _started(job)}
     waiting = {job.label: job.settings for job in jobs if job.summary() is None}
-    sweep.check_images(begun, sweep.check(waiting))
-    sweep.note_places(begun)
+    sweep.check_same_images(begun, sweep.check_runs(waiting))
+    sweep.update_all_places(begun)
     failed, commit = [], _commit()
     for number, job in enumerate(jobs, 1):
         label = f"[{number}/{len(jobs)}] {job.label}"
@@ -247,7 +246,7 @@ def work(jobs: Sequence[Job]) -> list[Job]:
         print(label, file=sys.stderr)
         try:
             with resume_hint("Then call it again, and it continues."):
-                run.run(job.settings, job.folder, resume=_started(job))
+                loop.run(job.settings, job.folder, resume=_started(job))
         except TrainingError as error:
             print(f"{label}: {error}", file=sys.stderr)
             failed.append(job)
@@ -262,7 +261,7 @@ def _so_far(job: Job) -> dict[str, Any]:
     """What a run that failed can say of itself, as a summary says it."""
     device = pick_device(job.settings.device)
     return {
-        **(metrics.Metrics.totals(job.folder, {}) if any(metrics.read(job.folder)) else {}),
+        **(metrics.totals(job.folder, {}) if any(metrics.read(job.folder)) else {}),
         "device": name_device(device),
         "precision": precision_on(device, job.settings.precision),
         "torch": torch.__version__,

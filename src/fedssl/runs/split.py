@@ -15,7 +15,7 @@ from fedssl.data.load import load_dataset
 from fedssl.data.partition import partition
 from fedssl.data.random import choose, key
 from fedssl.runs.sources import find_sources
-from fedssl.util.devices import pick_device
+from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedssl.data.dirichlet import describe_imbalance
 from fedssl.data.folders import describe_unused
 from fedssl.data.partition import Folder
 from fedssl.engines.base import Engine
+from fedssl.engines.flower.environment import require_flower
 from fedssl.evaluate import check as check_protocols
 from fedssl.evaluate import collaborations, collaborative, parse, per_client
 from fedssl.evaluate import notes as evaluation_notes
@@ -21,6 +23,8 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.models.network import Network
 from fedssl.objectives.base import Objective
+from fedssl.runs import loggers
+from fedssl.runs.folder import SITES, format_deploy_command
 from fedssl.util.errors import UserError
 from fedssl.util.text import name_client
 
@@ -31,6 +35,22 @@ if TYPE_CHECKING:
 def is_deployed(config: Config) -> bool:
     """Return whether clients are real sites."""
     return config.engine.name == "flower" and config.engine.sites is not None
+
+
+def check_environment(settings: Config, out: Path | None = None) -> None:
+    """Check what a run needs beside its data: no real sites, installed packages.
+
+    ``out`` is the folder of the run, which may be that of a deployment.
+    """
+    if is_deployed(settings):
+        fix = "Write an app for them with fedssl deploy init, or leave it out."
+        if out is not None and (out / SITES).exists():
+            fix = f"Continue with {format_deploy_command(out, 'resume=true')}"
+        sites = settings.engine.sites
+        raise UserError("sites are elsewhere", key="engine.sites", value=sites, fix=fix)
+    loggers.require(settings)
+    if settings.engine.name == "flower":
+        require_flower()
 
 
 def check_deployment(config: Config) -> None:

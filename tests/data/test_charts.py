@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from fedssl.cli import main
+from fedssl.data import charts
 from fedssl.data.dataset import Groups
-from fedssl.report import charts
 
 
 def groups_of(*clients: list[int]) -> Groups:

@@ -1,0 +1,114 @@
+"""Compare local models with the global one (Dec-SSL, appendix B.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedssl.data import charts
+from fedssl.data.random import choose, key
+from fedssl.evaluate.evaluator import ModelEvaluator
+from fedssl.evaluate.features import extract
+from fedssl.evaluate.models import TrainedModels
+from fedssl.models.flat_weights import FlatWeights
+from fedssl.util.text import name_client
+
+IMAGES = 500  # training images, the same for all models, whose features are compared
+
+
+def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
+    """Measure how far clients' models are from their new global model, and from each other.
+
+    Weights: the sum over convolutions and linear layers of the L2 norm of their difference.
+    Features: the mean L2 distance over images, and CKA, which is 1 for the same geometry.
+    """
+    local, flat = evaluator.trainer.watched, evaluator.trainer.flat
+    if not local:
+        return {}
+    shared, name_of = _global_models(models, local), {k: _global_name(models, k) for k in local}
+    layers = {
+        str(k): layer_distances(flat, weights, shared[name_of[k]]) for k, weights in local.items()
+    }
+    features = extract_features(models, evaluator)
+    pairs = [sum(layer_distances(flat, a, b).values()) for a, b in combinations(local.values(), 2)]
+    names = next(iter(layers.values()))
+    both = {str(k): (features[str(k)], features[name_of[k]]) for k in local}
+    return {
+        "local_weight_distance": {k: sum(each.values()) for k, each in layers.items()},
+        "local_feature_distance": {k: mean_distance(*each) for k, each in both.items()},
+        "local_cka": {k: cka(*each) for k, each in both.items()},
+        "layer_distance": {n: float(np.mean([d[n] for d in layers.values()])) for n in names},
+        **({"between_clients_weight_distance": float(np.mean(pairs))} if pairs else {}),
+    }
+
+
+def _global_name(models: TrainedModels, client: int) -> str:
+    """Return the name of the global model that a client trains."""
+    number = models.number_of(client)
+    return f"global {number}" if number else "global"
+
+
+def _global_models(models: TrainedModels, clients: Iterable[int]) -> dict[str, Tensor]:
+    """Return the global models that these clients train, by name."""
+    numbers = {_global_name(models, k): models.number_of(k) for k in clients}
+    return {name: models.global_model(number) for name, number in sorted(numbers.items())}
+
+
+def layer_distances(flat: FlatWeights, a: Tensor, b: Tensor) -> dict[str, float]:
+    """Return ‖a − b‖ of each convolution and linear layer, biases included."""
+    squares: dict[str, Tensor] = {}
+    for span in flat.of(nn.Conv2d, nn.Linear):
+        layer = span.name.rpartition(".")[0]
+        part = (a[span.start : span.stop] - b[span.start : span.stop]).square().sum()
+        squares[layer] = squares.get(layer, torch.zeros_like(part)) + part
+    return {layer: float(square.sqrt()) for layer, square in squares.items()}
+
+
+def extract_features(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Tensor]:
+    """Return features of the same training images, by the name of the global or local model."""
+    trainer = evaluator.trainer
+    assert trainer.watched is not None
+    images = trainer.images[evaluator.modality]
+    chosen = choose(key(evaluator.config.seed, "drift"), len(images), IMAGES)
+    part = images[torch.as_tensor(chosen, device=images.device)]
+    weights = _global_models(models, trainer.watched)
+    weights |= {str(client): own for client, own in trainer.watched.items()}
+    return {
+        name: extract(evaluator.tower(each).encoder, part, device=trainer.device)
+        for name, each in weights.items()
+    }
+
+
+def mean_distance(a: Tensor, b: Tensor) -> float:
+    """Return the mean distance of matching rows."""
+    return float((a - b).norm(dim=1).mean())
+
+
+def cka(a: Tensor, b: Tensor) -> float:
+    """Return the linear centred kernel alignment (Kornblith et al. 2019).
+
+    It is 1 for features that differ by rotation and scale.
+    """
+    a, b = (x.double() - x.double().mean(0) for x in (a, b))
+    cross, own = (a.T @ b).norm().square(), (a.T @ a).norm() * (b.T @ b).norm()
+    return float(cross / own) if own > 0 else float("nan")
+
+
+def draw_features(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:
+    """Draw all models' features on the first two axes of their PCA (Figure 9 has UMAP after it).
+
+    ``names`` are those of the clients, by number.
+    """
+    rows = torch.cat(list(features.values())).double().cpu()
+    rows = rows - rows.mean(0)
+    points = (rows @ torch.linalg.svd(rows, full_matrices=False)[2][:2].T).numpy()
+    labels = [name_client(names, int(name)) if name.isdecimal() else name for name in features]
+    ends = np.cumsum([len(part) for part in features.values()])[:-1]
+    groups = dict(zip(labels, np.split(points, ends), strict=True))
+    charts.save(charts.draw_points(groups), path, "evaluate.drift")

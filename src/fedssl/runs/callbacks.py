@@ -1,0 +1,168 @@
+"""Work beside the rounds of a run: metrics, loggers, evaluation, checkpoints, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedssl.config import Config, plugins
+from fedssl.evaluate import drift
+from fedssl.runs import checkpoint, loggers, metrics
+from fedssl.runs.build import Experiment
+from fedssl.runs.progress import Progress
+from fedssl.util.files import write_text
+
+LOGGED_ROUNDS = 2000  # loggers show no more, and a point costs as much as a small round
+CHECKPOINT_SHARE = 50  # at most one part in so many of a run's time goes into checkpoints
+
+
+class Stop:
+    """Whether the user has asked the run to stop after this round."""
+
+    requested = False
+
+
+class Callback:
+    """Called around every round; each method does nothing unless it is overridden."""
+
+    def before_round(self) -> None:
+        """Prepare for a round."""
+
+    def after_round(self, line: dict[str, Any]) -> None:
+        """Use the round's line of metrics, or add numbers to it."""
+
+
+class Drift(Callback):
+    """Compare the round's local models with the global model (``evaluate.drift``)."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+
+    def before_round(self) -> None:
+        """Forget the last round's models."""
+        if self.experiment.trainer.watched is not None:
+            self.experiment.trainer.watched.clear()
+
+    def after_round(self, line: dict[str, Any]) -> None:
+        """Add the distances."""
+        line |= drift.measure(self.experiment.models, self.experiment.evaluator)
+
+
+class Evaluation(Callback):
+    """Evaluate during training (``evaluate.every``, ``evaluate.monitor``)."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+
+    def after_round(self, line: dict[str, Any]) -> None:
+        """Add the measures of the result so far."""
+        config, evaluator = self.experiment.config, self.experiment.evaluator
+        every, monitor, done = config.evaluate.every, config.evaluate.monitor, line["round"]
+        # All protocols run at the end anyway.
+        is_due = every and done % every == 0 and (monitor is not None or done < config.rounds)
+        if is_due and evaluator.is_possible:
+            with self.experiment.overhead.timed("evaluate"):
+                line |= evaluator.evaluate_result(self.experiment.models, monitor)
+
+
+class MetricsLog(Callback):
+    """Append to ``metrics.jsonl`` and to the loggers.
+
+    Lines after the checkpoint that is resumed are dropped.
+    """
+
+    def __init__(self, experiment: Experiment, settings: Config, out: Path) -> None:
+        self.experiment = experiment
+        done, path = experiment.server.round, out / metrics.FILE
+        kept = [line for line in metrics.read(out) if line["round"] <= done]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._loggers = loggers.open_loggers(settings, out, done)
+        self._every = max(1, settings.rounds // LOGGED_ROUNDS)
+        self._finished = False
+
+    def after_round(self, line: dict[str, Any]) -> None:
+        """Write the round's line."""
+        overhead = self.experiment.overhead.take()
+        line |= {"overhead": overhead} if overhead else {}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if line["round"] % self._every == 0:
+            self._log(line["round"], metrics.numbers(line))
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Log the result at the last round, and the totals."""
+        totals = {f"summary/{name}": v for name, v in metrics.numbers(summary).items()}
+        self._log(summary["rounds"], metrics.numbers(summary["result"]) | totals)
+        self._finished = True
+
+    def close(self) -> None:
+        """Close the file and the loggers."""
+        self._file.close()
+        for logger in self._loggers:
+            logger.close(self._finished)
+
+    def _log(self, round: int, numbers: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.write([(round, dict(numbers))])
+
+
+class Checkpoints(Callback):
+    """Write checkpoints now and then, at a stop, and after the last round."""
+
+    def __init__(self, experiment: Experiment, out: Path, stop: Stop) -> None:
+        self.experiment = experiment
+        self.out = out
+        self.stop = stop
+        self._saved, self._cost = time.monotonic(), 0.0
+
+    def after_round(self, line: dict[str, Any]) -> None:
+        """Write a checkpoint if it is time."""
+        config, seconds = self.experiment.config, self.experiment.config.checkpoint.seconds
+        wait = seconds and max(seconds, CHECKPOINT_SHARE * self._cost)
+        if config.privacy.noise is not None:
+            wait = 0  # what was released must not be forgotten
+        is_due = time.monotonic() - self._saved >= wait
+        if is_due or self.stop.requested or line["round"] == config.rounds:
+            started = time.monotonic()
+            self.write()
+            self._saved = time.monotonic()
+            self._cost = self._saved - started
+
+    def write(self) -> None:
+        """Write a checkpoint now."""
+        with self.experiment.overhead.timed("checkpoint"):
+            checkpoint.write(self.out, self.experiment)
+
+
+class ProgressBar(Callback):
+    """Show the rounds on standard error."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        config = experiment.config
+        label = plugins.short_name(config.algorithm.name)
+        self.progress = Progress(label, config.rounds, experiment.server.round)
+
+    def after_round(self, line: dict[str, Any]) -> None:
+        """Show the round."""
+        self.progress.update(line["round"], line["loss"], line["images"], line["skipped"])
+
+
+@contextlib.contextmanager
+def announce_compiling(experiment: Experiment, progress: Progress) -> Any:
+    """Say that compiling takes time, and hide torch's hints on intended settings."""
+    trainer = experiment.trainer
+    if trainer.compiles or trainer.compiles_passes:
+        progress.say("compiling the training step, once: a minute or two")
+        torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
+    with warnings.catch_warnings():
+        for hint in ("TensorFloat32 tensor cores", "The AccumulateGrad node's stream"):
+            warnings.filterwarnings("ignore", hint)
+        yield

@@ -1,0 +1,124 @@
+"""Finish a run: evaluate it, and write the summary and the encoder that is its result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedssl import __version__, config
+from fedssl.config import plugins
+from fedssl.evaluate import drift
+from fedssl.models.weights import SUFFIXES
+from fedssl.runs import checkpoint, metrics
+from fedssl.runs.build import Experiment
+from fedssl.util.device import name_device
+from fedssl.util.files import save, write_json
+
+MOST_PERSONAL_FILES = 100
+
+
+def list_clients(experiment: Experiment) -> list[dict[str, Any]]:
+    """Return the number, name and samples of each client."""
+    each = zip(experiment.names, experiment.clients.sizes.tolist(), strict=True)
+    return [{"client": k, "name": name, "samples": size} for k, (name, size) in enumerate(each)]
+
+
+def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
+    """Evaluate the result and an untrained network; write encoder and summary."""
+    rows, result = _evaluate(experiment)
+    export(experiment, out)
+    models, evaluator, trainer = experiment.models, experiment.evaluator, experiment.trainer
+    if trainer.watched:
+        features = drift.extract_features(models, evaluator)
+        drift.draw_features(features, experiment.names, out / "local-features.png")
+    settings = experiment.config.evaluate
+    watched = settings.monitor or (evaluator.protocols if evaluator.is_possible else ())
+    measure = "linear_top1" if "linear" in watched else "knn_top1"
+    summary: dict[str, Any] = {
+        **result,
+        "rounds": experiment.server.round,
+        **metrics.totals(out, experiment.overhead.take()),
+        **experiment.engine.aggregator.compute_privacy(),
+        **metrics.first_rounds(out, settings.targets, measure, result),
+        **({"per_client": evaluator.client_scores} if evaluator.client_scores else {}),
+        "judged": models.result,
+        "result": result,
+        **rows,
+        "norm_layers": _describe_norms(experiment),
+        "merged": experiment.engine.merges,
+        "seed": experiment.config.seed,
+        "parameters": trainer.flat.parameter_count,
+        "device": name_device(trainer.device),
+        "precision": trainer.precision,
+        "torch": torch.__version__,
+        "fedssl": __version__,
+    }
+    write_json(out / "summary.json", summary)
+    if not models.has_personal:
+        checkpoint.forget_clients(out, experiment)
+    return summary
+
+
+def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Measure untrained and given weights, by row, and the result."""
+    evaluator, rows = experiment.evaluator, {}
+    if not evaluator.is_possible:
+        return {}, {}
+    with experiment.overhead.timed("evaluate"):
+        rows["untrained"] = evaluator.evaluate_untrained(experiment.untrained())
+        if experiment.config.encoder.init is not None:
+            rows["initial"] = evaluator.evaluate(experiment.trainer.initial)
+        return rows, evaluator.evaluate_result(experiment.models)
+
+
+def _describe_norms(experiment: Experiment) -> str:
+    """Describe which normalization layers the evaluated models have."""
+    models, own, mean = experiment.models, "each client's own", "the mean of the clients'"
+    if models.kept is None:
+        return "the model's own"
+    if models.result == "global":
+        return mean
+    return f"{own}; of the global model {mean}" if models.algorithm.has_global else own
+
+
+def export(experiment: Experiment, out: Path) -> None:
+    """Write the encoder that is the result, and a note that describes it."""
+    settings, models = experiment.config, experiment.models
+    towers = settings.encoder.towers
+    weights, model = models.global_model(), experiment.algorithm.model
+    if models.has_mean_norms:
+        model += ", normalization layers: the mean of its clients'"
+    personal = models.personal_models(MOST_PERSONAL_FILES)
+    for client, each in personal.items():
+        _save_towers(experiment, each, out / "personal", f"client-{client}")
+    if not experiment.algorithm.has_global:
+        first, weights = next(iter(personal.items()))
+        model = f"personal, client {first}: there is no global model"
+    _save_towers(experiment, weights, out, "encoder")
+    files = [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]]
+    for name in files:
+        (out / name).chmod(0o644)  # unlike clients' models, it is for others to read
+    images = experiment.dataset.train.images
+    note = {
+        "model": model,
+        "algorithm": plugins.short_name(settings.algorithm.name),
+        "objective": plugins.short_name(settings.objective.name),
+        "encoder": config.to_tree(settings.encoder),
+        "features": experiment.tower().encoder.features,
+        "channels": [each.shape[1] for each in images],
+        "size": list(images[0].shape[2:]),
+        "input": "pixels divided by 255, no further normalization",
+        "files": files,
+        "personal": [f"personal/client-{k}.safetensors" for k in personal],
+    }
+    write_json(out / "encoder.json", note)
+
+
+def _save_towers(experiment: Experiment, weights: torch.Tensor, out: Path, name: str) -> None:
+    experiment.trainer.load(weights)
+    for tower, suffix in enumerate(SUFFIXES[: experiment.config.encoder.towers]):
+        state = experiment.tower(tower).encoder.state_dict()
+        tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
+        save(out / f"{name}{suffix}.safetensors", tensors, {})

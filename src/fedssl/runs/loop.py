@@ -1,0 +1,305 @@
+"""A run: the loop over rounds, in a folder, with checkpoints and baselines."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedssl import config
+from fedssl.config import Config, plugins
+from fedssl.data.places import name_images
+from fedssl.federation.driver import RoundResult, run_round
+from fedssl.runs import checkpoint, metrics
+from fedssl.runs.build import Experiment, build_experiment
+from fedssl.runs.callbacks import (
+    Callback,
+    Checkpoints,
+    Drift,
+    Evaluation,
+    MetricsLog,
+    ProgressBar,
+    Stop,
+    announce_compiling,
+)
+from fedssl.runs.finish import finish_run, list_clients
+from fedssl.runs.folder import (
+    check_clients,
+    check_folder,
+    check_moved,
+    claim,
+    is_started,
+    lock,
+    remove_unused,
+    update_config,
+)
+from fedssl.runs.metrics import Overhead
+from fedssl.runs.validate import check_environment, list_warnings
+from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.files import write_json, writing
+
+Say = Callable[[str], None]
+
+
+class Interrupted(Exception):
+    """Ctrl-C or a polite kill: the checkpoint is written, the run can be resumed."""
+
+
+def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
+    """Train, evaluate, and leave the run's folder; return the summary.
+
+    Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
+    """
+    configs = {out: settings}
+    for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
+        configs[out / "baselines" / name] = config.with_algorithm(settings, name)
+    try:  # all are checked before the first leaves anything on the disk
+        experiments = {
+            folder: open_run(each, folder, resume and (folder == out or is_started(folder)))
+            for folder, each in configs.items()
+        }
+    except BaseException:
+        remove_unused(out)
+        raise
+    with contextlib.ExitStack() as stack:
+        for folder in configs:
+            stack.enter_context(lock(folder))
+        runs = [RunInFolder(experiments[f], configs[f], f, resume) for f in configs]
+        summaries = execute(runs)
+    summary = summaries.pop(out)
+    if summaries:
+        summary["baselines"] = {folder.name: row["result"] for folder, row in summaries.items()}
+        write_json(out / "summary.json", summary)
+    return summary
+
+
+def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
+    """Build a run for a folder that is free, or that holds the same run if it is resumed."""
+    check_environment(settings, out)
+    check_folder(settings, out, resume)
+    overhead = Overhead()
+    with plugins.translate_errors(), overhead.timed("prepare"):
+        experiment = build_experiment(settings)
+    experiment.overhead = overhead
+    if resume:
+        key, value = name_images(settings.data)
+        clients, dataset = list_clients(experiment), experiment.dataset
+        otherwise = "start a new run in another folder"
+        check_clients(out, clients, dataset, (key, value), otherwise)
+        if checkpoint.has_other_images(out, dataset, "test"):
+            raise UserError(
+                f"the test images are not those of {out}",
+                key=key,
+                value=value,
+                fix="Put them back as they were, or use fedssl evaluate for other images.",
+            )
+        check_moved(settings, out, dataset)
+    return experiment
+
+
+class RunInFolder:
+    """A run in its folder: its configuration is written, its checkpoint is read."""
+
+    def __init__(self, experiment: Experiment, settings: Config, out: Path, resume: bool) -> None:
+        self.experiment, self.settings, self.out = experiment, settings, out
+        with writing(f"--out {out}"):
+            out.mkdir(parents=True, exist_ok=True)
+            if resume and is_started(out):
+                update_config(settings, out)
+            else:
+                claim(out, settings)
+                write_json(out / "clients.json", list_clients(experiment))
+        experiment.engine.open(out)
+        if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
+            print(f"fedssl: no checkpoint in {out}: it starts at round 1", file=sys.stderr)
+
+    def train(self, stop: Stop, log: MetricsLog) -> None:
+        """Run the rounds that are left, where the engine's transport is open."""
+        experiment, rounds = self.experiment, self.settings.rounds
+        bar = ProgressBar(experiment)
+        checkpoints = Checkpoints(experiment, self.out, stop)
+        others = (Drift(experiment), Evaluation(experiment), log, checkpoints, bar)
+
+        def work() -> None:
+            with contextlib.closing(bar.progress) as progress:
+                idle = config.find_idle_keys(self.settings)
+                for warning in (*idle, *list_warnings(experiment)):
+                    progress.say(warning)
+                if not (self.out / checkpoint.FILE).exists():
+                    with experiment.overhead.timed("prepare"):
+                        experiment.prepare()
+                    checkpoints.write()  # one to go back to, from the first round on
+                if experiment.server.round < rounds:
+                    with announce_compiling(experiment, progress):
+                        run_rounds(experiment, self.out, others, stop, progress.say)
+            experiment.engine.rest()
+
+        experiment.engine.drive(work)
+
+
+def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
+    """Train and finish runs one after another; return their summaries by folder."""
+    with contextlib.ExitStack() as stack:
+        logs = [MetricsLog(run.experiment, run.settings, run.out) for run in runs]
+        for log in logs:
+            stack.callback(log.close)
+        with _stop_on_signals() as stop, plugins.translate_errors(can_resume=True):
+            for run, log in zip(runs, logs, strict=True):
+                run.train(stop, log)
+        summaries = {run.out: finish_run(run.experiment, run.out) for run in runs}
+        for run, log in zip(runs, logs, strict=True):
+            log.finish(summaries[run.out])
+    return summaries
+
+
+def run_experiment(
+    experiment: Experiment, settings: Config, out: Path, resume: bool
+) -> dict[str, Any]:
+    """Run an experiment that is built, in a folder that is locked; return the summary."""
+    return execute([RunInFolder(experiment, settings, out, resume)])[out]
+
+
+def run_rounds(
+    experiment: Experiment, out: Path, callbacks: Sequence[Callback], stop: Stop, say: Say
+) -> None:
+    """Run all rounds that are left."""
+    server, rounds = experiment.server, experiment.config.rounds
+    while server.round < rounds:
+        for callback in callbacks:
+            callback.before_round()
+        line = run_one_round(experiment, out, say)
+        for callback in callbacks:
+            callback.after_round(line)
+        if stop.requested and server.round < rounds:
+            raise Interrupted
+
+
+def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]:
+    """Run one round; return its line of metrics."""
+    server, started = experiment.server, time.perf_counter()
+    cohort = experiment.engine.cohort(_draw_cohort(experiment, server.round), server.round)
+    try:
+        with experiment.trainer.tuned():
+            done = run_round(experiment.algorithm, server, cohort)
+    except torch.OutOfMemoryError:
+        raise _describe_memory(experiment, out) from None
+    if done.skipped is not None:
+        say(f"round {done.number} skipped: {done.skipped}")
+    for warning in done.warnings:
+        say(f"round {done.number}: {warning}")
+    for client, fault in done.faults.items():
+        say(f"round {done.number}: no reply of {experiment.names[client]}: {fault}")
+    _draw_cohort(experiment, server.round)  # while a GPU is at work; reading the loss waits for it
+    # Where clients are seen only through noise, no loss leaves them.
+    loss = None if done.loss is None else float(done.loss)
+    if loss is not None and not math.isfinite(loss):
+        rates = experiment.config
+        raise TrainingError(
+            f"round {done.number}: the loss is {loss}. Lower server.lr (now {rates.server.lr}) or "
+            f"client.lr (now {rates.client.lr}). {checkpoint.describe_kept(out)}"
+        )
+    return _make_line(experiment, done, loss, time.perf_counter() - started)
+
+
+def _make_line(
+    experiment: Experiment, done: RoundResult, loss: float | None, seconds: float
+) -> dict[str, Any]:
+    faults = {str(client): fault for client, fault in done.faults.items()}
+    return {
+        "round": done.number,
+        "loss": loss,
+        "seconds": round(seconds, 6),
+        "images": _count_images(experiment, done),
+        "clients": len(done.asked),
+        "missing": done.missing,
+        "skipped": done.skipped is not None,
+        **({"faults": faults} if faults else {}),
+        **count_bytes(done),
+        **experiment.engine.aggregator.compute_privacy(),
+        **{name: float(value) for name, value in done.log.items() if name != "loss"},
+        **{name: {str(k): v for k, v in each.items()} for name, each in done.client_log.items()},
+    }
+
+
+def count_bytes(done: RoundResult) -> dict[str, Any]:
+    """Count bytes over all clients, for one that took part in every exchange, and by exchange."""
+    moved, clients = done.traffic, len(done.asked)
+    exchanges = {
+        task: {
+            **{"up": moved.up[task], "down": moved.down[task]},
+            **{"replied": len(moved.replied[task]), "reached": len(moved.reached[task])},
+        }
+        for task in moved.down
+    }
+    one = {
+        way: round(sum(metrics.for_one(each, way, clients) for each in exchanges.values()))
+        for way in ("up", "down")
+    }
+    return {
+        "bytes_up": sum(moved.up.values()),
+        "bytes_down": sum(moved.down.values()),
+        "bytes_up_per_client": one["up"],
+        "bytes_down_per_client": one["down"],
+        "exchanges": exchanges,
+    }
+
+
+def _count_images(experiment: Experiment, done: RoundResult) -> int:
+    sizes = experiment.engine.groups.sizes[done.answered]
+    batches, passes = experiment.trainer.batches, experiment.algorithm.passes
+    if batches.size is None:
+        return int(sizes.sum()) * batches.per_round(1) * passes
+    return sum(batches.images(int(size)) for size in sizes) * passes
+
+
+def _draw_cohort(experiment: Experiment, round: int) -> NDArray[np.int64]:
+    """Draw a round's clients, once: they are drawn ahead while the device is at work."""
+    if experiment.drawn is None or experiment.drawn[0] != round:
+        experiment.drawn = (round, experiment.draw_cohort(round))
+    return experiment.drawn[1]
+
+
+def _describe_memory(experiment: Experiment, out: Path) -> UserError:
+    """Return the error of a full device. A run keeps its batch, so that takes a new run."""
+    settings, device = experiment.config, experiment.trainer.device
+    chunk, batch = settings.engine.chunk, settings.algorithm.batch
+    now = "all images of a client" if batch is None else batch
+    fix = f"Lower algorithm.batch (now {now}) and start a new run in another folder."
+    merges = experiment.engine.merges
+    if merges:
+        fix = f"Lower engine.chunk (now {chunk}). {checkpoint.describe_kept(out)}."
+    return UserError("out of memory", key="device", value=device, fix=fix, can_resume=merges)
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[Stop]:
+    """Note that the user asks to stop; asking twice stops at once."""
+    stop = Stop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        print("stopping after this round (again: at once)", file=sys.stderr)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = [signal.signal(number, handle) for number in numbers]
+    except ValueError:  # not the main thread: the caller keeps the signals
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)

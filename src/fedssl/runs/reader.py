@@ -1,0 +1,148 @@
+"""Read a run's folder, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from fedssl import config
+from fedssl.config import Config, Tree
+from fedssl.runs import metrics
+from fedssl.util.errors import UserError
+
+LOCK = "lock"  # a file in a run's folder, or a sweep's, held by the process that is at work
+BESIDE = ("sweep.yaml", "table.jsonl", "report.html", LOCK)  # files in a folder of runs
+
+
+class RunReader:
+    """A run's folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "config.yaml").is_file():
+            raise UserError(
+                f"{self.path} holds no run: it has no config.yaml",
+                fix="Give the folder that `fedssl run --out` wrote.",
+            )
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else "not finished"
+        return f"{type(self).__name__}({str(self.path)!r}: {state}, {self.rounds} rounds)"
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The contents of ``config.yaml``."""
+        return config.read_yaml(self.path / "config.yaml")
+
+    @property
+    def config(self) -> Config | None:
+        """The configuration; ``None`` if this version of fedssl refuses it (``problem``)."""
+        return self._built[0]
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no ``config``: the run is of another version, or files are missing."""
+        return self._built[1]
+
+    @cached_property
+    def _built(self) -> tuple[Config | None, str | None]:
+        try:
+            return config.build(self.tree), None
+        except UserError as error:
+            return None, str(error)
+
+    @property
+    def settings(self) -> Config:
+        """The configuration, or an error that says why there is none."""
+        if self.config is None:
+            raise UserError(
+                f"{self.path / 'config.yaml'} cannot be used: {self.problem}",
+                fix="Use the version of fedssl that wrote it.",
+            )
+        return self.config
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The contents of ``summary.json``; empty before the run has ended."""
+        return self.read_json("summary.json", {})
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended."""
+        return bool(self.summary)
+
+    @cached_property
+    def clients(self) -> list[dict[str, Any]]:
+        """Number, name and samples of each client."""
+        return self.read_json("clients.json", [])
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of ``metrics.jsonl``, one a round."""
+        yield from metrics.read(self.path)
+
+    @cached_property
+    def rounds(self) -> int:
+        """The number of rounds so far."""
+        return max((line["round"] for line in self.lines()), default=0)
+
+    @property
+    def baselines(self) -> list[Self]:
+        """The runs that ``evaluate.baselines`` left beside this one."""
+        return [type(self)(p.parent) for p in sorted(self.path.glob("baselines/*/config.yaml"))]
+
+    def read_json(self, name: str, default: Any) -> Any:
+        """Return the contents of a file in the folder."""
+        return read_json(self.path / name, default)
+
+
+def read_json(path: Path, default: Any) -> Any:
+    """Return a file's contents, of the type of ``default``, which stands for a missing file."""
+    if not path.is_file():
+        return default
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error})") from None
+    if not isinstance(content, type(default)):
+        expected = "keys and values" if isinstance(default, dict) else "a list"
+        raise UserError(
+            f"{path} holds {json.dumps(content)[:40]}, not {expected}",
+            fix="Use the version of fedssl that wrote it.",
+        )
+    return content
+
+
+def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a tree; empty if it is missing or no mapping."""
+    value = tree.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[RunReader]:
+    """Return the runs in these folders; a folder of runs stands for all in it.
+
+    Files that fedssl leaves beside runs are skipped, because ``runs/sweep/*`` names them too.
+    """
+    runs: list[RunReader] = []
+    folders = [p for p in paths if Path(p).name not in BESIDE or not Path(p).is_file()]
+    for given in folders or paths:
+        if given == "":
+            raise UserError("an empty name is no run", fix="Give the folder that a run wrote.")
+        path = Path(given)
+        below = [
+            file.parent
+            for depth in range(1, 5)  # runs/reproduce/fedema/table3/ROW/COLUMN
+            for file in sorted(path.glob("*/" * depth + "config.yaml"))
+            if "baselines" not in file.relative_to(path).parts
+        ]
+        is_run = (path / "config.yaml").is_file() or not below
+        runs += [RunReader(path)] if is_run else map(RunReader, below)
+    return runs
