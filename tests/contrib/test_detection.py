@@ -18,7 +18,7 @@ from fedssl import cli
 from fedssl import config as configuration
 from fedssl.config import Encoder
 from fedssl.contrib import detection
-from fedssl.contrib.detection import Settings, Shapes, detector, load
+from fedssl.contrib.detection import CocoSplit, Settings, build_detector, load_body
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
 from fedssl.runs import loop
@@ -69,6 +69,7 @@ def a_run(folder: Path, name: str = "resnet18", channels: int = 3, size: int = 3
     save(folder / "encoder.safetensors", {k: v.clone() for k, v in body.state_dict().items()}, {})
     made = {"name": name, "norm": "batch", "groups": 32, "towers": 1, "init": None}
     note = {"encoder": made, "channels": [channels], "size": [size] * 2}
+    note |= {"model": "global", "features": body.features}
     write_json(folder / "encoder.json", note)
     return folder
 
@@ -81,21 +82,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_weights_come_from_the_run_and_building_a_detector_changes_none(tmp_path: Path) -> None:
     made = a_run(tmp_path / "run")
     stored = load_file(made / "encoder.safetensors")
-    model: Any = detector(load(made, random=False, seed=0), 2, SIDE)
+    model: Any = build_detector(load_body(made, random=False, seed=0), 2, SIDE)
     found = model.backbone.body.state_dict()
     assert stored.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
-    fresh = load(made, random=True, seed=0).state_dict()
+    fresh = load_body(made, random=True, seed=0).state_dict()
     assert not torch.equal(fresh["stem.0.weight"], stored["stem.0.weight"])
     note = json.loads((made / "encoder.json").read_text())
     note["encoder"]["initializer"] = "torch"  # as the run's network was drawn
     (made / "encoder.json").write_text(json.dumps(note))
-    drawn = load(made, random=True, seed=0).state_dict()["stages.0.body.0.weight"]
+    drawn = load_body(made, random=True, seed=0).state_dict()["stages.0.body.0.weight"]
     assert float(drawn.abs().max()) <= 1 / 24 < float(fresh["stages.0.body.0.weight"].abs().max())
 
 
 def test_targets_are_what_the_file_says(data: Path) -> None:
-    train = Shapes(data, "train")
+    train = CocoSplit(data, "train")
     assert len(train) == 12 and train.categories == [3, 7]
     image, target = train.image(1), train.target(1)
     assert image.shape == (3, SIDE, SIDE) and float(image.min()) >= 0 and float(image.max()) <= 1
@@ -116,7 +117,7 @@ def test_pyramid_levels_and_anchors_of_both_stems() -> None:
         ("resnet18", 32, small), ("resnet18", 128, large), ("resnet50", 128, large),
     ):  # fmt: skip
         body: Any = encoder(Encoder(name, "batch"), 3, size)
-        model: Any = detector(body, 2, 64)
+        model: Any = build_detector(body, 2, 64)
         assert model.backbone.strides == strides
         maps = model.backbone(torch.zeros(2, 3, 64, 64))
         assert [m.shape[2] for m in maps.values()] == [64 // s for s in (*strides, 2 * strides[-1])]
@@ -125,7 +126,7 @@ def test_pyramid_levels_and_anchors_of_both_stems() -> None:
 
 
 def test_a_perfect_detector_has_an_ap_of_100(data: Path) -> None:
-    test = Shapes(data, "val")
+    test = CocoSplit(data, "val")
 
     class Oracle(torch.nn.Module):
         number = 0
@@ -136,7 +137,7 @@ def test_a_perfect_detector_has_an_ap_of_100(data: Path) -> None:
             scores = torch.ones(len(target["labels"]))
             return [{**target, "scores": scores, "masks": target["masks"][:, None].float()}]
 
-    found = detection.score(Oracle(), test, torch.device("cpu"))
+    found = detection.evaluate(Oracle(), test, torch.device("cpu"))
     assert found == pytest.approx(
         {"box_ap": 100, "box_ap50": 100, "mask_ap": 100, "mask_ap50": 100}, abs=1e-6
     )
@@ -144,7 +145,7 @@ def test_a_perfect_detector_has_an_ap_of_100(data: Path) -> None:
 
 def test_boxes_that_are_half_right_count_at_the_loose_threshold_alone(data: Path) -> None:
     """Boxes of three quarters of the width overlap by 0.75: five of COCO's ten thresholds fall."""
-    test = Shapes(data, "val")
+    test = CocoSplit(data, "val")
 
     class Near(torch.nn.Module):
         number = 0
@@ -158,21 +159,22 @@ def test_boxes_that_are_half_right_count_at_the_loose_threshold_alone(data: Path
             masks = target["masks"][:, None].float()
             return [{**target, "boxes": boxes, "scores": scores, "masks": masks}]
 
-    found = detection.score(Near(), test, torch.device("cpu"))
+    found = detection.evaluate(Near(), test, torch.device("cpu"))
     assert found["box_ap50"] == pytest.approx(100) and found["box_ap"] == pytest.approx(50)
 
 
 @pytest.mark.parametrize(
     ("part", "field", "value", "said"),
     [
-        ("annotations", "category_id", 99, "annotation 1 is of a category or an image"),
-        ("annotations", "image_id", 99, "annotation 1 is of a category or an image"),
+        ("annotations", "category_id", 99, "annotation 1 has a category"),
+        ("annotations", "image_id", 99, "annotation 1 has an image"),
         ("annotations", "bbox", None, "annotation 1 has no bbox"),
-        ("annotations", "bbox", [1, 2, 3], "bbox=[1, 2, 3]: expected x, y, width and height"),
-        ("annotations", "bbox", [1, 2, 3, "4"], "expected x, y, width and height"),
+        ("annotations", "bbox", [1, 2, 3], "bbox=[1, 2, 3]"),
+        ("annotations", "bbox", [1, 2, 3, "4"], "bbox=[1, 2, 3, '4']"),
         ("annotations", "area", None, "annotation 1 has no area"),
         ("annotations", "iscrowd", None, "annotation 1 has no iscrowd"),
-        ("annotations", "segmentation", [[1, 2]], "a polygon needs at least three points"),
+        ("annotations", "segmentation", [], "annotation 1 has no segmentation"),
+        ("annotations", "segmentation", [[1, 2]], "less than three points"),
         ("images", "file_name", None, "has no file_name"),
         ("images", "height", None, "has no height"),
     ],
@@ -188,7 +190,7 @@ def test_a_file_that_is_not_cocos_is_refused(
         del tree[part][0][field]
     file.write_text(json.dumps(tree))
     with pytest.raises(UserError, match=re.escape(said)):
-        Shapes(root, "val")
+        CocoSplit(root, "val")
 
 
 def test_end_to_end_from_the_command_line(
@@ -228,7 +230,7 @@ def test_detection_starts_where_pretraining_ended(
         starts.append({k: v.clone() for k, v in model.backbone.body.state_dict().items()})
 
     monkeypatch.setattr(detection, "fit", look)
-    monkeypatch.setattr(detection, "score", lambda *_: {"box_ap": 0.0})
+    monkeypatch.setattr(detection, "evaluate", lambda *_: {"box_ap": 0.0})
     for random in (False, True):
         detection.detect(folder, data, Settings(random=random, width=8), torch.device("cpu"))
     ours, fresh = starts
@@ -244,7 +246,7 @@ def test_heads_of_full_width_are_torchvisions() -> None:
     from torchvision.models.detection import MaskRCNN
 
     body: Any = encoder(Encoder("resnet18", "batch"), 3, 128)
-    ours: Any = detector(body, 2, 64)
+    ours: Any = build_detector(body, 2, 64)
     theirs = MaskRCNN(ours.backbone, 3)
     for part in ("box_head", "box_predictor", "mask_head", "mask_predictor"):
         shapes_of = [
@@ -256,35 +258,25 @@ def test_heads_of_full_width_are_torchvisions() -> None:
     assert sampler == theirs.roi_heads.fg_bg_sampler.batch_size_per_image
 
 
-def refused(*words: str) -> list[str]:
-    return ["detect", *words, "--steps", "1", "--device", "cpu"]
-
-
 def test_bad_input_is_one_line(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, gray = a_run(tmp_path / "run"), a_run(tmp_path / "gray", channels=1)
     tiny = a_run(tmp_path / "tiny", name="tiny")
-    bare, lost, odd = (shapes(tmp_path / name, 2, 2) for name in ("bare", "lost", "odd"))
-    file = bare / "annotations" / "instances_train2017.json"
-    tree = json.loads(file.read_text())
-    tree["annotations"][1]["segmentation"] = []
-    file.write_text(json.dumps(tree))
+    lost, odd = (shapes(tmp_path / name, 2, 2) for name in ("lost", "odd"))
     (lost / "val2017" / "1.png").unlink()
     (odd / "annotations" / "instances_val2017.json").write_text("[]")
-    for words, said in (
-        (refused(str(made), str(bare)), "annotation 2 has no mask (segmentation)"),
-        (refused(str(made), str(lost)), "there is no image"),
-        (refused(str(made), str(odd)), "not in COCO's format"),
-        (refused(str(made), str(tmp_path)), "expected one annotations/instances_train"),
-        (refused(str(tmp_path), str(data)), "holds no encoder.json"),
-        (refused(str(gray), str(data)), "1 channel(s), not colours"),
-        (refused(str(tiny), str(data)), "has no stages to detect with; use a ResNet"),
-        ([*refused(str(made), str(data)), "--batch", "0"], "--batch=0: must be above 0"),
+    for run_, data_, said in (
+        (made, lost, "no image"),
+        (made, odd, "not in COCO's format"),
+        (made, tmp_path, "0 files are called annotations/instances_train"),
+        (tmp_path, data, "no encoder there"),
+        (gray, data, "takes gray images"),
+        (tiny, data, "has no stages"),
     ):
-        assert cli.main(words) == 2
-        found = capsys.readouterr().err
-        assert said in found and found.count("\n") == 1
+        assert cli.main(["detect", str(run_), str(data_), "--steps", "1", "--device", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
 
 
 def test_the_help_says_where_images_are_looked_for(
@@ -295,10 +287,11 @@ def test_the_help_says_where_images_are_looked_for(
     said = " ".join(capsys.readouterr().out.split())
     assert "annotations/instances_NAME.json with its images in the folder NAME" in said
     for split in ("train", "val"):
-        file = Shapes(data, split).file
-        assert Shapes(data, split).images == data / file.stem.removeprefix("instances_")
+        file = CocoSplit(data, split).file
+        assert CocoSplit(data, split).images == data / file.stem.removeprefix("instances_")
 
 
 def test_settings_out_of_range() -> None:
-    with pytest.raises(UserError, match="--lr=-1: must be above 0"):
+    with pytest.raises(UserError) as error:
         Settings(lr=-1)
+    assert (error.value.key, error.value.value) == ("--lr", -1)

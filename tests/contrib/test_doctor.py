@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from fedssl.cli import main
+from fedssl.config import plugins
 from fedssl.contrib import doctor
 
 
-def test_it_says_what_is_here(
+def test_the_report_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path))
@@ -32,7 +33,7 @@ def test_it_says_what_is_here(
         r"  cpu +\d+ cores",
         r"  digits +found",
         rf"  cifar10 +found +{tmp_path}/downloads/cifar10",
-        rf"  cifar100 +not here +fetched to {tmp_path}/downloads/cifar100 .*data\.root",
+        rf"  cifar100 +not here +downloaded to {tmp_path}/downloads/cifar100 .*data\.root",
         r"  this folder +[\d.]+ \wB free",
         rf"  FEDSSL_CACHE +[\d.]+ \wB free +{tmp_path}",
     ):
@@ -42,40 +43,40 @@ def test_it_says_what_is_here(
     assert len({re.match(r"  .*?\S(  +)(?=\S)", row).end() for row in rows}) == 1  # type: ignore[union-attr]
 
 
-def test_what_is_missing_is_named_with_the_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ("mlflow", "onnx")
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in gone else "1.0")
+    monkeypatch.setattr(doctor, "_find_version", lambda name: None if name in gone else "1.0")
     shown = doctor.report()
     assert re.search(r"mlflow +missing +log=mlflow; pip install 'fedssl\[mlflow\]'", shown)
     assert re.search(r"onnx +missing +.*'fedssl\[export\]'", shown)
     assert shown.splitlines()[-1].startswith("missing: onnx, mlflow")
 
 
-def test_without_torch_that_is_what_it_says() -> None:
+def test_without_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from fedssl.cli import main; main(['doctor'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.search(r"^  torch +missing +pip install torch", done.stdout, re.MULTILINE)
     assert re.search(r"^missing: torch\b", done.stdout.splitlines()[-1])
 
 
-def test_what_packages_offer_and_whether_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_and_whether_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def point(package: str) -> SimpleNamespace:
         return SimpleNamespace(dist=SimpleNamespace(name=package), value="")
 
     offers = {"fedavg": [point("a")], "new": [point("a")], "two": [point("b"), point("a")]}
     monkeypatch.setattr(
-        doctor.plugins,
+        plugins,
         "list_entry_points",
         lambda section: offers if section == "algorithm" else {},
     )
-    assert list(doctor._plugins()) == [
-        ["fedavg", "algorithm", "offered by a; not used, as fedssl has this name itself"],
-        ["new", "algorithm", "offered by a"],
-        ["two", "algorithm", "offered by a and b; neither is used, as the name is not clear"],
+    assert list(doctor._list_plugins()) == [
+        ("fedavg", "algorithm", "offered by a; not used, because fedssl has this name itself"),
+        ("new", "algorithm", "offered by a"),
+        ("two", "algorithm", "offered by a and b; not used, because the name is ambiguous"),
     ]
 
 
-def test_it_knows_every_extra() -> None:
+def test_every_extra_is_listed() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {
         re.split(r"[\[<>=]", package)[0]: extra
