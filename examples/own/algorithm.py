@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.util.errors import UserError
 
 
 class Momentum(Algorithm):
@@ -17,13 +16,9 @@ class Momentum(Algorithm):
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
-        """``momentum``: how much of the last round's step goes into this one."""
+        """Keys of this algorithm, beside those of every algorithm."""
 
-        momentum: float = 0.9
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.momentum < 1:
-                raise UserError(f"algorithm.momentum={self.momentum}: must be from 0 to below 1")
+        momentum: float = key(0.9, ge=0, lt=1, help="Share of the previous step.")
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """The server's half: it sees only the mean of the clients' changes."""

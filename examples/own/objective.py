@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import normalize
 
+from fedssl.config import key
 from fedssl.objectives.base import ProjectorObjective, ProjectorParams
 
 
@@ -15,9 +16,9 @@ class Uniform(ProjectorObjective):
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
-        """``weight``: of uniformity, beside alignment."""
+        """Keys of this objective, beside those of every objective with a projector."""
 
-        weight: float = 1.0
+        weight: float = key(1.0, ge=0, help="Weight of uniformity beside alignment.")
 
     def loss(self, encodings, labels, memory=None):  # type: ignore[no-untyped-def]
         """A pure function of the batch's encodings, one tensor [N, d] for each view."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedssl import config
 from fedssl.config import PartitionParams
 from fedssl.data.dataset import Groups, Split
 from fedssl.data.random import key, permutation
@@ -15,9 +16,9 @@ class Halving:
 
     @dataclass(frozen=True)
     class Params(PartitionParams):
-        """``clients``: how many; the last takes the rest."""
+        """Keys of this partition, beside those of every partition."""
 
-        clients: int = 5
+        clients: int = config.key(5, ge=1, help="Number of clients. The last takes the rest.")
 
     params: Params
 

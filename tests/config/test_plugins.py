@@ -130,7 +130,7 @@ def test_keys_of_ones_own_are_checked_as_ours_are(capsys: pytest.CaptureFixture[
     for word, said in (
         ("algorithm.momentum=high", "algorithm.momentum=high:"),
         ("algorithm.momentun=0.5", "did you mean algorithm.momentum?"),
-        ("algorithm.momentum=2", "must be from 0 to below 1"),
+        ("algorithm.momentum=2", "algorithm.momentum=2.0: out of range"),
     ):
         assert main(["run", own, word]) == 2
         error = capsys.readouterr().err
