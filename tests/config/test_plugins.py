@@ -13,15 +13,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import yaml
 
 from fedssl import config
 from fedssl.cli import main
 from fedssl.config import plugins
-from fedssl.data.dataset import Groups
-from fedssl.data.partition import check_groups
+from fedssl.data.dataset import Split
+from fedssl.data.partition import partition
 from fedssl.evaluate import parse
 from fedssl.runs import loop as run_module
 from fedssl.util.errors import UserError
@@ -266,31 +266,32 @@ def test_a_protocol_may_not_be_called_like_one_of_fedssls(
     assert capsys.readouterr().err == f"fedssl: {said}"
 
 
-def test_what_a_partition_of_ones_own_says_is_looked_at() -> None:
-    def groups(members: list[int], *offsets: int) -> Groups:
-        return Groups(np.array(members), np.array(offsets))
-
-    check_groups(groups([0, 2, 1], 0, 2, 3), 3, "own")
-    for bad, said in (
-        (groups([0, 1], 0, 2, 2), "a client without a sample"),
-        (groups([0, 3], 0, 1, 2), "beyond the 3"),
-        (groups([0, 0], 0, 1, 2), "to two clients"),
-        ([[0], [1]], "split returned list"),
-    ):
-        with pytest.raises(UserError, match=said):
-            check_groups(bad, 3, "own")
+GROUPS = {
+    "[[0], [1]]": "split returned list",
+    "Groups([0, 1], [0, 2])": "members and offsets are not arrays of integers",
+    "Groups(np.array([0, 1]), np.linspace(0, 2, 2))": "members and offsets are not arrays",
+    "Groups(np.array([0, 1]), np.array([1, 2]))": "offsets do not start at 0",
+    "Groups(np.array([0, 1]), np.array([0, 9]))": "offsets do not start at 0",
+    "Groups(np.array([0, 1]), np.array([0, 2, 2]))": "a client has no sample",
+    "Groups(np.array([0, 99]), np.array([0, 1, 2]))": "members name samples beyond the 8",
+    "Groups(np.array([0, 0]), np.array([0, 1, 2]))": "two clients have the same sample",
+}
 
 
-def test_it_is_looked_at_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("result", GROUPS)
+def test_the_groups_of_a_users_partition_are_checked(result: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    source = (OWN / "partition.py").read_text()
-    path.write_text(source.replace("Groups(order, ", "Groups(order * 0, "))
-    for command in (["partition"], ["run", "--out", str(tmp_path / "run")]):
-        assert main([*command, f"partition.name={path}:Halving"]) == 2
-        assert "gives a sample to two clients" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    path.write_text(
+        "import numpy as np\nfrom fedssl.data.dataset import Groups\n"
+        f"{IID}    def split(self, split, classes, seed):\n        return {result}\n"
+    )
+    name = f"{path}:Own"
+    settings = config.build({"partition": {"name": name}})
+    split = Split((torch.zeros(8, 1, 2, 2, dtype=torch.uint8),), torch.zeros(8).long())
+    with pytest.raises(UserError) as error:
+        partition(settings.partition, split, 1, 0)
+    assert (error.value.key, error.value.value) == ("partition.name", name)
+    assert error.value.problem.startswith(GROUPS[result])
 
 
 FEDAVG = "from fedssl.algorithms.fedavg import FedAvg\nclass Own(FedAvg):\n"
@@ -322,7 +323,7 @@ def test_what_ones_own_methods_raise_is_said_in_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     trains = method in ("round", "loss")
     assert f"fedssl: {key}: line 4: ZeroDivisionError: division by zero" in error
-    assert error.endswith("Correct it, then continue with --resume.") == trains
+    assert error.endswith("Correct it. Then continue with --resume.") == trains
     assert out.exists() == trains
     if section == "partition":
         assert main(["partition", key]) == 2
@@ -457,10 +458,10 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
 
 
 MISTAKES = """
-import numpy as np
 import torch
 from fedssl.federation.algorithm import Algorithm
-from fedssl.data.dataset import Groups
+from fedssl.data.dataset import Split
+from fedssl.data.partition import partition
 from fedssl.data.partition import Iid
 from fedssl.objectives.simclr import SimCLR
 
@@ -565,31 +566,6 @@ class Three(SimCLR):
 class Returns(SimCLR):
     def head(self, *arguments):
         return None
-
-
-class Endless(Iid):
-    def split(self, split, classes, seed):
-        return Groups(np.arange(len(split)), np.array([0, 400, 800]))
-
-
-class Late(Iid):
-    def split(self, split, classes, seed):
-        return Groups(np.arange(len(split)), np.array([400, 800, len(split)]))
-
-
-class Far(Iid):
-    def split(self, split, classes, seed):
-        return Groups(np.arange(len(split)), np.array([0, 400, 9000]))
-
-
-class Floats(Iid):
-    def split(self, split, classes, seed):
-        return Groups(np.arange(len(split)), np.linspace(0, len(split), 3))
-
-
-class Lists(Iid):
-    def split(self, split, classes, seed):
-        return Groups(list(range(len(split))), [0, len(split)])
 """
 SAYS = {
     "algorithm": {
@@ -601,10 +577,10 @@ SAYS = {
         "More": "holds change, extra, loss, expected change, loss",
         "Nothing": "train returned: NoneType, expected tensors by name",
         "Float": "train returned: loss: float, expected a tensor",
-        "Counts": "server.state['count'] is of type int, not a tensor; keep torch.tensor(…), then",
+        "Counts": "server.state['count'] is of type int, not a tensor; keep torch.tensor(…). Then",
         "Prepares": "server.state['about'] is of type str, not a tensor",
         "Remembers": "client.state['seen']['names'] is of type list, not a tensor; keep",
-        "Numbered": "client.state[0] has no name that a file can hold; use a text without /, then",
+        "Numbered": "client.state[0] has no name that a file can hold; use a text without /. Then",
         "Slashed": "server.state['a/b'] has no name that a file can hold",
     },
     "objective": {
@@ -612,13 +588,6 @@ SAYS = {
         "Number": "the loss is float",
         "Detached": "the loss is nothing that has a gradient",
         "Three": "inputs = 3, and an image has at most 2 views",
-    },
-    "partition": {
-        "Endless": "offsets must start with 0 and end with 1438",
-        "Late": "offsets must start with 0 and end with 1438",
-        "Far": "offsets must start with 0 and end with 1438",
-        "Floats": "must be arrays of whole numbers",
-        "Lists": "must be arrays of whole numbers",
     },
 }
 

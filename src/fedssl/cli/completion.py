@@ -18,7 +18,7 @@ from fedssl import config
 SOURCES = {
     "algorithm": "algorithms/*.py",
     "objective": "objectives/*.py",
-    "partition": "data/partition*.py",
+    "partition": "data/*.py",
 }
 
 
@@ -29,7 +29,7 @@ def words(prefix: str, **_: Any) -> list[str]:
 
 def recipes(prefix: str = "", **_: Any) -> list[str]:
     """Complete the name of a recipe or of a table."""
-    names = config.list_recipes()
+    names = config.list_recipes(prefix)
     tables = {name.rpartition("/")[0].rpartition("/")[0] for name in names if name.count("/") > 2}
     return [name for name in (*names, *sorted(tables)) if name.startswith(prefix)]
 
@@ -78,7 +78,10 @@ def _choices(kind: Any) -> tuple[str, ...]:
 def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the keys in the source of a section's ``Params`` classes."""
     for path in sorted(Path(__file__).parents[1].glob(SOURCES[section])):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if "Params(" not in text:  # parsing takes most of the time
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Params"):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):

@@ -19,15 +19,15 @@ from fedssl.util.errors import UserError, suggest
 LIST = "`fedssl recipes` lists them."
 
 
-def list_recipes() -> dict[str, Path]:
-    """Return the files of fedssl's recipes by name.
+def list_recipes(prefix: str = "") -> dict[str, Path]:
+    """Return the files of fedssl's recipes by name, or of those whose names may begin so.
 
     A file that holds a table has a recipe for each cell: ``table/row/column``. Files that start
     with an underscore are only there to be extended.
     """
     recipes: dict[str, Path] = {}
     for name, path in _list_files().items():
-        if "/_" not in name:
+        if "/_" not in name and (name.startswith(prefix) or prefix.startswith(name)):
             recipes |= dict.fromkeys(_recipes_in(name, path), path)
     return recipes
 
