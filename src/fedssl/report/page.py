@@ -71,7 +71,7 @@ class ReportedRun:
 
     @property
     def is_deployed(self) -> bool:
-        """Whether its clients were real sites."""
+        """True if the clients were real sites."""
         return self.run.settings.engine.sites is not None
 
     @property

@@ -4,7 +4,7 @@
   const tip = document.getElementById("tip");
   const TEN = 10;
 
-  // Elements; text is always set as text, so that no name can become markup.
+  // Create an element. Text is never parsed, so that no name becomes markup.
   function make(parent, name, attributes = {}, text) {
     const svg = name === "svg" || parent.namespaceURI === "http://www.w3.org/2000/svg";
     const node = svg
@@ -16,13 +16,13 @@
     return node;
   }
 
-  // Ten colours that colour-blind readers can tell apart; more are spread over the hues.
+  // Ten colors that are distinct for color-blind readers; further ones are spread over the hues.
   const colour = (k, count) =>
     count <= TEN || k < TEN && count <= 2 * TEN ? `var(--c${k % TEN})`
       : `hsl(${(k * 137.5) % 360} ${45 + 20 * (k % 3)}% ${42 + 9 * (k % 4)}%)`;
   const dash = (k) => ["", "6 3", "2 3", "8 3 2 3"][Math.floor(k / TEN) % 4];
 
-  // A mark at a place; classes differ in shape too.
+  // The path of a mark; classes differ in shape as well as in color.
   function shape(k, x, y, r) {
     const marks = [
       `M${x - r} ${y}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0z`,
@@ -61,7 +61,7 @@
     return found;
   }
 
-  // The tip: what is under the pointer or the cursor.
+  // Show the values under the pointer or the cursor.
   function show(x, y, fill) {
     tip.replaceChildren();
     fill(tip);
@@ -74,7 +74,7 @@
   const hide = () => { tip.hidden = true; };
   for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hide, { passive: true });
 
-  // A name in so many letters; what tells two apart is as often at the end as at the start.
+  // Cut the middle out of a long name: names often differ at their ends.
   const cut = (name, most) => (name.length <= most ? name
     : `${name.slice(0, Math.ceil((most - 1) / 2))}…${name.slice(name.length - Math.floor((most - 1) / 2))}`);
 
@@ -89,7 +89,7 @@
     }
   }
 
-  // Buttons that take a series out and put it back.
+  // Buttons that hide and show a series.
   function legend(box, names, hidden, kind, colours, redraw) {
     const list = make(box, "div", { class: "legend" });
     names.forEach((name, k) => {
@@ -109,7 +109,7 @@
     return make(box, "svg", attributes);
   }
 
-  // Pointer and arrow keys move one cursor over ``count()`` places.
+  // Move one cursor over count() positions with the pointer or the arrow keys.
   function cursor(svg, count, find, put) {
     let at = -1;
     const scale = () => svg.viewBox.baseVal.width / svg.getBoundingClientRect().width;
@@ -136,7 +136,7 @@
     });
   }
 
-  // ``places``: words for 1, 2, … in place of numbers.
+  // places: labels for the positions 1, 2, … instead of numbers.
   function axes(svg, area, x, y, unit, names, places = []) {
     for (const value of ticks(...y.range, Math.max(2, area.height / 45))) {
       make(svg, "line", { class: "axis", x1: area.left, x2: area.left + area.width, y1: y(value), y2: y(value) });
@@ -186,7 +186,7 @@
     return [low, high];
   }
 
-  // The place in sorted ``list`` nearest to ``value``.
+  // The index of the number in a sorted list that is nearest to a value.
   function nearest(list, value) {
     let low = 0, high = list.length - 1;
     while (high - low > 1) {
@@ -209,7 +209,7 @@
     const x = scaler(first, last === first ? first + 1 : last, area.left, area.left + area.width);
     const y = scaler(low, high + pad, area.top + area.height, area.top);
     axes(svg, area, x, y, panel.unit, "round");
-    [...panel.series.entries()].reverse().forEach(([at, one]) => {  // the mean, which is first, on top
+    [...panel.series.entries()].reverse().forEach(([at, one]) => {  // the first, the mean, on top
       if (hidden.has(at)) return;
       const k = one.colour;
       const d = one.x.map((round, i) => `${i ? "L" : "M"}${x(round).toFixed(1)} ${y(one.y[i]).toFixed(1)}`);
@@ -248,7 +248,7 @@
     });
   }
 
-  // Whether a thinned curve goes through here with no point of its own: its nearest one is shown.
+  // True if a thinned curve has no point in this round: its nearest point is shown.
   const thin = (one, i, round) => one.total > one.x.length && round >= one.x[0] && round <= one.x.at(-1);
 
   function dots(box, rows, hidden, width) {
@@ -358,7 +358,7 @@
     const low = Math.min(...shown.map((own) => own[0][0])), pad = (100 - low) * 0.08 || 1;
     const most = Math.max(...sorted.map((own) => own.length));
     const middles = sorted.map((own) => (own[Math.floor((own.length - 1) / 2)][0] + own[Math.floor(own.length / 2)][0]) / 2);
-    // A few stand by name, in the order of the first model shown; of many only their number counts.
+    // Up to twelve clients are labelled, in the order of the first model shown.
     const places = most <= 12 ? shown[0].map(([, name]) => name) : [];
     const known = (own) => own.length === places.length && own.every(([, name]) => places.includes(name));
     const few = sorted.every(known);
