@@ -450,7 +450,8 @@ def results(name: str) -> str:
     """A table of results/tables.yaml: ours beside the paper's, its claims, and every run."""
     table, rows, known, data = _table(name)
     of = sorted({config.read_recipe(row.recipe)["data"]["name"] for row in rows if row.printed})
-    brackets = [f"In brackets the paper's number, on {', '.join(of)}."] if of else []
+    source = table.get("source", "the paper")
+    brackets = [f"In brackets {source}'s number, on {', '.join(of)}."] if of else []
     blocks = [f"## {table['title']}", " ".join([table["about"].strip(), *brackets])]
     blocks += [f"Images: {'; '.join(data)}." if data else "Not measured yet."]
     blocks += [_beside(table["measures"], rows, data), *_settings(rows, len(data) > 1)]
@@ -593,11 +594,13 @@ def _departures(table: dict[str, Any], rows: Sequence[Row]) -> str:
         if note and not note.startswith("±"):  # the spread of the paper's own number
             notes.setdefault(note, []).append(row.name)
     paper = rows[0].recipe.split("/")[0]
-    page = f"[{NAMES[paper]}'s page](docs/papers/{paper}.md)"
     text = [f"- {table['departs'].strip()}"] if "departs" in table else []
     text += [f"- {_names(names, rows)}: {note}." for note, names in notes.items()]
-    text += [f"- Where the paper is silent, our reading is on {page}."]
-    return "Where the recipes themselves depart from the paper:\n\n" + "\n".join(text)
+    if paper in NAMES:
+        page = f"[{NAMES[paper]}'s page](docs/papers/{paper}.md)"
+        text += [f"- Where the paper is silent, our reading is on {page}."]
+    source = table.get("source", "the paper")
+    return f"Where the recipes themselves depart from {source}:\n\n" + "\n".join(text)
 
 
 class Claim(typing.NamedTuple):
