@@ -36,7 +36,7 @@ ROWS: dict[str, dict[str, Any]] = {
 def epoch(engine: LocalEngine, server: Server, rows: int) -> Callable[[], None]:
     """A round of the first client, the others' banks being full."""
     width = 128
-    if engine.algorithm.gathers:
+    if engine.algorithm.asked(False, "each"):
         others = range(1, len(engine.groups))
         bank = F.normalize(torch.randn(rows, width, device=server.weights.device), dim=1)
         server.state["banks"] = {str(k): bank for k in others}

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedssl import config, privacy
+from fedssl import config
 from fedssl.engines.local import LocalEngine
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import Centre, MomentObjective
@@ -149,7 +149,7 @@ def main() -> None:
     found = solve(moments, centre, len(real), last_layer(session.trainer.network), o.steps, o.tries)
     seconds = time.perf_counter() - started
     away = torch.cdist(real, found).amin(1) / (real - real.mean(0)).norm(dim=1)
-    rule = privacy.few_images(session.algorithm.objective)
+    rule = session.algorithm.tasks()["encode"].few_images(session.algorithm)
     print(
         f"{len(real)} images of the {rule} that the rule names, d = {real.shape[1]}: "
         f"off by {away.max():.2e} at worst, {away.median():.2e} in the median, {seconds:.0f} s"

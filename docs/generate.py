@@ -820,6 +820,14 @@ def says(names: str) -> str:
     return "\n\n".join(blocks)
 
 
+SEEN = {
+    "mean": "the mean",
+    "each": "**each client's own**",
+    "log": "each client's own number, for the log",
+    "simulation": "each client's own number, for the log",
+}
+
+
 def exchanges(_: str) -> str:
     """What each algorithm asks of clients by name, as it declares it."""
     rows = [
@@ -828,13 +836,11 @@ def exchanges(_: str) -> str:
     ]
     for name in config.VARIANTS["algorithm"]:
         kind = config.variant("algorithm", name)
-        asked = [(t, "the mean") for t in kind.means]
-        asked += [(t, "**each client's own**") for t in kind.gathers]
-        asked += [(t, "each client's own number, for the log") for t in kind.logs]
-        for task, seen in asked:
-            about = (getattr(kind, task).__doc__ or "").strip().split("\n\n")[0]
-            only = " (simulations only)" if task in kind.simulated else ""
-            rows.append(f"| `{name}` | `{task}`{only} | {' '.join(about.split())} | {seen} |")
+        for task in kind.tasks().values():
+            about = (getattr(kind, task.name).__doc__ or "").strip().split("\n\n")[0]
+            only = " (simulations only)" if task.seen == "simulation" else ""
+            text = " ".join(about.split())
+            rows.append(f"| `{name}` | `{task.name}`{only} | {text} | {SEEN[task.seen]} |")
     return "\n".join(rows)
 
 

@@ -124,7 +124,7 @@ def engine_of(
     if algorithm_class.pools_data:
         config, groups = pool_clients(config, groups, len(groups))
     algorithm = algorithm_class(config.algorithm, objective)
-    algorithm.found(len(groups), config)
+    algorithm.validate(config, len(groups))
     images = split.images[0]
     size = (images.shape[2], images.shape[3])
     channels = tuple(i.shape[1] for i in split.images)

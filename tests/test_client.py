@@ -319,7 +319,8 @@ def test_momentum_does_nothing_in_one_local_step(words: str, rule: str) -> None:
             own = settings(*words.split(), "objective.projector=32,16", *more.split())
             engine, server = engine_of(own, made_split(), groups_of(4, 4, 4))
             train(engine, server, 3)
-            states = [engine.states.get_leaf(k, engine.algorithm.personal or ()) for k in range(3)]
+            read = engine.algorithm.personal_weights
+            states = [read(server, engine.states[k]) for k in range(3)]
             found[steps, momentum] = [server.weights, *(s for s in states if s is not None)]
 
     def same(steps: int) -> list[bool]:

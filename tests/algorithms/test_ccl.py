@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from itertools import pairwise
@@ -25,13 +26,13 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task, update_like
 from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs import checkpoint, split
 from fedssl.runs.build import build_experiment
 from fedssl.runs.loop import count_bytes, run
 from fedssl.runs.validate import list_warnings
 from fedssl.training import compiled
-from fedssl.training import trainer as training
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, flatten
 
@@ -66,20 +67,24 @@ class FedMoCo(FedAvg):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         start = server.state.get("momentum", server.weights[: server.flat.parameter_count])
-        update = cohort.mean("train", server.model, start)
+        update = cohort.mean(self.train, server.model, start)
         server.apply(update)
         server.state["momentum"] = start + update["momentum"]
 
+    @client_task(
+        seen="mean",
+        reveals="update",
+        reply=lambda _, trainer: {
+            **update_like(trainer),
+            "momentum": trainer.initial[: trainer.flat.parameter_count],
+        },
+    )
     def train(  # type: ignore[override]
         self, client: Client, received: Tensor, momentum: Tensor
     ) -> dict[str, Tree]:
         client.state["target"] = momentum
         reply = client.train(received)
         return {**reply, "momentum": client.state["target"] - momentum}  # type: ignore[operator]
-
-    def reply_like(self, task: str, trainer: training.Trainer) -> dict[str, Tree]:
-        momentum = trainer.initial[: trainer.flat.parameter_count]
-        return {**super().reply_like(task, trainer), "momentum": momentum}
 
 
 @pytest.mark.parametrize(
@@ -422,13 +427,15 @@ def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         CCL,
         "share",
-        lambda a, c: {"features": share(a, c)["features"] * (1.05 if c.id == 1 else 1)},
+        functools.wraps(share)(
+            lambda a, c: {"features": share(a, c)["features"] * (1.05 if c.id == 1 else 1)}
+        ),
     )
     step(engine, server, 1)
-    said = "shared features that are longer than 1: its last bank stays"
+    said = "shared features that are longer than 1: its last ones stay"
     assert server.warnings == [f"client 1 {said}"]
     assert torch.equal(banks(server)["1"], before["1"])
-    engine.algorithm.client_names = ["north", "south"]
+    server.client_names = ["north", "south"]
     step(engine, server, 2)
     assert server.warnings[-1] == f"south {said}"
 
@@ -436,7 +443,7 @@ def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_sharing_nothing_is_gathered_and_secure_sums_are_possible() -> None:
     off = ("algorithm.remote=off", "algorithm.lambda=0", "engine.name=flower")
     session = build_experiment(small(*off, "privacy.secure=true", "cohort.size=5"))
-    assert session.algorithm.gathers == ()
+    assert not session.algorithm.asked(True, "each")
 
 
 def test_robust_means_do_not_cover_features() -> None:

@@ -156,12 +156,12 @@ def test_every_client_is_judged_by_each_model_there_is(words: list[str], models:
         f"per-client_{model}_{what}" for model in models for what in ("top1", "worst", "spread")
     }
     if models == {"global", "personal"}:
-        path = session.algorithm.personal
         for k in range(4):
             own = session.models.personal_model(k)
+            state = session.engine.states.on_host(k)
             assert own is not None
-            if path is not None:
-                assert torch.equal(own, session.engine.states.get_leaf(k, path))  # type: ignore[arg-type]
+            if "personal/weights" in state:
+                assert torch.equal(own, state["personal/weights"])
         scores = [
             session.evaluator._score_clients(session.models.personal_model(k))[k] for k in range(4)
         ]  # type: ignore[arg-type]
@@ -171,14 +171,19 @@ def test_every_client_is_judged_by_each_model_there_is(words: list[str], models:
 
 SOME = '''
 from fedssl.algorithms.fedavg import FedAvg
+from fedssl.federation.algorithm import Result
+from fedssl.federation.task import client_task
 
 
 class Some(FedAvg):
     """Only the first client keeps a model of its own; the others have the global one."""
 
-    judges = "personal"
-    personal = ("own",)
+    result = Result("personal")
 
+    def personal_weights(self, server, state):
+        return state.get("own")
+
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         reply = super().train(client, received)
         client.state["met"] = received[:1]
@@ -197,8 +202,7 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     session = build_experiment(configuration.resolve(tree, [*SMALL, *words, *more]))
     assert 0 not in choose(key(4, "judged"), 8, MOST_EVALUATED)
     step(session.engine, session.server, 0)
-    own = session.engine.states.get_leaf(0, ("own",))
-    assert own is not None
+    own = session.engine.states.on_host(0)["own"]
     results = session.evaluator.evaluate_result(session.models)
     assert results["linear_top1"] == session.evaluator.evaluate(own)["linear_top1"]
     alone = session.evaluator._score_clients(own)[0]

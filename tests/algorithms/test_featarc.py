@@ -21,11 +21,12 @@ from fedssl import config as configuration
 from fedssl.algorithms import featarc as module
 from fedssl.algorithms.featarc import FeatARC
 from fedssl.algorithms.fedavg import FedAvg
-from fedssl.config import Config
+from fedssl.config import AlgorithmParams, Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.objectives.base import Objective
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint, loop, reevaluate
 from fedssl.runs.build import build_experiment
@@ -52,8 +53,9 @@ def models(engine: LocalEngine, server: Server) -> list[Tensor]:
 class Unweighted(FedAvg):
     """FedAvg in which a client counts as much as any other."""
 
-    def round(self, server: Server, cohort: Cohort) -> None:
-        server.apply(cohort.mean("train", server.model, weight="uniform"))
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        self.weight = "uniform"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_few_words_for_many_clients() -> None:
     algorithm: Any = engine.algorithm
     for number in (0, 1, 1):
         server.client_log["cluster"] = {k: float(k % 2 or number) for k in range(50)}
-        algorithm.show(server)
+        algorithm.show_clusters(server)
     assert server.warnings == [
         "clusters: 0 has 25, 1 has 25",
         "25 clients change their cluster; clusters: 0 has 0, 1 has 50",
@@ -315,10 +317,10 @@ def test_few_words_for_many_clients() -> None:
 def test_clients_that_have_names_are_called_by_them() -> None:
     engine, server = made()
     algorithm: Any = engine.algorithm
-    algorithm.client_names = ["north", "south", "7"]
+    server.client_names = ["north", "south", "7"]
     for last in (0, 1):
         server.client_log["cluster"] = {0: float(last), 1: 1.0, 2: float(last)}
-        algorithm.show(server)
+        algorithm.show_clusters(server)
     assert server.warnings == [
         "clusters: 0 has north 7, 1 has south",
         "north goes to cluster 1, client 7 goes to cluster 1; "
@@ -464,7 +466,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
     here, there = go(near, 3), go(far, 3)
     assert near.server.client_log == far.server.client_log and near.server.client_log["cluster"]
     for name in (0, 1):
-        ours, theirs = (s.algorithm.numbered(s.server, name) for s in (near, far))
+        ours, theirs = (s.algorithm.models(s.server)[name] for s in (near, far))
         assert relative(theirs, ours) < 1e-10
     assert [c.traffic.up for c in here] == [c.traffic.up for c in there]
     assert [c.traffic.down for c in here] == [c.traffic.down for c in there]
@@ -501,13 +503,13 @@ def test_secure_sums_are_enough_for_one_cluster(tmp_path: Path) -> None:
     from far import small as far_small
 
     words = ("objective.name=simclr", "algorithm.name=featarc", "algorithm.local_epochs=1")
-    with pytest.raises(UserError, match="it sums by cluster"):
+    with pytest.raises(UserError, match="a group may be one client"):
         far_session(far_small(*words, "privacy.secure=true"), tmp_path / "refused")
     words += ("algorithm.clusters=1",)
     plain, _ = far_session(far_small(*words), tmp_path / "plain")
     secure, _ = far_session(far_small(*words, "privacy.secure=true"), tmp_path / "secure")
     go(plain, 2)
     go(secure, 2)
-    ours, theirs = (s.algorithm.numbered(s.server, 0) for s in (plain, secure))
+    ours, theirs = (s.server.weights for s in (plain, secure))
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-8)
     assert plain.server.client_log and not secure.server.client_log

@@ -48,8 +48,15 @@ def made(*words: str, sizes: tuple[int, ...] = SIZES) -> tuple[LocalEngine, Serv
     """Clients with the first of the made images, and a base model of some of the last."""
     settings = fedca(*words)
     engine, server = engine_of(settings, made_split(), groups_of(*sizes))
-    engine.algorithm.prepare(server, public_of(engine))
+    server.public = public_of(engine)
+    begin(engine.algorithm, server)
     return engine, server
+
+
+def begin(algorithm: Any, server: Server) -> None:
+    """Train the base model, as the first round does."""
+    if algorithm.params.align:
+        server.state |= algorithm.train_base(server)
 
 
 def public_of(engine: LocalEngine) -> Client:
@@ -326,7 +333,8 @@ def test_public_images_are_nobodys(more: str) -> None:
     assert not set(public.tolist()) & set(members.tolist())
     if "holdout" not in more:
         assert len(members) == 80 - 17
-    session.algorithm.prepare(session.server, session.public)
+    session.server.public = session.public
+    begin(session.algorithm, session.server)
     if more == OFF:
         assert not session.server.state
     else:
@@ -391,7 +399,8 @@ def test_a_resumed_run_is_the_unbroken_one_and_trains_no_base_model(
 
 
 def begun(session: Experiment) -> Experiment:
-    session.algorithm.prepare(session.server, session.public)
+    session.server.public = session.public
+    begin(session.algorithm, session.server)
     return session
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.algorithms.gossip import Gossip, among, metropolis
-from fedssl.config import Config
+from fedssl.config import AlgorithmParams, Config
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.objectives.base import Objective
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
@@ -43,6 +45,7 @@ def models(server: Server) -> Tensor:
     return found
 
 
+@functools.wraps(Gossip.train)
 def idle(self: Gossip, client: Client, received: Tensor) -> dict[str, Tree]:
     """No local training."""
     return {"change": torch.zeros_like(received), "loss": received.new_zeros(())}
@@ -51,8 +54,9 @@ def idle(self: Gossip, client: Client, received: Tensor) -> dict[str, Tree]:
 class Unweighted(FedAvg):
     """FedAvg in which a client counts as much as any other."""
 
-    def round(self, server: Server, cohort: Cohort) -> None:
-        server.apply(cohort.mean("train", server.model, weight="uniform"))
+    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
+        super().__init__(params, objective)
+        self.weight = "uniform"
 
 
 @pytest.mark.parametrize("policy", ["average", "local", "reset"])

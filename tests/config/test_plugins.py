@@ -300,8 +300,7 @@ IID = "from fedssl.data.partition import Iid\nclass Own(Iid):\n"
 FAILS = "    def {}(self, *a, **k):\n        return 1 / 0\n"
 RAISING = {
     "algorithm.__init__": FEDAVG,
-    "algorithm.found": FEDAVG,
-    "algorithm.check_clients": FEDAVG,
+    "algorithm.validate": FEDAVG,
     "algorithm.round": FEDAVG,
     "objective.__init__": SIMCLR,
     "objective.loss": SIMCLR,
@@ -460,6 +459,7 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
 MISTAKES = """
 import torch
 from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.task import client_task
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
 from fedssl.data.partition import Iid
@@ -468,49 +468,56 @@ from fedssl.objectives.simclr import SimCLR
 
 class Base(Algorithm):
     def round(self, server, cohort):
-        server.apply(cohort.mean("train", server.model))
+        server.apply(cohort.mean(self.train, server.model))
 
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         return client.train(received)
 
 
 class Gathers(Base):
     def round(self, server, cohort):
-        replies = cohort.gather("train", server.model).values()
+        replies = cohort.gather(self.train, server.model).values()
         server.apply({"change": sum(r["change"] for r in replies) / len(replies)})
 
 
 class Averages(Base):
-    means = ()
+    @client_task(seen="each", reveals="update")
+    def train(self, client, received):
+        return client.train(received)
 
 
 class Logs(Base):
     def round(self, server, cohort):
-        cohort.gather("train", log=True)
+        cohort.mean(self.train, server.model, server.model)
 
 
 class Misspelt(Base):
     def round(self, server, cohort):
-        server.apply(cohort.mean("trian", server.model))
+        server.apply(cohort.mean("train", server.model))
 
 
 class Short(Base):
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         reply = client.train(received)
         return {**reply, "change": reply["change"][:-1]}
 
 
 class More(Base):
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         return {**client.train(received), "extra": torch.zeros(())}
 
 
 class Nothing(Base):
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         client.train(received)
 
 
 class Float(Base):
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         return {**client.train(received), "loss": 1.0}
 
@@ -521,18 +528,20 @@ class Counts(Base):
         server.state["count"] = server.state.get("count", 0) + 1
 
 
-class Prepares(Base):
-    def prepare(self, server, public):
-        server.state["about"] = "mine"
+class Overrides(Base):
+    def train(self, client, received):
+        return client.train(received)
 
 
 class Remembers(Base):
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         client.state["seen"] = {"names": ["a"]}
         return super().train(client, received)
 
 
 class Numbered(Base):
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         client.state[client.round] = received.clone()
         return super().train(client, received)
@@ -569,16 +578,16 @@ class Returns(SimCLR):
 """
 SAYS = {
     "algorithm": {
-        "Gathers": "train for each client's own reply, and does not declare it; add train to its",
-        "Averages": "train for the mean of the replies, and does not declare it; add train to its",
-        "Logs": "train for numbers of each client, and does not declare it; add train to its logs",
-        "Misspelt": "trian, and it has no method of that name",
+        "Gathers": "gather asks for train, which is declared with seen=mean. Use cohort.mean",
+        "Averages": "mean asks for train, which is declared with seen=each. Use cohort.gather",
+        "Logs": "train does not take the client and 2 arguments",
+        "Misspelt": "train is not a task of clients. Declare it with @client_task.",
         "Short": "train returned: change: shape [",
         "More": "holds change, extra, loss, expected change, loss",
         "Nothing": "train returned: NoneType, expected tensors by name",
         "Float": "train returned: loss: float, expected a tensor",
         "Counts": "server.state['count'] is of type int, not a tensor; keep torch.tensor(…). Then",
-        "Prepares": "server.state['about'] is of type str, not a tensor",
+        "Overrides": "Overrides.train overrides a task of clients without declaring it",
         "Remembers": "client.state['seen']['names'] is of type list, not a tensor; keep",
         "Numbered": "client.state[0] has no name that a file can hold; use a text without /. Then",
         "Slashed": "server.state['a/b'] has no name that a file can hold",

@@ -129,7 +129,7 @@ def test_a_server_that_was_killed_goes_on_and_sites_keep_their_states(
             rounds.append(3)
             # Half of a round happens, then the process is gone.
             cohort = session.engine.cohort(np.arange(3), 3)
-            cohort.mean("train", session.server.model)
+            cohort.mean(session.algorithm.train, session.server.model)  # type: ignore[attr-defined]
             raise SystemExit
         return real(session, *rest)
 

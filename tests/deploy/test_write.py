@@ -16,7 +16,7 @@ from PIL import Image
 pytest.importorskip("flwr")
 from flwr.app import ConfigRecord, RecordDict
 
-from fedssl import __version__, privacy
+from fedssl import __version__
 from fedssl import config as configuration
 from fedssl.deploy import instructions, server, transport
 from fedssl.deploy.introduction import Introduction
@@ -25,7 +25,9 @@ from fedssl.deploy.site import build_site_experiment
 from fedssl.deploy.write import write_app
 from fedssl.engines.flower import transport as grid_transport
 from fedssl.engines.flower.messages import GREETING
-from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
+from fedssl.federation.algorithm import build_algorithm
+from fedssl.privacy.aggregators import build_aggregator
+from fedssl.privacy.exchanges import describe_protection, list_exchanges
 from fedssl.runs import loop, sweep
 from fedssl.util.errors import UserError
 
@@ -140,7 +142,7 @@ def test_what_is_possible_is_not_what_is_installed_here(monkeypatch: pytest.Monk
     assert "`privacy.secure=true` turns them on" in describe_protection(config)
     secure = adapt_recipe("default", [*WORDS, "privacy.secure=true"])
     with pytest.raises(UserError, match="cryptography and pycryptodome are not installed"):
-        privacy.build_aggregator(secure, build_algorithm(secure), 3, 3)
+        build_aggregator(secure, build_algorithm(secure), 3, 3)
 
 
 def test_instructions_have_the_commands(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_what_travels_with_the_model_and_is_counted_apart(
 ) -> None:
     epochs = ("algorithm.local_epochs=1", "algorithm.batch=3", "engine.timeout=1")
     far, grid = far_session(small(*epochs, *words), tmp_path, nodes=5)
-    far.algorithm.prepare(far.server, far.public)
+    far.server.public = far.public
     one_round(far, tmp_path)
     whole = one_round(far, tmp_path)["exchanges"]
     grid.tamper = spoiling(lambda r: None, "train")
@@ -178,8 +179,8 @@ class Without:
     def __init__(self, cohort: Any, client: int, task: str) -> None:
         self.cohort, self.client, self.task = cohort, client, task
 
-    def mean(self, task: str, *payload: Any) -> Any:
-        if task == self.task:
+    def mean(self, task: Any, *payload: Any) -> Any:
+        if task.__name__ == self.task:
             self.cohort.ids = np.setdiff1d(self.cohort.ids, [self.client])
         return self.cohort.mean(task, *payload)
 
@@ -212,6 +213,7 @@ def test_a_task_that_fails_tells_the_kind_of_error_and_no_more(
     kind = type(far.algorithm)
     real = kind.encode
 
+    @functools.wraps(real)
     def fails(self: Any, client: Any, *payload: Any) -> Any:
         if client.id == BAD:
             raise ValueError("patient Smith, image 7")
@@ -229,6 +231,7 @@ def test_a_state_that_no_file_holds_is_said_to_the_server(
     kind = type(far.algorithm)
     real = kind.encode
 
+    @functools.wraps(real)
     def counts(self: Any, client: Any, *payload: Any) -> Any:
         if client.id == BAD:
             client.state["count"] = 1
@@ -337,9 +340,9 @@ def test_a_task_may_be_asked_twice_in_a_round(tmp_path: Path) -> None:
     """What clients have from the first time is only referred to, whatever the algorithm."""
     far, grid = far_session(small("algorithm.name=fedavg"), tmp_path)
     cohort = far.engine.cohort(np.arange(5), 0)
-    first = cohort.mean("train", far.server.model)
+    first = cohort.mean(far.algorithm.train, far.server.model)
     down = dict(cohort.traffic.down)
-    second = cohort.mean("train", far.server.model)
+    second = cohort.mean(far.algorithm.train, far.server.model)
     torch.testing.assert_close(first["change"], second["change"])
     assert dict(cohort.traffic.down) == down and len(grid.types) == 4
     assert not cohort.faults
@@ -355,6 +358,7 @@ def test_a_diverged_client_keeps_its_last_good_state(
     kind = type(far.algorithm)
     real = kind.train
 
+    @functools.wraps(real)
     def diverges(self: Any, client: Any, received: torch.Tensor) -> Any:
         return real(self, client, received * (math.nan if client.id == BAD else 1))
 

@@ -90,7 +90,7 @@ def test_both_engines_give_the_same_weights_states_and_log(case: str, tmp_path: 
         assert there.missing == 0 and not there.faults
     algorithm = far.algorithm
     tasks = {name.split(".")[1] for name in grid.types}
-    assert tasks <= {*algorithm.means, *algorithm.gathers, *algorithm.logs}
+    assert tasks <= algorithm.tasks().keys()
 
 
 @pytest.mark.parametrize("case", ["algorithm.name=dcco", "byol algorithm.name=fedema"])

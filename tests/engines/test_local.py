@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, settings, train
 
+from fedssl.algorithms.fedavg import FedAvg
 from fedssl.engines.local import LocalCohort
-from fedssl.federation.aggregate import TooFewReplies
+from fedssl.federation.aggregate import TooFewReplies, Weight
 from fedssl.federation.cohort import Cohort
-from fedssl.federation.traffic import per_client
+from fedssl.federation.task import ClientTask, client_task
+from fedssl.federation.traffic import Argument, per_client
+from fedssl.util.errors import UserError
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "standalone"])
@@ -39,45 +41,79 @@ def test_number_of_threads_does_not_matter() -> None:
     assert relative(*results) < 1e-10
 
 
+class Asking:
+    """Tasks without a body: cohorts of :class:`Scripted` know their replies."""
+
+    @client_task(seen="mean", reveals="update")
+    def average(self, client: Any) -> None:
+        """Averaged."""
+
+    @client_task(seen="each", reveals="update")
+    def route(self, client: Any) -> None:
+        """Seen by the server."""
+
+
+ASKING = Asking()
+
+
 class Scripted(Cohort):
     """A cohort whose clients reply as a table says; None is a reply that never came."""
 
-    def __init__(self, table: dict[str, dict[int, Any]], minimum: int = 1) -> None:
-        declares_all = SimpleNamespace(check_asked=lambda *_: None)
-        super().__init__(np.array([2, 0, 1]), cast(Any, declares_all), minimum)
+    def __init__(
+        self, table: dict[str, dict[int, Any]], minimum: int = 1, weight: Weight = "samples"
+    ) -> None:
+        super().__init__(np.array([2, 0, 1]), minimum, weight)
         self.table = table
         self.asked: list[tuple[str, list[int]]] = []
 
-    def ask(self, task: str, payload: tuple[Any, ...], weight: Any) -> Iterator[Any]:
-        self.asked.append((task, self.ids.tolist()))
+    def ask(self, task: ClientTask, payload: tuple[Argument, ...]) -> Iterator[Any]:
+        self.asked.append((task.name, self.ids.tolist()))
         for k in self.ids:
-            reply = self.table[task][int(k)]
+            reply = self.table[task.name][int(k)]
             if reply is not None:
                 tree = {"x": torch.tensor(float(reply))}
-                yield np.array([k]), int(k) + 1 if weight == "samples" else 1, tree
+                yield np.array([k]), int(k) + 1 if self.weight == "samples" else 1, tree
 
 
-def test_mean_by_samples_and_uniform() -> None:
-    table = {"a": {0: 1, 1: 2, 2: 6}}
-    assert float(Scripted(table).mean("a")["x"]) == pytest.approx((1 * 1 + 2 * 2 + 3 * 6) / 6)
-    assert float(Scripted(table).mean("a", weight="uniform")["x"]) == pytest.approx(3)
+@pytest.mark.parametrize(
+    ("weight", "mean"), [("samples", (1 * 1 + 2 * 2 + 3 * 6) / 6), ("uniform", 3)]
+)
+def test_means_are_weighted(weight: Weight, mean: float) -> None:
+    cohort = Scripted({"average": {0: 1, 1: 2, 2: 6}}, weight=weight)
+    assert float(cohort.mean(ASKING.average)["x"]) == pytest.approx(mean)
 
 
 def test_a_missing_reply_is_not_in_the_mean_and_its_client_is_not_asked_again() -> None:
-    cohort = Scripted({"a": {0: 1, 1: None, 2: 6}, "b": {0: 1, 1: 1, 2: None}})
-    assert float(cohort.mean("a")["x"]) == pytest.approx((1 + 18) / 4)
-    assert list(cohort.gather("b")) == [0]
-    assert cohort.asked == [("a", [0, 1, 2]), ("b", [0, 2])]
+    cohort = Scripted({"average": {0: 1, 1: None, 2: 6}, "route": {0: 1, 1: 1, 2: None}})
+    assert float(cohort.mean(ASKING.average)["x"]) == pytest.approx((1 + 18) / 4)
+    assert list(cohort.gather(ASKING.route)) == [0]
+    assert cohort.asked == [("average", [0, 1, 2]), ("route", [0, 2])]
     assert cohort.missing == 2
 
 
-@pytest.mark.parametrize("verb", ["mean", "gather"])
-def test_too_few_replies_skip_the_round(verb: str) -> None:
-    cohort = Scripted({"a": {0: 1, 1: None, 2: None}}, minimum=2)
-    with pytest.raises(TooFewReplies, match=r"1 replies to a, fewer than cohort.minimum=2"):
-        getattr(cohort, verb)("a")
-    with pytest.raises(TooFewReplies):
-        getattr(Scripted({"a": {0: None, 1: None, 2: None}}), verb)("a")
+@pytest.mark.parametrize(("verb", "task"), [("mean", "average"), ("gather", "route")])
+@pytest.mark.parametrize("replies", [(1, None, None), (None, None, None)])
+def test_too_few_replies_skip_the_round(verb: str, task: str, replies: tuple[Any, ...]) -> None:
+    cohort = Scripted({task: dict(enumerate(replies))}, minimum=2)
+    with pytest.raises(TooFewReplies, match=r"fewer than cohort\.minimum=2"):
+        getattr(cohort, verb)(getattr(ASKING, task))
+
+
+@pytest.mark.parametrize(
+    ("verb", "task", "payload"),
+    [
+        ("mean", lambda client: None, ()),
+        ("mean", "average", ()),
+        ("mean", ASKING.route, ()),
+        ("gather", ASKING.average, ()),
+        ("mean", ASKING.average, (1, 2)),
+    ],
+    ids=["not declared", "a name", "seen one by one", "seen as a mean", "arguments"],
+)
+def test_misuse_of_a_task_is_a_clear_error(verb: str, task: Any, payload: tuple[Any, ...]) -> None:
+    with pytest.raises(UserError) as refused:
+        getattr(Scripted({}), verb)(task, *payload)
+    assert refused.value.key == "algorithm.name" and refused.value.fix
 
 
 def test_traffic_of_a_dcco_round() -> None:
@@ -113,18 +149,23 @@ def test_payloads_per_client_reach_their_client_and_are_never_merged() -> None:
     engine, _ = engine_of(settings(), made_split(), groups_of(3, 5, 2))
     seen: dict[int, float] = {}
 
-    def task(client: Any, own: torch.Tensor, same: torch.Tensor) -> dict[str, torch.Tensor]:
-        seen[client.id] = float(own)
-        return {"x": own + same}
+    class Sums(FedAvg):
+        @client_task(seen="mean", reveals="update", reply=lambda *_: {"x": torch.zeros(())})
+        def average(self, client: Any, own: Any, same: Any) -> dict[str, torch.Tensor]:
+            """Averaged."""
+            return self.route(client, own, same)
 
-    algorithm = cast(Any, engine.algorithm)
-    algorithm.task, algorithm.means, algorithm.gathers = task, ("task",), ("task",)
-    algorithm.reply_like = lambda task, trainer: {"x": torch.zeros(())}
+        @client_task(seen="each", reveals="update", reply=lambda *_: {"x": torch.zeros(())})
+        def route(self, client: Any, own: Any, same: Any) -> dict[str, torch.Tensor]:
+            """Seen by the server."""
+            seen[client.id] = float(own)
+            return {"x": own + same}
+
+    algorithm = engine.algorithm = Sums(FedAvg.Params("fedavg"), engine.algorithm.objective)
     cohort: LocalCohort = engine.cohort(np.arange(3), 0)
     own = per_client({k: torch.tensor(10.0 * k) for k in range(3)})
-    replies = cohort.gather("task", own, torch.tensor(1.0))
+    replies = cohort.gather(algorithm.route, own, torch.tensor(1.0))
     assert {k: float(v["x"]) for k, v in replies.items()} == {0: 1.0, 1: 11.0, 2: 21.0}
     assert seen == {0: 0.0, 1: 10.0, 2: 20.0}
-    assert float(cohort.mean("task", own, torch.tensor(0.0))["x"]) == pytest.approx(
-        (0 * 3 + 10 * 5 + 20 * 2) / 10
-    )
+    mean = cohort.mean(algorithm.average, own, torch.tensor(0.0))
+    assert float(mean["x"]) == pytest.approx((0 * 3 + 10 * 5 + 20 * 2) / 10)

@@ -20,7 +20,7 @@ from fedssl.engines.remote.engine import STATES
 from fedssl.engines.remote.messages import Request, SecureStep
 from fedssl.engines.remote.site import Site
 from fedssl.engines.store import History
-from fedssl.privacy import survivors_needed
+from fedssl.privacy.checks import survivors_needed
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
@@ -95,13 +95,13 @@ def test_dropouts_cost_only_themselves(step: str, lost: tuple[int, ...], tmp_pat
     moments = _moments(near, cohort)
     if step != "unmask":
         cohort.ids = np.setdiff1d(cohort.ids, lost)
-    near.server.apply(cohort.mean("descend", near.server.model, *moments))
+    near.server.apply(cohort.mean(near.algorithm.descend, near.server.model, *moments))
     assert relative(far.server.weights, near.server.weights) < 1e-8
 
 
 def _moments(near: Any, cohort: Any) -> tuple[Any, Any]:
-    centre = cohort.mean("locate", near.server.model)
-    return centre, cohort.mean("encode", near.server.model, centre)
+    centre = cohort.mean(near.algorithm.locate, near.server.model)
+    return centre, cohort.mean(near.algorithm.encode, near.server.model, centre)
 
 
 @pytest.mark.parametrize("step", ["keys", "shares", "masked", "unmask"])

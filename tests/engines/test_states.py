@@ -26,7 +26,7 @@ def test_a_missing_state_is_an_empty_dictionary() -> None:
     made = states()
     assert made[7] == {} and 7 not in made and len(made) == 2 and sorted(made) == [1, 3]
     made[7] = {}
-    assert 7 not in made and made.get_leaf(7, ("a",)) is None
+    assert 7 not in made and made.on_host(7) == {}
     made.prefetch(7)
     assert made[7] == {}
 
@@ -38,7 +38,7 @@ def test_states_are_read_back_and_changing_the_dictionary_stores_nothing() -> No
     again: Any = made[3]
     assert set(again) == {"a", "deep"} and torch.equal(again["a"], torch.ones(2))
     assert torch.equal(again["deep"]["b"], torch.zeros(3))
-    leaf = made.get_leaf(3, ("deep", "b"))
+    leaf = made.on_host(3)["deep/b"]
     assert leaf is not None and torch.equal(leaf, torch.zeros(3))
 
 

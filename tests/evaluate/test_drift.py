@@ -84,13 +84,14 @@ def test_where_there_are_several_global_models_each_client_is_compared_with_its_
     line = one_round(made)
     watched, kept, states = made.trainer.watched, made.trainer.kept, made.engine.states
     assert watched is not None and kept is not None
-    numbers = [made.models.number_of(k) for k in range(3)]
+    numbers = [int(states.on_host(k)["cluster"]) for k in range(3)]
     assert set(numbers) == {0, 1}
+    clusters = made.algorithm.models(made.server)  # type: ignore[attr-defined]
     for number in (0, 1):
         members = [k for k in range(3) if numbers[k] == number]
-        norms = [own for k in members if (own := states.get_leaf(k, ("norm",))) is not None]
+        norms = [states.on_host(k)["norm"] for k in members]
         mean = torch.stack(norms).mean(dim=0)
-        model, other = made.models.global_model(number), made.models.global_model(1 - number)
+        model, other = (made.models.global_model(clusters[n]) for n in (number, 1 - number))
         torch.testing.assert_close(model[kept], mean)
         for k in members:
             expected = sum(drift.layer_distances(made.trainer.flat, watched[k], model).values())

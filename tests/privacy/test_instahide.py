@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedssl.algorithms.instahide import BOUND, Key, distinct, encrypt, mixture, weights
-from fedssl.privacy.noise import from_the_system
+from fedssl.util.secrets import system_generator
 
 SHAPE = (3, 8, 8)
 
@@ -18,7 +18,7 @@ def pictures(count: int) -> torch.Tensor:
 
 
 def drawn(own: list[int], count: int, k: int, seed: int | None = 0) -> Key:
-    generator = from_the_system() if seed is None else np.random.default_rng(seed)
+    generator = system_generator() if seed is None else np.random.default_rng(seed)
     return Key.draw(np.array(own), count, k, SHAPE, generator)
 
 

@@ -363,9 +363,9 @@ def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bo
 
 def test_a_memory_alone_is_something_kept() -> None:
     algorithm = noisy("algorithm.name=fedavg").algorithm
-    assert noise.keeps_nothing(algorithm)
+    assert noise.is_stateless(algorithm)
     algorithm.objective = SwAV(SwAV.Params("swav", queue=4))
-    assert not noise.keeps_nothing(algorithm)
+    assert not noise.is_stateless(algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["dcco", "fedavg", "fedu", "fedema", "ditto"])
@@ -380,7 +380,9 @@ def test_rounds_are_told_apart(algorithm: str) -> None:
     engine.merges = False
     for round in range(3):
         cohort = step(engine, server, round)
-        asked = tuple(task for task in cohort.traffic.down if task in engine.algorithm.means)
+        asked = tuple(
+            task for task in cohort.traffic.down if engine.algorithm.tasks()[task].seen == "mean"
+        )
         assert set(cohort.traffic.up) == set(asked)  # nothing of single clients, for the log
         assert engine.aggregator.ledger.counts() == {asked: round + 1}
 
@@ -527,10 +529,10 @@ def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> N
         assert set(cohort.traffic.down) == {"encode", "descend"}
         centre: Any = server.state["centre"]
         assert all(torch.equal(leaf, torch.zeros(16).double()) for leaf in centre.values())
-    assert engine.algorithm.bound("encode") == pytest.approx(math.sqrt(5))
-    assert engine.algorithm.bound("descend") is None
+    assert engine.algorithm.tasks()["encode"].bound(engine.algorithm) == pytest.approx(math.sqrt(5))
+    assert engine.algorithm.tasks()["descend"].bound(engine.algorithm) is None
     engine, _ = engine_of(settings(), made_split(), groups_of(4, 6, 5))
-    assert engine.algorithm.bound("encode") is None
+    assert engine.algorithm.tasks()["encode"].bound(engine.algorithm) is None
 
 
 # --- what is refused, and what is shown

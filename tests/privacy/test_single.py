@@ -13,7 +13,6 @@ from helpers import engine_of, groups_of, load, made_split, settings, step
 from torch import Tensor, nn
 
 from fedssl import config as configuration
-from fedssl import privacy
 from fedssl.config import Config
 from fedssl.deploy import instructions
 from fedssl.deploy.introduction import Introduction
@@ -22,10 +21,11 @@ from fedssl.deploy.server import build_server_experiment
 from fedssl.encoder import hub
 from fedssl.encoder.load import load_encoder
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.client import Client, Trained
 from fedssl.objectives.moments import Centre, MomentObjective
 from fedssl.privacy import secure
-from fedssl.privacy.exchanges import build_algorithm
+from fedssl.privacy.leakage import find_leaks, list_risks
 from fedssl.report.history import read_history
 from fedssl.report.messages import build_sheet
 from fedssl.runs import loop
@@ -48,12 +48,16 @@ SMALL = [
 ]
 
 
+def few_images(algorithm: Algorithm) -> int:
+    return algorithm.tasks()["encode"].few_images(algorithm)
+
+
 def found(words: str, changes: bool = False, sizes: Sequence[int] = SIZES) -> dict[int, int]:
     """The clients whose statistics, or changes of the weights, tell of single images."""
     config = settings(*words.split())
-    for replies in privacy.kinds(config, build_algorithm(config)):
-        if replies.changes == changes:
-            return privacy.telling(config, replies, sizes)
+    for leak in find_leaks(config, build_algorithm(config), sizes):
+        if (leak.risk.reveals == "image") == changes:
+            return dict(leak.images)
     return {}
 
 
@@ -109,9 +113,10 @@ def test_changes_of_weights_are_known_as_such(name: str) -> None:
     config = settings(f"algorithm.name={name}", f"objective.name={objective}", *HEAD)
     algorithm = build_algorithm(config)
     trainer = engine_of(config, made_split(), groups_of(4, 4))[0].trainer
-    asked = (*algorithm.means, *algorithm.gathers)
-    changes = {task for task in asked if "change" in algorithm.reply_like(task, trainer)}
-    known = {t for own in privacy.kinds(config, algorithm) if own.changes for t in own.tasks}
+    asked = algorithm.asked(False, "mean", "each")
+    changes = {t.name for t in asked if "change" in t.expected_reply(algorithm, trainer)}
+    risks = list_risks(config, algorithm)
+    known = {task for risk in risks if risk.reveals == "image" for task in risk.tasks}
     assert known == (set() if algorithm.pools_data else changes)
     assert bool(known) == (name not in ("standalone", "centralized"))
 
@@ -144,7 +149,7 @@ def test_their_replies_do_tell_the_encodings(objective: str, words: str) -> None
     for k in range(len(SIZES)):
         encodings, reply = answered(engine, k, server.weights, {"f": zero, "g": zero})
         assert single.get(k, 20) == len(encodings)
-        if len(encodings) <= privacy.FEW:
+        if len(encodings) <= 2:
             solved = first_views(reply)
             if (solved[0] - encodings[0]).norm() > (solved[1] - encodings[0]).norm():
                 solved = solved.flip(0)  # nobody can tell the order
@@ -188,7 +193,7 @@ def first_views(moments: dict[str, Tensor]) -> Tensor:
 )
 def test_the_network_tells_the_encodings_of_more(words: str, images: int) -> None:
     config = settings(*words.split())
-    assert images <= privacy.few_images(build_algorithm(config).objective)
+    assert images <= few_images(build_algorithm(config))
     engine, server = engine_of(config, made_split(), groups_of(images))
     encodings, reply = answered(engine, 0, server.weights, origin(config))
     real = bounded(engine, encodings)
@@ -223,11 +228,13 @@ def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, image
     """Than the encodings of two views: of products of a view with itself half are the same."""
     config = settings(*words.split())
     engine, _ = engine_of(config, made_split(), groups_of(4))
-    reply = flatten(engine.algorithm.reply_like("encode", engine.trainer))
+    reply = flatten(
+        engine.algorithm.tasks()["encode"].expected_reply(engine.algorithm, engine.trainer)
+    )
     width = reply["f"].numel()
     twice = sum(reply[name].numel() - width for name in ("ff", "gg") if name in reply) // 2
     numbers = sum(leaf.numel() for leaf in reply.values()) - twice
-    assert privacy.few_images(engine.algorithm.objective) == numbers // (2 * width) == images
+    assert few_images(engine.algorithm) == numbers // (2 * width) == images
 
 
 def origin(config: Config) -> Centre:

@@ -11,7 +11,7 @@ import pytest
 from made_runs import made, scored
 
 from fedssl import config, report
-from fedssl.privacy.exchanges import build_algorithm
+from fedssl.federation.algorithm import build_algorithm
 from fedssl.report import messages
 from fedssl.report.history import read_history
 from fedssl.runs.reader import RunReader
@@ -30,7 +30,7 @@ WORDS = {
 def lines(words: tuple[str, ...], **more: Any) -> tuple[dict[str, Any], ...]:
     """Two rounds in which every declared task is asked for."""
     algorithm = build_algorithm(config.resolve(config.read_recipe(None), words))
-    tasks = dict.fromkeys((*algorithm.means, *algorithm.gathers, *algorithm.logs))
+    tasks = dict.fromkeys(algorithm.tasks())
     moved = {task: {"up": 1000 * (k + 1), "down": 30} for k, task in enumerate(tasks)}
     up = sum(each["up"] for each in moved.values())
     own = {"loss": 1.0, "clients": 5, "exchanges": moved, "bytes_up": up, **more}
@@ -64,11 +64,11 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
         assert not kinds and "every image leaves its site" in sheet.verdict and not sheet.notes
     else:
         assert kinds == {
-            **dict.fromkeys(algorithm.means, "mean"),
-            **dict.fromkeys((*algorithm.gathers, *algorithm.logs), "single"),
+            **{t.name: "mean" for t in algorithm.tasks().values() if t.seen == "mean"},
+            **{t.name: "single" for t in algorithm.tasks().values() if t.seen != "mean"},
         }
         assert messages.SIMULATED["local"] in sheet.notes
-    assert ("each client's own reply" in sheet.verdict) == bool(algorithm.gathers)
+    assert ("each client's own reply" in sheet.verdict) == bool(algorithm.asked(False, "each"))
     logged = name in ("fedu", "fedema", "featarc")
     assert ("and single numbers of each client for its log" in sheet.verdict) == logged
     assert any("1000 public images" in note for note in sheet.notes) == (name == "fedca")

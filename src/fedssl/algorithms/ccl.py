@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -13,24 +13,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.algorithms.instahide import Key, encrypt
-from fedssl.config import AlgorithmParams, key
+from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
+from fedssl.federation.features import accept_features, join_features, scale_pixels
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task, update_like
 from fedssl.federation.traffic import per_client
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
 from fedssl.objectives.memory import Tensors
 from fedssl.objectives.moco import MoCo
-from fedssl.privacy.noise import from_the_system
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
-from fedssl.util.text import name_client
+from fedssl.util.secrets import system_generator
 from fedssl.util.trees import Tree
+
+
+def _update_like(ccl: CCL, trainer: Trainer) -> dict[str, Tree]:
+    return {**update_like(trainer), "momentum": trainer.initial[momentum_places(trainer)]}
+
+
+def _features_like(ccl: CCL, trainer: Trainer) -> dict[str, Tree]:
+    return {"features": trainer.initial.new_empty(ccl.features, ccl.width)}
 
 
 class CCL(Algorithm):
@@ -46,12 +55,6 @@ class CCL(Algorithm):
     A simulation whose images have labels also measures the false negatives of Eq. 4 and 5. Labels
     are in no exchange, and no deployment does this.
     """
-
-    compiles = "on"  # not by itself before it was seen at full size on a GPU
-    gathers: tuple[str, ...] = ("share",)
-    varying = ("share",)
-    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"census": ("alike", "held")}
-    simulated = ("census",)
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
@@ -116,8 +119,6 @@ class CCL(Algorithm):
                 "MoCo's queue and momentum model; use objective.name=moco"
             )
         self.moco = objective
-        if self.params.remote == "off":
-            self.gathers = ()
         given = self.params.features
         self.features = objective.params.queue if given is None else given
         self.width = objective.params.projector[-1]
@@ -132,47 +133,50 @@ class CCL(Algorithm):
                 f"{self.features} candidates (algorithm.features, else objective.queue)"
             )
 
-    def check_clients(self, sizes: NDArray[np.int64]) -> None:
-        """InstaHide mixes different images of one client."""
-        super().check_clients(sizes)
-        small = int(np.argmin(sizes))
-        if self.params.remote != "off" and len(sizes) == 1:
-            self.note = "ccl with one client: there are no remote features, so it is MoCo alone"
-        if self.params.remote != "off" and sizes[small] < self.params.mix:
-            who = name_client(self.client_names, small)
-            raise UserError(
-                f"algorithm.mix={self.params.mix}: {who} holds {sizes[small]} image(s) to mix; "
-                "lower algorithm.mix, or use a partition with larger clients"
-            )
+    def validate(self, config: Config, clients: int) -> Iterable[str]:
+        """Say that one client alone has no remote features."""
+        if self.shares and clients == 1:
+            return ["ccl with one client: there are no remote features, so it is MoCo alone"]
+        return ()
+
+    @property
+    def minimum_images(self) -> int:
+        """The images of a client that the loss compares, or that InstaHide mixes."""
+        return max(self.objective.min_samples, self.params.mix if self.shares else 1)
+
+    @property
+    def shares(self) -> bool:
+        """Whether features leave the clients."""
+        return self.params.remote != "off"
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """Models and banks down, models up and averaged, banks up (section 3)."""
+        """Send models and banks, average the models, and collect the new banks (section 3)."""
         # A momentum model starts as the main one; it has parameters only.
         start = server.model[: server.flat.parameter_count]
         momentum = cast(Tensor, server.state.get("momentum", start))
         banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
         classes = cast("dict[str, Tensor]", server.state.get("classes", {}))
-        remote = {int(k): self.others(banks, int(k), server.weights) for k in cohort.ids}
-        update = cohort.mean("train", server.model, momentum, per_client(remote, "share"))
+        # Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2). Banks travel with the models, and count as shared.
+        remote = {
+            int(k): join_features(banks, self.width, server.weights, without=int(k))
+            for k in cohort.ids
+        }
+        update = cohort.mean(self.train, server.model, momentum, per_client(remote, "share"))
         server.apply(update)
         server.state["momentum"] = momentum + update["momentum"]
         if server.census is not None:
-            self.note_false_negatives(server, cohort, classes)
-        if self.params.remote == "off":
+            self.log_false_negatives(server, cohort, classes)
+        if not self.shares:
             return
         cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
-        new = finite(cohort.gather("share"), server, self.client_names)
+        new = accept_features(server, cohort.gather(self.share))
         server.state["banks"] = {**banks, **new}
         if server.census is not None:
-            server.state["classes"] = {**classes, **{k: self.classes(server, int(k)) for k in new}}
+            counts = {k: self.count_classes(server, int(k)) for k in new}
+            server.state["classes"] = {**classes, **counts}
 
-    def others(self, banks: Mapping[str, Tensor], client: int, like: Tensor) -> Tensor:
-        """Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2), in the order of the clients."""
-        ids = sorted((k for k in banks if int(k) != client), key=int)
-        return torch.cat([like.new_empty(0, self.width), *(banks[k] for k in ids)])
-
-    def classes(self, server: Server, client: int) -> Tensor:
-        """How many features of a client's new bank are of each class.
+    def count_classes(self, server: Server, client: int) -> Tensor:
+        """Count how many features of a client's new bank are of each class.
 
         A mixed image counts as the one that was encrypted.
         """
@@ -181,44 +185,85 @@ class CCL(Algorithm):
         state = random_key(server.config.seed, "share", server.round, client)
         return server.census.count(members[choose(state, len(members), self.features)])
 
-    def note_false_negatives(
+    def log_false_negatives(
         self, server: Server, cohort: Cohort, classes: Mapping[str, Tensor]
     ) -> None:
-        """R_FN (Eq. 4, or Eq. 5), the mean over a client's samples at the end of its round."""
-        census, traffic = server.census, cohort.traffic
+        """Log R_FN (Eq. 4, or Eq. 5), the mean over a client's samples at the end of its round."""
+        census = server.census
         assert census is not None
         ratios: dict[int, dict[str, Tensor]] = {}
-        for client, local in cohort.gather("census", log=True).items():
-            own = census.count(census.groups[client])
-            others = sum((n for k, n in classes.items() if int(k) != client), torch.zeros_like(own))
-            alike, held = own @ others / own.sum(), others.sum()
+        for client, local in cohort.gather(self.census).items():
+            counts = census.count(census.groups[client])
+            others = sum(
+                (n for k, n in classes.items() if int(k) != client), torch.zeros_like(counts)
+            )
+            alike, held = counts @ others / counts.sum(), others.sum()
             if self.params.remote != "only" or not held:
-                alike, held = alike + local["alike"].to(own), held + local["held"].to(own)
+                alike, held = alike + local["alike"].to(counts), held + local["held"].to(counts)
             ratios[client] = {"false_negatives": alike / held}
         server.log_clients(ratios)
-        for bytes_of in (traffic.up, traffic.down):
-            bytes_of.pop("census", None)  # only a simulation asks for it
 
-    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
-        """Two models' changes and the loss; or at most K features."""
-        if task == "share":
-            return {"features": trainer.initial.new_empty(self.features, self.width)}
-        reply = super().reply_like(task, trainer)
-        return {**reply, "momentum": trainer.initial[momentum_places(trainer)]}
-
+    @client_task(seen="mean", reveals="update", reply=_update_like)
     def train(
-        self, client: Client, received: Tensor, momentum: Tensor, remote: Tensor
+        self, client: Client, model: Tensor, momentum: Tensor, remote: Tensor
     ) -> dict[str, Tree]:
         """The changes that local training makes to the main and to the momentum model."""
         places = momentum_places(client.trainer)
-        own = client.state.get(
-            "target", client.full_weights(received)[: client.trainer.flat.parameter_count]
-        )
-        client.state["target"] = cast(Tensor, own).index_copy(0, places, momentum)
+        start = client.full_weights(model)[: client.trainer.flat.parameter_count]
+        target = cast(Tensor, client.state.get("target", start))
+        client.state["target"] = target.index_copy(0, places, momentum)
         step = Step(self, client, remote)
-        reply = client.train(received, step)
-        client.state |= step.counted()
-        return {**reply, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
+        update = client.train(model, step)
+        client.state |= step.count_false_negatives()
+        return {**update, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
+
+    @client_task(seen="simulation", reveals="numbers", reply=("alike", "held"))
+    def census(self, client: Client) -> dict[str, Tree]:
+        """For the log of a simulation: how many keys of its queue are alike, and of how many."""
+        return {name: client.state.get(name, torch.tensor(torch.nan)) for name in ("alike", "held")}
+
+    @client_task(
+        seen="each", reveals="features", reply=_features_like, when=lambda ccl, secure: ccl.shares
+    )
+    def share(self, client: Client) -> dict[str, Tree]:
+        """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
+
+        Q̄_l,c of Eq. 2, one row an image, at most K.
+        """
+        trainer, seed = client.trainer, client.trainer.config.seed
+        assert trainer.target is not None
+        trainer.target.params.copy_(cast(Tensor, client.state["target"]))
+        chosen = choose(
+            random_key(seed, "share", client.round, client.id), client.samples, self.features
+        )
+        # Batch norm looks at them together. With no backward pass there is room for more at once.
+        batches = np.array_split(chosen, max(1, trainer.batches.per_epoch(len(chosen)) // 4))
+        images, secret = trainer.images[0][client.members], self.secret(client)
+        features = [self.encode(trainer, images, batch, secret) for batch in batches]
+        return {"features": torch.cat(features)}
+
+    def secret(self, client: Client) -> np.random.Generator:
+        """Return the generator of InstaHide's keys, new in every round: never ``config.seed``."""
+        return system_generator()
+
+    @torch.no_grad()
+    def encode(
+        self,
+        trainer: Trainer,
+        images: Tensor,
+        chosen: NDArray[np.int64],
+        secret: np.random.Generator,
+    ) -> Tensor:
+        """Compute features of some images by the momentum model; its inputs are between 0 and 1."""
+        assert trainer.target is not None
+        if self.params.mix == 1:
+            inputs = scale_pixels(trainer, images[to_device(chosen, trainer.device)])
+        else:
+            drawn = Key.draw(chosen, len(images), self.params.mix, images.shape[1:], secret)
+            inputs = (encrypt(images, drawn, trainer.dtype) + 1) / 2
+        with trainer.autocast():
+            (features,) = trainer.target.module((inputs,))
+        return F.normalize(features.to(trainer.dtype), dim=1)
 
     def loss(self, encoded: EncodedBatch, remote: Tensor, chosen: Tensor) -> Tensor:
         """L_contrast + λ L_neigh (Eq. 12), in both directions as MoCo's."""
@@ -239,47 +284,6 @@ class CCL(Algorithm):
         if self.params.remote == "only" and len(remote):
             return remote, there
         return torch.cat((memory["queue"], remote)), torch.cat((empty, there))
-
-    def census(self, client: Client) -> dict[str, Tree]:
-        """For the log of a simulation: how many features of its queue a sample is alike, of all."""
-        return {name: client.state.get(name, torch.tensor(torch.nan)) for name in ("alike", "held")}
-
-    def share(self, client: Client) -> dict[str, Tree]:
-        """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
-
-        Q̄_l,c of Eq. 2, one row an image, at most K.
-        """
-        if self.params.remote == "off":
-            raise UserError("algorithm.remote=off: no feature leaves this client")
-        trainer, seed = client.trainer, client.trainer.config.seed
-        assert trainer.target is not None
-        trainer.target.params.copy_(cast(Tensor, client.state["target"]))
-        chosen = choose(
-            random_key(seed, "share", client.round, client.id), client.samples, self.features
-        )
-        # Batch norm looks at them together. With no backward pass there is room for more at once.
-        batches = np.array_split(chosen, max(1, trainer.batches.per_epoch(len(chosen)) // 4))
-        images, secret = trainer.images[0][client.members], self.secret(client)
-        return {"features": torch.cat([self.look(trainer, images, b, secret) for b in batches])}
-
-    def secret(self, client: Client) -> np.random.Generator:
-        """Where InstaHide's keys come from, new in every round: never ``config.seed``."""
-        return from_the_system()
-
-    @torch.no_grad()
-    def look(
-        self, trainer: Trainer, images: Tensor, own: NDArray[np.int64], secret: np.random.Generator
-    ) -> Tensor:
-        """Features of some images; what the network sees is between 0 and 1 in any case."""
-        assert trainer.target is not None
-        if self.params.mix == 1:
-            inputs = images[to_device(own, trainer.device)].to(trainer.dtype) / 255
-        else:
-            drawn = Key.draw(own, len(images), self.params.mix, images.shape[1:], secret)
-            inputs = (encrypt(images, drawn, trainer.dtype) + 1) / 2
-        with trainer.autocast():
-            (features,) = trainer.target.module((inputs,))
-        return F.normalize(features.to(trainer.dtype), dim=1)
 
 
 class Step(Steps):
@@ -321,7 +325,7 @@ class Step(Steps):
         arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
         self.origins.index_copy_(0, arrival % size, entering[skipped:])
 
-    def counted(self) -> dict[str, Tree]:
+    def count_false_negatives(self) -> dict[str, Tree]:
         """How many of the queue's keys a sample of the client is alike on average, and of all."""
         census, client = self.client.trainer.census, self.client
         if census is None:
@@ -357,23 +361,3 @@ def momentum_places(trainer: Trainer) -> Tensor:
     every = torch.arange(len(trainer.initial), device=trainer.device)
     sent = every if trainer.shared is None else trainer.shared
     return sent[sent < trainer.flat.parameter_count]
-
-
-def finite(
-    replies: Mapping[int, Mapping[str, Tensor]], server: Server, names: Sequence[str]
-) -> dict[str, Tensor]:
-    """The new banks, by client; one with a feature that is no number, or too long, is dropped.
-
-    Features have length 1: a longer one would outweigh those of all other clients.
-    """
-    banks: dict[str, Tensor] = {}
-    for client, reply in replies.items():
-        lengths = torch.linalg.vector_norm(reply["features"], dim=1)
-        if bool((lengths < 1.01).all()):  # a number that is none is not below
-            banks[str(client)] = reply["features"]
-            continue
-        what = "longer than 1" if bool(torch.isfinite(lengths).all()) else "not finite"
-        server.warn(
-            f"{name_client(names, client)} shared features that are {what}: its last bank stays"
-        )
-    return banks

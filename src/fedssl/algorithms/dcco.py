@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Algorithm, one_plain_step
+from fedssl.federation.algorithm import Algorithm, is_one_plain_step
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import Centre, MomentObjective, Moments
@@ -19,75 +20,109 @@ from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
 
+def _centre_like(dcco: DCCO, trainer: Trainer) -> dict[str, Tree]:
+    return dict(dcco.objective.centre(dcco.two_encodings(trainer.initial)))
+
+
+def _moments_like(dcco: DCCO, trainer: Trainer) -> dict[str, Tree]:
+    encodings = dcco.two_encodings(trainer.initial)
+    return dict(dcco.objective.moments(encodings, dcco.objective.centre(encodings)))
+
+
+def _few_images(dcco: DCCO) -> int:
+    """Return how many images are so few that their moments can reveal each encoding.
+
+    Then the moments are no fewer numbers than the encodings. Two views of N images are 2 N d
+    numbers. The moments are d² + 4 d, or 2 d² + 3 d different ones with both views' own products.
+    Where the moments leave something open, the server finds it with the network: a ReLU before its
+    last layer makes many of that layer's inputs 0 and none negative (docs/privacy.md).
+    """
+    width = dcco.objective.params.projector[-1]
+    return width + 1 if dcco.objective.within_tower else width // 2 + 2
+
+
 class DCCO(Algorithm):
     """Large-batch statistics from small clients.
 
-    Clients send the moments of their encodings; the server returns the moments of the whole cohort;
-    each client descends the large-batch loss through its own samples only. With one local step a
-    round equals a centralized step on the union of the cohort's samples (appendix A).
+    Clients send the moments of their encodings. The server returns the moments of the whole cohort.
+    Each client then descends the large-batch loss through its own samples only. With one local step
+    a round equals a centralized step on the union of the cohort's samples (appendix A).
     """
 
     objective: MomentObjective
-    compiles = "off"
-    means = ("locate", "encode", "descend")
-    statistics = ("locate", "encode")
+    minimum_images = 1  # statistics are the cohort's
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):
             raise UserError(
-                f"objective.name={objective.params.name}: dcco shares moments of encodings, and "
-                "this loss is not a function of them; use objective.name=cco or vicreg, "
-                "or algorithm.name=fedavg"
+                "dcco shares moments of encodings, and this loss is not a function of them",
+                key="objective.name",
+                value=objective.params.name,
+                fix="Use objective.name=cco or vicreg, or algorithm.name=fedavg.",
             )
         super().__init__(params, objective)
 
-    def smallest_client(self) -> int:
-        """One sample is enough: statistics are the cohort's."""
-        return 1
-
     def round(self, server: Server, cohort: Cohort) -> None:
-        """Two exchanges; the first round also finds the centre that moments are taken about.
-
-        Bounded encodings have the origin for it, which nobody has to be asked for. Secure sums
-        start there too: two sums of the same encodings would tell of a client that drops out
-        between them.
-        """
-        bounded = self.objective.params.bound is not None
+        """Exchange moments, then updates; the first round also finds the moments' centre."""
         if "centre" not in server.state:
-            located = "locate" in self.asked(server.config.privacy.secure)
-            server.state["centre"] = (
-                cohort.mean("locate", server.model) if located else self._origin(server.model)
-            )
-        centre: Any = server.state["centre"]
-        moments = cohort.mean("encode", server.model, centre)
-        update = cohort.mean("descend", server.model, centre, moments)
+            server.state["centre"] = self.first_centre(server, cohort)
+        centre = cast(Centre, server.state["centre"])
+        moments = cohort.mean(self.encode, server.model, centre)
+        update = cohort.mean(self.descend, server.model, centre, moments)
         server.apply(update)
-        if not bounded:
+        if not self.is_bounded:
             server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
 
-    def asked(self, secure: bool) -> tuple[str, ...]:
-        """Not for a centre that is the origin."""
-        bounded = self.objective.params.bound is not None
-        return self.means[1:] if bounded or secure else self.means
+    def first_centre(self, server: Server, cohort: Cohort) -> Centre:
+        """Return the clients' mean encodings, or the origin if they are not asked for."""
+        if self.asks_for_centre(server.config.privacy.secure):
+            return cohort.mean(self.locate, server.model)
+        width = self.objective.params.projector[-1]
+        return {name: server.model.new_zeros(width) for name in ("f", "g")}
 
-    def _origin(self, like: Tensor) -> Centre:
-        return {name: like.new_zeros(self.objective.params.projector[-1]) for name in ("f", "g")}
+    @property
+    def is_bounded(self) -> bool:
+        """Whether encodings have a bounded norm; their moments are taken about the origin."""
+        return self.objective.params.bound is not None
 
-    def locate(self, client: Client, weights: Tensor) -> Tree:
+    def asks_for_centre(self, secure: bool) -> bool:
+        """Return whether the first round asks clients for their mean encodings.
+
+        Secure sums start at the origin. Two sums of the same encodings would reveal those of a
+        client that drops out in between.
+        """
+        return not (self.is_bounded or secure)
+
+    @client_task(
+        seen="mean",
+        reveals="statistics",
+        reply=_centre_like,
+        few_images=_few_images,
+        when=asks_for_centre,
+        stateless=True,
+    )
+    def locate(self, client: Client, model: Tensor) -> Tree:
         """The client's mean encodings, in the first round."""
-        return client.mean(weights, lambda encoded: self.objective.centre(encoded.encodings))
+        return client.mean(model, lambda encoded: self.objective.centre(encoded.encodings))
 
-    def encode(self, client: Client, weights: Tensor, centre: Centre) -> Tree:
+    @client_task(
+        seen="mean",
+        reveals="statistics",
+        reply=_moments_like,
+        bound=lambda dcco: dcco.objective.moments_bound,
+        few_images=_few_images,
+        stateless=True,
+    )
+    def encode(self, client: Client, model: Tensor, centre: Centre) -> Tree:
         """Means of the client's encodings and of their products, over its samples in the round.
 
         ⟨⟩_k of Eq. 3.
         """
-        return client.mean(
-            weights, lambda encoded: self.objective.moments(encoded.encodings, centre)
-        )
+        return client.mean(model, lambda encoded: self.objective.moments(encoded.encodings, centre))
 
+    @client_task(seen="mean", reveals="update", stateless=True)
     def descend(
-        self, client: Client, weights: Tensor, centre: Centre, moments: Moments
+        self, client: Client, model: Tensor, centre: Centre, moments: Moments
     ) -> dict[str, Tree]:
         """The change of the network's weights that local training makes.
 
@@ -102,21 +137,12 @@ class DCCO(Algorithm):
             }
             return self.objective.loss_of(combined, centre)
 
-        return client.train(weights, loss)
-
-    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
-        """Moments have the width of the projector."""
-        if task == "descend":
-            return super().reply_like(task, trainer)
-        encodings = (trainer.initial.new_zeros(2, self.objective.params.projector[-1]),) * 2
-        centre = self.objective.centre(encodings)
-        both = centre if task == "locate" else self.objective.moments(encodings, centre)
-        return dict(both)
-
-    def bound(self, task: str) -> float | None:
-        """Moments of bounded encodings are bounded."""
-        return self.objective.moments_bound if task == "encode" else None
+        return client.train(model, loss)
 
     def exact_on_union(self, trainer: Trainer) -> bool:
-        """Appendix A."""
-        return one_plain_step(trainer)
+        """Return whether appendix A applies."""
+        return is_one_plain_step(trainer)
+
+    def two_encodings(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return encodings of two samples, for their shape."""
+        return (like.new_zeros(2, self.objective.params.projector[-1]),) * 2

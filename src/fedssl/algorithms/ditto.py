@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import key
+from fedssl.federation.algorithm import Result
 from fedssl.federation.client import Client
+from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.training.optim import Pull
 from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
@@ -23,9 +27,7 @@ class Ditto(FedAvg):
     its own target network and memory.
     """
 
-    judges = "personal"
-    passes = 2
-    personal = ("personal", "weights")
+    result = Result("personal")
 
     @dataclass(frozen=True)
     class Params(FedAvg.Params):
@@ -37,20 +39,25 @@ class Ditto(FedAvg):
 
     params: Params
 
-    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+    @client_task(seen="mean", reveals="update", trains=2)
+    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
         """The global model's change; the personal model stays."""
-        anchor = client.full_weights(received)
-        self.personalize(client, anchor)
-        return super().train(client, received)
+        self.personalize(client, client.full_weights(model))
+        return super().train(client, model)
 
     def personalize(self, client: Client, anchor: Tensor) -> None:
-        """v ← v − η ∇h(v; w) for the round's local steps."""
-        keep: dict[str, Any] = dict(cast("dict[str, Tree]", client.state.get("personal", {})))
-        start = keep.get("weights", client.trainer.initial)
+        """Train the personal model: v ← v − η ∇h(v; w) for the round's local steps."""
+        state: dict[str, Any] = dict(cast("dict[str, Tree]", client.state.get("personal", {})))
+        start = state.get("weights", client.trainer.initial)
         pull = Pull(self.params.lambda_, anchor) if self.params.lambda_ else None
-        keep["weights"] = client.train_from(start, keep, pull=pull).weights
-        client.state["personal"] = keep
+        state["weights"] = client.train_from(start, state, pull=pull).weights
+        client.state["personal"] = state
+
+    def personal_weights(self, server: Server, state: Mapping[str, Tree]) -> Tensor | None:
+        """Return v_k."""
+        personal = cast("Mapping[str, Tensor]", state.get("personal", {}))
+        return personal.get("weights")
 
     def exact_on_union(self, trainer: Trainer) -> bool:
-        """Every client has a model of its own."""
+        """Return ``False``: every client has a model of its own."""
         return False

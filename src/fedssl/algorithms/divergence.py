@@ -1,4 +1,4 @@
-"""How far a client's network has gone its own way: what FedU and FedEMA decide by."""
+"""How far a client's network is from the global one: FedU and FedEMA decide by that."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client, Trained
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.util.trees import Tree
 
@@ -38,51 +39,52 @@ class DivergenceAware(Algorithm):
     params: DivergenceParams
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """The model goes as in FedAvg; each client's own measures go beside it, for the log."""
-        server.apply(cohort.mean("train", server.model))
-        server.log_clients(cohort.gather("report", log=True))
+        """Average as in FedAvg, and log each client's measures."""
+        server.apply(cohort.mean(self.train, server.model))
+        server.log_clients(cohort.gather(self.report))
 
-    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+    @client_task(seen="mean", reveals="update")
+    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
         """The change that local training makes, from the mixture that the client starts at."""
-        trained = client.train_from(self.start(client, client.full_weights(received)), client.state)
+        trained = client.train_from(self.start(client, client.full_weights(model)), client.state)
         client.state["network"] = trained.weights
         client.state["trained"] = torch.tensor(client.round)
         if self.params.divergence == "drift":
-            client.state["drift"] = drift(client.trainer.flat, trained)
-        return client.reply(trained, received)
+            client.state["drift"] = measure_drift(client.trainer.flat, trained)
+        return client.reply(trained, model)
 
     @abstractmethod
     def start(self, client: Client, network: Tensor) -> Tensor:
-        """Where a client starts, given the global network."""
+        """Return the weights that a client's training starts from, given the global network."""
 
     @abstractmethod
     def report(self, client: Client) -> dict[str, Tensor]:
-        """Numbers for the log."""
+        """The client's measures. Subclasses declare this task with the names of their numbers."""
 
     def divergence(self, client: Client, network: Tensor) -> Tensor | None:
-        """Between the client and the global network; none before the client's first round."""
+        """Measure client against global network; ``None`` before the client's first round."""
         if "network" not in client.state:
             return None
         if self.params.divergence == "drift":
             return cast(Tensor, client.state["drift"]).cpu()
-        n = towers(client.trainer.flat)
-        return torch.linalg.vector_norm(network[:n] - own(client)[:n]).cpu()
+        n = count_tower_parameters(client.trainer.flat)
+        return torch.linalg.vector_norm(network[:n] - last_network(client)[:n]).cpu()
 
 
-def own(client: Client) -> Tensor:
-    """The client's online network after its last local training."""
+def last_network(client: Client) -> Tensor:
+    """Return the client's online network after its last local training."""
     return cast(Tensor, client.state["network"])
 
 
-def towers(flat: FlatWeights) -> int:
-    """How many parameters the encoders and their projectors have; the predictors' come after."""
+def count_tower_parameters(flat: FlatWeights) -> int:
+    """Count the parameters of encoders and projectors; the predictors' come after them."""
     predictors = flat.module.predictors
     assert isinstance(predictors, nn.ModuleList)
     return flat.parameter_count - sum(p.numel() for p in predictors.parameters())
 
 
-def drift(flat: FlatWeights, trained: Trained) -> Tensor:
-    """The mean over convolution layers of the L2 norm of what training changed."""
+def measure_drift(flat: FlatWeights, trained: Trained) -> Tensor:
+    """Average over convolution layers the L2 norm of the change that training made."""
     change = trained.weights - trained.start
     norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in flat.of(nn.Conv2d)]
     return torch.stack(norms).mean()

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.algorithms.fedca import in_batches, plain
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.dataset import split_for_encoding
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.algorithm import Algorithm, Result
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
+from fedssl.federation.features import scale_pixels, split_batches
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task, update_like
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
@@ -27,11 +28,17 @@ from fedssl.objectives.mae import MAE
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.text import name_client
 from fedssl.util.trees import Tree
 
 SHOWN = 20  # clients that are named where clusters are shown
 MOVES = 3  # the same, where they change
+
+
+def _update_like(featarc: FeatARC, trainer: Trainer) -> dict[str, Tree]:
+    """A slot for each cluster, the slot in use, and the loss."""
+    update, count = update_like(trainer), featarc.params.clusters
+    change = cast(Tensor, update["change"])
+    return {**update, "change": change.expand(count, -1), "members": change.new_zeros(count)}
 
 
 class FeatARC(Algorithm):
@@ -51,11 +58,8 @@ class FeatARC(Algorithm):
     basis in common, so that a client stays nearest to the one that its own model began with.
     """
 
-    compiles = "on"  # as CCL's: not by itself before it was seen at full size on a GPU
-    judges = "personal"
-    personal = ("cluster",)
+    result = Result("personal", description="global: that of cluster 0")
     weight = "uniform"
-    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("cluster",)}
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
@@ -71,8 +75,6 @@ class FeatARC(Algorithm):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
-        if self.params.clusters > 1:
-            self.model = "global: that of cluster 0"
         if self.params.lambda_ and isinstance(objective, MAE):
             raise UserError(
                 f"algorithm.lambda={self.params.lambda_} with objective.name="
@@ -80,39 +82,50 @@ class FeatARC(Algorithm):
                 "algorithm.lambda=0"
             )
 
-    def found(self, clients: int, config: Config) -> None:
-        """A client for each cluster, and a mean that slots of zeros do not mislead."""
+    def validate(self, config: Config, clients: int) -> Iterable[str]:
+        """Refuse more clusters than clients, and means that slots of zeros would mislead."""
         if self.params.clusters > clients:
             raise UserError(
-                f"algorithm.clusters={self.params.clusters}: more than the {clients} clients; "
-                f"take at most {clients}"
+                f"there are only {clients} clients",
+                key="algorithm.clusters",
+                value=self.params.clusters,
+                fix=f"Take at most {clients}.",
             )
-        asked = [f"cohort.average={config.cohort.average}"] * (config.cohort.average != "mean")
-        asked += [f"privacy.noise={config.privacy.noise}"] * (config.privacy.noise is not None)
-        for words in asked:
+        needs_sums = "featarc needs exact sums, to divide each cluster's by its members"
+        if config.cohort.average != "mean":
             raise UserError(
-                f"{words} with algorithm.name={self.params.name}: it needs exact sums, to divide "
-                "each cluster's by its members; leave it out"
+                needs_sums,
+                key="cohort.average",
+                value=config.cohort.average,
+                fix="Use cohort.average=mean.",
             )
+        if config.privacy.noise is not None:
+            raise UserError(
+                needs_sums,
+                key="privacy.noise",
+                value=config.privacy.noise,
+                fix="Set privacy.noise=null, or use another algorithm.",
+            )
+        return ()
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """All models down, changes up, and a mean for each cluster (Algorithm 1)."""
+        """Send all models, and average the changes of each cluster (Algorithm 1)."""
         models, shared = self.models(server), server.shared
         sent = {str(j): m if shared is None else m[shared] for j, m in enumerate(models)}
-        update = cohort.mean("train", sent, weight=self.weight)
+        update = cohort.mean(self.train, sent)
         server.log["loss"] = update["loss"]
         answered = len(cohort.ids)
         for j, share in enumerate(update["members"].tolist()):
             members = round(share * answered)
             if members:
-                self.move(server, j, update["change"][j] * (answered / members))
+                self.step(server, j, update["change"][j] * (answered / members))
             else:
-                self.tell(server, j)
-        server.log_clients(cohort.gather("report", log=True))
-        self.show(server)
+                self.warn_empty(server, j)
+        server.log_clients(cohort.gather(self.report))
+        self.show_clusters(server)
 
     def models(self, server: Server) -> list[Tensor]:
-        """The cluster models: the server's own is the first, the others are made before round 1."""
+        """Return the cluster models; before round 1 all but the server's own are made."""
         if "clusters" not in server.state and self.params.clusters > 1:
             rule, n = server.config.server, server.flat.parameter_count
             apart = self.params.start == "apart"
@@ -124,73 +137,83 @@ class FeatARC(Algorithm):
                 j: {"weights": start, "rule": cast("dict[str, Tree]", optim.start(rule, start[:n]))}
                 for j, start in starts.items()
             }
-        return [self.numbered(server, j) for j in range(self.params.clusters)]
+        return [cluster_model(server, j) for j in range(self.params.clusters)]
 
-    def numbered(self, server: Server, number: int) -> Tensor:
-        """The model of a cluster."""
-        return cast(Tensor, _cluster(server, number)["weights"]) if number else server.weights
+    def server_model(self, server: Server, state: Mapping[str, Tree]) -> Tensor:
+        """Return the model of the client's cluster."""
+        return cluster_model(server, int(cast(Tensor, state.get("cluster", torch.zeros(())))))
 
-    def move(self, server: Server, number: int, change: Tensor) -> None:
-        """By the server's rule, of which each cluster has its own state."""
-        if number == 0:
+    def step(self, server: Server, cluster: int, change: Tensor) -> None:
+        """Update a cluster's model by the server's rule, of which each cluster has a state."""
+        if cluster == 0:
             server.weights = server.step(server.weights, server.rule_state, change)
             return
-        own = _cluster(server, number)
-        rule = cast(optim.State, own.get("rule", {}))  # files keep no empty trees
-        own["weights"] = server.step(cast(Tensor, own["weights"]), rule, change)
+        model = _cluster(server, cluster)
+        rule = cast(optim.State, model.get("rule", {}))  # files keep no empty trees
+        model["weights"] = server.step(cast(Tensor, model["weights"]), rule, change)
 
-    def tell(self, server: Server, number: int) -> None:
-        """Say once of each cluster what happens when nobody is in it."""
-        told = cast("dict[str, Tree]", server.state.setdefault("empty", {}))
-        if str(number) not in told:
-            told[str(number)] = torch.tensor(float(server.round))
-            server.warn(f"cluster {number} has no members: it keeps its model")
+    def warn_empty(self, server: Server, cluster: int) -> None:
+        """Warn once of each cluster that has no members."""
+        warned = cast("dict[str, Tree]", server.state.setdefault("empty", {}))
+        if str(cluster) not in warned:
+            warned[str(cluster)] = torch.tensor(float(server.round))
+            server.warn(f"cluster {cluster} has no members: it keeps its model")
 
-    def show(self, server: Server) -> None:
-        """Say who is where after the first round, and later who went elsewhere."""
+    def show_clusters(self, server: Server) -> None:
+        """Show the clusters' members after the first round, and later which clients move."""
         if self.params.clusters == 1 or "cluster" not in server.client_log:
             return  # or nobody may know
         now = {k: int(c) for k, c in server.client_log["cluster"].items() if c is not None}
-        known = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
-        before = {int(k): int(cast(Tensor, c)) for k, c in known.items()}
-        count, names = self.params.clusters, self.client_names
+        assigned = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
+        before = {int(k): int(cast(Tensor, c)) for k, c in assigned.items()}
         if not before:
-            server.warn(f"clusters: {_members(now, count, names)}")
+            server.warn(f"clusters: {self.describe_members(server, now)}")
         moved = {k: c for k, c in now.items() if before.get(k, c) != c}
         if moved:
-            everyone = _members(before | now, count, names)
-            server.warn(f"{_moves(moved, names)}; clusters: {everyone}")
-        known |= {str(k): torch.tensor(c) for k, c in now.items()}
+            everyone = self.describe_members(server, before | now)
+            server.warn(f"{describe_moves(server, moved)}; clusters: {everyone}")
+        assigned |= {str(k): torch.tensor(c) for k, c in now.items()}
 
-    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
-        """A slot for each cluster, whose it is, and the loss."""
-        plain, count = super().reply_like(task, trainer), self.params.clusters
-        change = cast(Tensor, plain["change"])
-        return {**plain, "change": change.expand(count, -1), "members": change.new_zeros(count)}
+    def describe_members(self, server: Server, assigned: Mapping[int, int]) -> str:
+        """Name the members of each cluster, or count them if there are many."""
+        clusters: list[list[str]] = [[] for _ in range(self.params.clusters)]
+        for client, cluster in sorted(assigned.items()):
+            names = server.client_names
+            clusters[cluster].append(names[client] if names else str(client))
+        if len(assigned) > SHOWN:
+            return ", ".join(f"{j} has {len(names)}" for j, names in enumerate(clusters))
+        return ", ".join(f"{j} has {' '.join(names) or 'none'}" for j, names in enumerate(clusters))
 
+    @client_task(
+        seen="mean",
+        reveals="update",
+        reply=_update_like,
+        # The sum of a cluster with one client is that client's change.
+        sums_hide=lambda featarc: featarc.params.clusters == 1,
+    )
     def train(self, client: Client, models: Mapping[str, Tensor]) -> dict[str, Tree]:
         """The change of the model of the cluster that the client chose, in that cluster's slot."""
         chosen, frozen = self.assign(client, models)
-        received = models[str(chosen)]
+        model = models[str(chosen)]
         if "cluster" in client.state and int(cast(Tensor, client.state["cluster"])) != chosen:
             for name in ("target", "memory"):  # they follow another model
                 client.state.pop(name, None)
         client.state["cluster"] = torch.tensor(chosen)
-        start = client.full_weights(received)
+        start = client.full_weights(model)
         loss = None if frozen is None else Aligned(self, client, start, frozen)
         trained = client.train_from(start, client.state, loss)
         if self.params.clusters > 1:
             client.state["network"] = trained.weights
-        reply = client.reply(trained, received)
-        change = cast(Tensor, reply["change"])
+        update = client.reply(trained, model)
+        change = cast(Tensor, update["change"])
         slots = change.new_zeros(self.params.clusters, len(change))
         slots[chosen] = change
         members = change.new_zeros(self.params.clusters)
         members[chosen] = 1
-        return {**reply, "change": slots, "members": members}
+        return {**update, "change": slots, "members": members}
 
     def assign(self, client: Client, models: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
-        """The cluster of a client (lines 6 to 14), and what its model makes of the client's images.
+        """Choose the client's cluster (lines 6 to 14), and the targets of its alignment.
 
         The largest mean cosine with the features of the client's last local model; before it has
         one, its number modulo C.
@@ -198,98 +221,102 @@ class FeatARC(Algorithm):
         last, count = cast("Tensor | None", client.state.get("network")), self.params.clusters
         chosen = client.id % count
         if count > 1 and last is not None:
-            own = features(client, last)
-            sent = (client.full_weights(models[str(j)]) for j in range(count))
-            chosen = int(torch.stack([cosine(own, features(client, m)) for m in sent]).argmax())
+            mine = compute_features(client, last)
+            received = (client.full_weights(models[str(j)]) for j in range(count))
+            cosines = [mean_cosine(mine, compute_features(client, model)) for model in received]
+            chosen = int(torch.stack(cosines).argmax())
         aligned = self.params.lambda_ > 0
-        return chosen, goal(client, models[str(chosen)]) if aligned else None
+        return chosen, compute_targets(client, models[str(chosen)]) if aligned else None
 
     def loss(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
-        """The objective's loss and λ × alignment (Algorithm 2, line 10)."""
-        own = self.objective.loss(encoded.encodings, encoded.labels, encoded.memory)
-        return own + self.misaligned(encoded, frozen)
+        """Add λ × alignment to the objective's loss (Algorithm 2, line 10)."""
+        loss = self.objective.loss(encoded.encodings, encoded.labels, encoded.memory)
+        return loss + self.misalignment(encoded, frozen)
 
-    def misaligned(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
-        """−λ × the mean cosine of each view's encoding with the frozen one of its image."""
+    def misalignment(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
+        """Compute −λ × the mean cosine of each view's encoding with the frozen one of its image."""
         views = encoded.encodings[: self.objective.views]
-        return -self.params.lambda_ * torch.stack([cosine(v, frozen) for v in views]).mean()
+        return -self.params.lambda_ * torch.stack([mean_cosine(v, frozen) for v in views]).mean()
 
+    @client_task(seen="log", reveals="numbers", reply=("cluster",))
     def report(self, client: Client) -> dict[str, Tensor]:
         """The client's cluster."""
         return {"cluster": cast(Tensor, client.state["cluster"])}
 
 
 class Aligned(Steps):
-    """A client's steps: what the cluster model as received makes of the images of each."""
+    """The loss of a client's steps, aligned with the cluster model as the client received it."""
 
     def __init__(self, featarc: FeatARC, client: Client, start: Tensor, frozen: Tensor) -> None:
         self.client, self.frozen, self.number = client, frozen, 0
         self.function = featarc.loss
         beyond = client.trainer.objective.round_loss(client, start)
         if beyond is not None:  # a loss that looks beyond the batch is not compiled
-            self.function = lambda e, frozen: beyond(e) + featarc.misaligned(e, frozen)
+            self.function = lambda e, frozen: beyond(e) + featarc.misalignment(e, frozen)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """The frozen features of the next step's images."""
+        """Return the frozen features of the next step's images."""
         client = self.client
         _, chosen = client.positions(self.number)
         return (self.frozen[chosen],)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
-        """The next step."""
+        """Go to the next step."""
         self.number += 1
 
 
-def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """The mean cosine between rows."""
+def mean_cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Average the cosine between matching rows."""
     return F.cosine_similarity(a, b, dim=1).mean()
 
 
-def features(client: Client, weights: Tensor) -> Tensor:
-    """The backbone's features of a client's images without augmentation, as an encoder is judged.
+def compute_features(client: Client, weights: Tensor) -> Tensor:
+    """Encode a client's images without augmentation, as evaluation does.
 
     So batch norm goes by its running statistics, where it has any: with those of the client's
     images, models that learned from unlike data look alike.
     """
     network = client.trainer.network
     network.train(client.trainer.config.algorithm.norm_policy == "reset")
-    found = _pass(client, weights, False)[0]
+    features = _encode(client, weights, False)[0]
     network.train()
-    return found
+    return features
 
 
-def goal(client: Client, received: Tensor) -> Tensor:
-    """What encodings are aligned with; batch norm goes by the client's images, as in training.
+def compute_targets(client: Client, model: Tensor) -> Tensor:
+    """Compute the alignment's targets; batch norm goes by the client's images, as in training.
 
     The backbone's features if encodings are as wide, else the model's own encodings.
     """
-    found, encodings = _pass(client, client.full_weights(received), True)
-    return found if found.shape == encodings.shape else encodings
+    features, encodings = _encode(client, client.full_weights(model), True)
+    return features if features.shape == encodings.shape else encodings
 
 
 @torch.no_grad()
-def _pass(client: Client, weights: Tensor, encode: bool) -> tuple[Tensor, Tensor]:
-    """Features, and encodings where they are needed.
+def _encode(client: Client, weights: Tensor, project: bool) -> tuple[Tensor, Tensor]:
+    """Return features, and with ``project`` encodings too.
 
     Running statistics that this changes are not kept: training loads its start anew.
     """
     trainer = client.trainer
     trainer.load(weights)
     network, tower = trainer.network, cast(Tower, trainer.network.towers[0])
-    images, found = trainer.images[0][client.members], []
-    parts = in_batches(trainer, images)
+    images = trainer.images[0][client.members]
+    parts = split_batches(trainer, images)
     if not network.training:  # each image by itself: few large passes keep a GPU busy
         parts = split_for_encoding(images)
+    features, encodings = [], []
     with trainer.autocast():
         for part in parts:
-            one = tower.encoder(plain(trainer, part))
-            found.append((one, network.predict((tower.head(one),))[0] if encode else one))
-    first, second = (torch.cat(parts).to(trainer.dtype) for parts in zip(*found, strict=True))
-    return first, second
+            features.append(tower.encoder(scale_pixels(trainer, part)))
+            if project:
+                encodings.append(network.predict((tower.head(features[-1]),))[0])
+    joined = torch.cat(features).to(trainer.dtype)
+    return joined, torch.cat(encodings).to(trainer.dtype) if project else joined
 
 
 def another_start(server: Server, cluster: int) -> Tensor:
-    """The run's network initialized anew, on the host: the same on every device."""
+    """Initialize the run's network anew, on the host: the same on every device."""
     config = server.config
     network = cast(Network, copy.deepcopy(server.flat.module).cpu().float())
     flat = FlatWeights(network)
@@ -301,23 +328,20 @@ def another_start(server: Server, cluster: int) -> Tensor:
     return flat.vector.to(server.weights)
 
 
-def _cluster(server: Server, number: int) -> dict[str, Tree]:
+def cluster_model(server: Server, cluster: int) -> Tensor:
+    """Return the model of a cluster; that of cluster 0 is the global one."""
+    return cast(Tensor, _cluster(server, cluster)["weights"]) if cluster else server.weights
+
+
+def _cluster(server: Server, cluster: int) -> dict[str, Tree]:
     clusters = cast("dict[str, dict[str, Tree]]", server.state["clusters"])
-    return clusters[str(number)]
+    return clusters[str(cluster)]
 
 
-def _members(assigned: Mapping[int, int], clusters: int, names: Sequence[str]) -> str:
-    """Who is in each cluster; of many only how many."""
-    known = [(names[k] if names else str(k), own) for k, own in sorted(assigned.items())]
-    held = [[name for name, own in known if own == j] for j in range(clusters)]
-    if len(assigned) > SHOWN:
-        return ", ".join(f"{j} has {len(each)}" for j, each in enumerate(held))
-    return ", ".join(f"{j} has {' '.join(each) or 'none'}" for j, each in enumerate(held))
-
-
-def _moves(moved: Mapping[int, int], names: Sequence[str]) -> str:
+def describe_moves(server: Server, moved: Mapping[int, int]) -> str:
+    """Name the clients that change their cluster, or count them if there are many."""
     if len(moved) > MOVES:
         return f"{len(moved)} clients change their cluster"
     return ", ".join(
-        f"{name_client(names, k)} goes to cluster {c}" for k, c in sorted(moved.items())
+        f"{server.name_client(k)} goes to cluster {c}" for k, c in sorted(moved.items())
     )

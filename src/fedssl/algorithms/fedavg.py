@@ -8,10 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams, key
-from fedssl.federation.algorithm import Algorithm, one_plain_step
+from fedssl.federation.algorithm import Algorithm, is_one_plain_step
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
@@ -49,8 +50,10 @@ class FedAvg(Algorithm):
         self.weight = self.params.weight
         if self.replaces_target and objective.memory.target is None:
             raise UserError(
-                f"algorithm.replace=both: objective.name={objective.params.name} has no target "
-                "network of its own; use replace=online, or objective.name=byol or moco"
+                f"objective.name={objective.params.name} has no target network of its own",
+                key="algorithm.replace",
+                value="both",
+                fix="Use replace=online, or objective.name=byol or moco.",
             )
 
     @property
@@ -59,15 +62,16 @@ class FedAvg(Algorithm):
         return self.params.replace == "both"
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """One exchange: the model down, the changes up and averaged."""
-        server.apply(cohort.mean("train", server.model, weight=self.weight))
+        """Send the model, and apply the mean of the clients' changes."""
+        server.apply(cohort.mean(self.train, server.model))
 
-    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+    @client_task(seen="mean", reveals="update", stateless=True)
+    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
         """The change that local training makes."""
         if self.replaces_target:
             client.state.pop("target", None)
-        return client.train(received)
+        return client.train(model)
 
     def exact_on_union(self, trainer: Trainer) -> bool:
-        """The passes are shared; the loss is computed client by client."""
-        return self.weight == "samples" and one_plain_step(trainer)
+        """Return whether passes are shared; losses are client by client (``Encoded.within``)."""
+        return self.weight == "samples" and is_one_plain_step(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,14 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.algorithms.ccl import finite
-from fedssl.config import AlgorithmParams, key
+from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
+from fedssl.federation.features import (
+    accept_features,
+    join_features,
+    scale_pixels,
+    split_batches,
+)
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.federation.traffic import count_as
 from fedssl.models.network import Tower
 from fedssl.objectives.base import Objective
@@ -32,6 +38,10 @@ from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
 PUBLIC = 1000
+
+
+def _features_like(fedca: FedCA, trainer: Trainer) -> dict[str, Tree]:
+    return {"features": trainer.initial.new_empty(fedca.params.dictionary, fedca.width)}
 
 
 class FedCA(Algorithm):
@@ -46,10 +56,6 @@ class FedCA(Algorithm):
     over a batch of public images of ‖h − h_base‖², of the encoder's features at length 1; batch
     norm sees that batch alone, and its running statistics do not.
     """
-
-    compiles = "off"
-    gathers: tuple[str, ...] = ("share",)
-    varying = ("share",)
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
@@ -99,97 +105,92 @@ class FedCA(Algorithm):
                 "adds to SimCLR's negatives; use objective.name=simclr"
             )
         self.simclr = objective
-        if not self.params.dictionary:
-            self.gathers = ()
-        if self.params.align:
-            self.note = (
-                f"fedca: first a base model trains on {self.params.public} public images, for "
-                f"{self.params.base_epochs} epochs; it can be stopped before or after that"
-            )
         self.width = objective.params.projector[-1]
 
-    def prepare(self, server: Server, public: Client | None) -> None:
-        """Train the base model on the public images, and keep what it makes of them."""
+    def validate(self, config: Config, clients: int) -> Iterable[str]:
+        """Say that a base model comes first."""
         if not self.params.align:
+            return ()
+        return [
+            f"fedca: in the first round a base model trains on {self.params.public} public images, "
+            f"for {self.params.base_epochs} epochs"
+        ]
+
+    def round(self, server: Server, cohort: Cohort) -> None:
+        """Send model and dictionary, average the models, and collect new projections."""
+        if self.params.align and "base" not in server.state:
+            server.state |= self.train_base(server)
+        banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
+        # The dictionary travels with the model, and counts as shared.
+        dictionary = count_as("share", join_features(banks, self.width, server.weights))
+        shown = [server.state[name] for name in ("public", "base") if self.params.align]
+        server.apply(cohort.mean(self.train, server.model, dictionary, *shown))
+        if not self.params.dictionary:
             return
-        assert public is not None and public.samples == self.params.public  # as was checked
-        trainer, batches = public.trainer, public.trainer.batches
-        images = trainer.images[0][public.members]
+        cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
+        server.state["banks"] = {**banks, **accept_features(server, cohort.gather(self.share))}
+
+    def train_base(self, server: Server) -> dict[str, Tree]:
+        """Train the base model on the public images; return these and their features."""
+        public, trainer = server.public, server.trainer
+        if public is None:  # a rehearsal, in which only shapes count
+            return self.placeholders(trainer)
+        images, batches = trainer.images[0][public.members], trainer.batches
         trainer.batches = dataclasses.replace(batches, steps=None, epochs=self.params.base_epochs)
         try:
             public.train_from(trainer.initial, {})
         finally:
             trainer.batches = batches
         with torch.no_grad():
-            base = [features(trainer, part) for part in in_batches(trainer, images)]
-        server.state |= {"public": images, "base": torch.cat(base)}
+            base = [encode(trainer, part) for part in split_batches(trainer, images)]
+        return {"public": images, "base": torch.cat(base)}
 
-    def prepared_like(self, trainer: Trainer) -> dict[str, Tree]:
-        """The public images, and the base model's features of them."""
-        if not self.params.align:
-            return {}
+    def placeholders(self, trainer: Trainer) -> dict[str, Tree]:
+        """Return the shapes of the public images and of their features."""
         count, image = self.params.public, trainer.images[0]
-        assert count is not None
         width = cast(Tower, trainer.network.towers[0]).encoder.features
-        assert isinstance(width, int)
+        assert count is not None and isinstance(width, int)
         return {
             "public": image.new_zeros(()).expand(count, *image.shape[1:]),
             "base": trainer.initial.new_zeros(()).expand(count, width),
         }
 
-    def round(self, server: Server, cohort: Cohort) -> None:
-        """Model and dictionary down, models up and averaged, each client's projections up."""
-        banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
-        dictionary = count_as("share", self.joined(banks, server.weights))
-        shown = [server.state[name] for name in ("public", "base") if self.params.align]
-        server.apply(cohort.mean("train", server.model, dictionary, *shown))
-        if not self.params.dictionary:
-            return
-        cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
-        server.state["banks"] = {
-            **banks,
-            **finite(cohort.gather("share"), server, self.client_names),
-        }
-
-    def joined(self, banks: Mapping[str, Tensor], like: Tensor) -> Tensor:
-        """The dictionary: all banks, in the order of the clients; empty before the first ones."""
-        ordered = (banks[k] for k in sorted(banks, key=int))
-        return torch.cat([like.new_empty(0, self.width), *ordered])
-
-    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
-        """The model's change and the loss; or at most so many projections."""
-        if task == "share":
-            return {"features": trainer.initial.new_empty(self.params.dictionary, self.width)}
-        return super().reply_like(task, trainer)
-
+    @client_task(seen="mean", reveals="update")
     def train(
         self,
         client: Client,
-        received: Tensor,
+        model: Tensor,
         dictionary: Tensor,
         public: Tensor | None = None,
         base: Tensor | None = None,
     ) -> dict[str, Tree]:
         """The change that local training makes; the client's projections stay until asked for."""
-        reply = client.train(received, Step(self, client, dictionary, public, base))
+        update = client.train(model, Step(self, client, dictionary, public, base))
         if self.params.dictionary:
             client.state["bank"] = self.project(client)
-        return reply
+        return update
 
     @torch.no_grad()
     def project(self, client: Client) -> Tensor:
-        """Projections of some of the client's images, of length 1, by what the network holds."""
+        """Project some of the client's images to length 1, by the weights in the network."""
         trainer = client.trainer
         state = random_key(trainer.config.seed, "share", client.round, client.id)
         chosen = to_device(choose(state, client.samples, self.params.dictionary), trainer.device)
         images = trainer.images[0][client.members[chosen]]
-        parts = (trainer.encode((plain(trainer, part),))[0] for part in in_batches(trainer, images))
+        parts = (
+            trainer.encode((scale_pixels(trainer, part),))[0]
+            for part in split_batches(trainer, images)
+        )
         return F.normalize(torch.cat(list(parts)), dim=1)
 
+    @client_task(
+        seen="each",
+        reveals="features",
+        reply=_features_like,
+        when=lambda fedca, secure: fedca.params.dictionary > 0,
+    )
     def share(self, client: Client) -> dict[str, Tree]:
         """Projections of single images, as they are, for all other clients too."""
-        if not self.params.dictionary:
-            raise UserError("algorithm.dictionary=0: no projection leaves this client")
         return {"features": client.state["bank"]}
 
 
@@ -222,26 +223,16 @@ class Step:
         assert self.public is not None and self.base is not None
         state = random_key(trainer.config.seed, "public", client.round, client.id, self.number)
         chosen = to_device(choose(state, len(self.public), batch), trainer.device)
-        own = features(trainer, self.public[chosen])
-        return (own - self.base[chosen]).square().sum(1).mean()
+        features = encode(trainer, self.public[chosen])
+        return (features - self.base[chosen]).square().sum(1).mean()
 
 
-def features(trainer: Trainer, images: Tensor) -> Tensor:
+def encode(trainer: Trainer, images: Tensor) -> Tensor:
     """The first encoder's features of plain images, of length 1."""
     encoder, half = cast(Tower, trainer.network.towers[0]).encoder, trainer.precision == "bf16"
     with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half), unseen(encoder):
-        found = encoder(plain(trainer, images))
-    return F.normalize(found.to(trainer.dtype), dim=1)
-
-
-def plain(trainer: Trainer, images: Tensor) -> Tensor:
-    """What the network sees of images without augmentation."""
-    return images.to(trainer.dtype) / 255
-
-
-def in_batches(trainer: Trainer, images: Tensor) -> tuple[Tensor, ...]:
-    """As in training, since batch norm looks at them."""
-    return images.tensor_split(trainer.batches.per_epoch(len(images)))
+        features = encoder(scale_pixels(trainer, images))
+    return F.normalize(features.to(trainer.dtype), dim=1)
 
 
 @contextlib.contextmanager

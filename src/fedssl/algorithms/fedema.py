@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
+from fedssl.algorithms.divergence import (
+    DivergenceAware,
+    DivergenceParams,
+    count_tower_parameters,
+    last_network,
+)
 from fedssl.algorithms.fedu import require_predictor
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
 
@@ -76,7 +81,6 @@ class FedEMA(DivergenceAware):
                 )
 
     params: Params
-    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("mu", "mu_predictor", "divergence")}
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
@@ -114,10 +118,10 @@ class FedEMA(DivergenceAware):
         for name, value in zip(("mu", "mu_predictor"), mu, strict=True):
             client.state[name] = torch.tensor(value, dtype=torch.float64)
         client.state["divergence"] = divergence
-        n, end = towers(client.trainer.flat), client.trainer.flat.parameter_count
+        n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
         mixed = network.clone()
         for part, weight in ((slice(0, n), mu[0]), (slice(n, end), mu[1])):
-            mixed[part] = weight * own(client)[part] + (1 - weight) * network[part]
+            mixed[part] = weight * last_network(client)[part] + (1 - weight) * network[part]
         return mixed
 
     def mu(self, client: Client, divergence: float) -> tuple[float, float]:
@@ -133,6 +137,7 @@ class FedEMA(DivergenceAware):
             both = (min(p.lambda_ * divergence, 1.0),) * 2
         return both[0] * (p.parts != "predictor"), both[1] * (p.parts != "encoder")
 
+    @client_task(seen="log", reveals="numbers", reply=("mu", "mu_predictor", "divergence"))
     def report(self, client: Client) -> dict[str, Tensor]:
         """μ, that of the predictor, and the divergence that they came from."""
         unknown = torch.tensor(torch.nan)

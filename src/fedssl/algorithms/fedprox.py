@@ -9,6 +9,7 @@ from torch import Tensor
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import key
 from fedssl.federation.client import Client
+from fedssl.federation.task import client_task
 from fedssl.training.optim import Pull
 from fedssl.util.trees import Tree
 
@@ -30,12 +31,13 @@ class FedProx(FedAvg):
 
     params: Params
 
-    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+    @client_task(seen="mean", reveals="update")
+    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
         """The change that local training makes; at μ = 0 that of FedAvg."""
         if not self.params.mu:
-            return super().train(client, received)
+            return super().train(client, model)
         if self.replaces_target:
             client.state.pop("target", None)
-        start = client.full_weights(received)
+        start = client.full_weights(model)
         trained = client.train_from(start, client.state, pull=Pull(self.params.mu, start))
-        return client.reply(trained, received)
+        return client.reply(trained, model)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, own, towers
+from fedssl.algorithms.divergence import (
+    DivergenceAware,
+    DivergenceParams,
+    count_tower_parameters,
+    last_network,
+)
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
+from fedssl.federation.task import client_task
 from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
 
@@ -35,7 +40,6 @@ class FedU(DivergenceAware):
         )
 
     params: Params
-    logs: ClassVar[Mapping[str, tuple[str, ...]]] = {"report": ("divergence", "kept_predictor")}
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
@@ -51,9 +55,10 @@ class FedU(DivergenceAware):
         if float(divergence) < self.params.threshold:
             return network
         client.state["kept"] = torch.tensor(1.0)
-        n, end = towers(client.trainer.flat), client.trainer.flat.parameter_count
-        return torch.cat((network[:n], own(client)[n:end], network[end:]))
+        n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
+        return torch.cat((network[:n], last_network(client)[n:end], network[end:]))
 
+    @client_task(seen="log", reveals="numbers", reply=("divergence", "kept_predictor"))
     def report(self, client: Client) -> dict[str, Tensor]:
         """The divergence, and whether the client kept its own predictor."""
         unknown = torch.tensor(torch.nan)

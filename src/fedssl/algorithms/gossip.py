@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.algorithm import Algorithm, Result
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
+from fedssl.federation.task import client_task
 from fedssl.federation.traffic import per_client
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
@@ -37,11 +39,8 @@ class Gossip(Algorithm):
     one to each neighbour. With ``norm_policy=local`` normalization layers do not travel or mix.
     """
 
-    gathers = ("train",)
-    model = "global: the mean of all peers"
-    means = ()
+    result = Result(description="global: the mean of all peers")
     weight = "uniform"
-    note = "gossip: models go through the server, which does the mixing; peers do not connect"
 
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
@@ -63,39 +62,45 @@ class Gossip(Algorithm):
     params: Params
     weights: NDArray[np.float64]  # W, known when the number of clients is
 
-    def found(self, clients: int, config: Config) -> None:
-        """Draw the graph; refuse one that is not connected, and rules that would have no say."""
+    def validate(self, config: Config, clients: int) -> Iterable[str]:
+        """Draw the graph; refuse one that is not connected, and rules without effect."""
         import networkx as nx
 
         rule, name = config.server, self.params.name
         if (rule.optimizer, rule.lr, rule.momentum, rule.weight_decay) != ("sgd", 1, 0, 0):
             raise UserError(
-                f"server.optimizer={rule.optimizer} with server.lr={rule.lr:g} and "
-                f"algorithm.name={name}: there is no server's model to update; use "
-                "server.optimizer=sgd, server.lr=1, without momentum and weight decay"
+                f"algorithm.name={name} has no server's model to update",
+                key="server.optimizer",
+                value=rule.optimizer,
+                fix="Use server.optimizer=sgd server.lr=1 server.momentum=0 server.weight_decay=0.",
             )
         if config.cohort.average != "mean":
             raise UserError(
-                f"cohort.average={config.cohort.average} with algorithm.name={name}: neighbours "
-                "mix by the graph's weights; use cohort.average=mean"
+                f"with algorithm.name={name} neighbours mix by the graph's weights",
+                key="cohort.average",
+                value=config.cohort.average,
+                fix="Use cohort.average=mean.",
             )
         graph = self.graph(clients, config.seed)
         if not nx.is_connected(graph):
             kind, parts = self.params.topology, nx.number_connected_components(graph)
-            fix = "raise algorithm.edge_probability, or change seed"
+            fix = "Raise algorithm.edge_probability, or change seed."
             raise UserError(
-                f"algorithm.topology={kind}: the graph has {parts} parts that never meet; "
-                + (fix if kind == "random" else "connect them")
+                f"the graph has {parts} parts that never meet",
+                key="algorithm.topology",
+                value=kind,
+                fix=fix if kind == "random" else "Add edges that connect them.",
             )
         self.weights = metropolis(graph)
+        return ["gossip: models go through the server, which does the mixing; peers do not connect"]
 
     def graph(self, clients: int, seed: int) -> Graph:
-        """The clients and who talks to whom."""
+        """Build the graph of clients and their neighbours."""
         import networkx as nx
 
         kind = self.params.topology
         if kind not in TOPOLOGIES:
-            graph = from_file(Path(kind), clients)
+            graph = read_graph(Path(kind), clients)
         elif kind == "star":
             graph = nx.star_graph(clients - 1)
         elif kind == "cycle":
@@ -111,11 +116,11 @@ class Gossip(Algorithm):
         return graph
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """Each client's model down and its change up; then all who answered mix."""
+        """Train each client's model; then the clients that answered mix."""
         everyone = len(self.weights)
         before = cast(Tensor, server.state.get("models", server.model.expand(everyone, -1)))
         sent = {int(k): before[int(k)] for k in cohort.ids}
-        replies: dict[int, Any] = cohort.gather("train", per_client(sent))
+        replies: dict[int, Any] = cohort.gather(self.train, per_client(sent))
         ids = sorted(replies)
         trained = torch.stack([sent[k] + replies[k]["change"] for k in ids])
         models = before.clone()
@@ -129,13 +134,14 @@ class Gossip(Algorithm):
         server.log["loss"] = torch.stack([replies[k]["loss"] for k in ids]).mean()
         server.log["consensus"] = (models - mean).norm(dim=1).mean()
 
-    def train(self, client: Client, received: Tensor) -> dict[str, Tree]:
+    @client_task(seen="each", reveals="update")
+    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
         """The change that local training makes to the client's own model."""
-        return client.train(received)
+        return client.train(model)
 
 
 def metropolis(graph: Graph) -> NDArray[np.float64]:
-    """Metropolis weights: symmetric, and every row adds up to 1."""
+    """Compute Metropolis weights: symmetric, and every row adds up to 1."""
     weights = np.zeros((len(graph), len(graph)))
     for i, j in graph.edges:
         weights[i, j] = weights[j, i] = 1 / (1 + max(graph.degree[i], graph.degree[j]))
@@ -143,15 +149,15 @@ def metropolis(graph: Graph) -> NDArray[np.float64]:
 
 
 def among(weights: NDArray[np.float64], ids: list[int]) -> NDArray[np.float64]:
-    """The weights of some clients; those of edges to others go to the diagonal."""
-    own = weights[np.ix_(ids, ids)]
-    np.fill_diagonal(own, 0.0)
-    np.fill_diagonal(own, 1 - own.sum(1))
-    return own
+    """Select the weights of some clients; those of edges to others go to the diagonal."""
+    part = weights[np.ix_(ids, ids)]
+    np.fill_diagonal(part, 0.0)
+    np.fill_diagonal(part, 1 - part.sum(1))
+    return part
 
 
-def from_file(path: Path, clients: int) -> Graph:
-    """A graph from a file with an edge a line, as in ``0 1``; # starts a comment."""
+def read_graph(path: Path, clients: int) -> Graph:
+    """Read a graph from a file with an edge a line, as in ``0 1``; # starts a comment."""
     import networkx as nx
 
     where = f"algorithm.topology={path}"

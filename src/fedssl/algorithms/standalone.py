@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 from torch import Tensor
 
-from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.algorithm import Algorithm, Result
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server, apply_update, learning_rates
+from fedssl.federation.task import client_task
 from fedssl.training import optim
-from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
 
 
 class Standalone(Algorithm):
-    """Every client is its own server: same start, same rules, nothing shared but a loss to log.
+    """Every client is its own server, with the same start and the same rules.
 
-    The result is each client's own model. Nothing is averaged, so ``norm_policy`` has no say.
+    The result is each client's own model. Clients send only their loss, for the log. Nothing is
+    averaged, so ``norm_policy`` has no effect.
     """
 
-    judges = "personal"
-    has_global = False
-    personal = ("weights",)
+    result = Result("personal", has_global=False)
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """No model is exchanged."""
-        server.log["loss"] = cohort.mean("train")["loss"]
+        """Ask clients to train; no model is exchanged."""
+        server.log["loss"] = cohort.mean(self.train)["loss"]
 
-    def reply_like(self, task: str, trainer: Trainer) -> dict[str, Tree]:
-        """Nothing but the loss."""
-        return {"loss": trainer.initial.new_zeros(())}
-
+    @client_task(seen="mean", reveals="loss")
     def train(self, client: Client) -> dict[str, Tree]:
         """The loss of one round of its own training; the model stays with it."""
         trainer, rule = client.trainer, client.trainer.config.server
@@ -50,3 +47,7 @@ class Standalone(Algorithm):
             trainer.flat,
         )
         return {"loss": trained.loss}
+
+    def personal_weights(self, server: Server, state: Mapping[str, Tree]) -> Tensor | None:
+        """Return the client's own model."""
+        return cast("Tensor | None", state.get("weights"))

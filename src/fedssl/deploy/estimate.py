@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.engines.remote.cohort import RemoteCohort
 from fedssl.engines.remote.engine import RemoteEngine
-from fedssl.federation.aggregate import Aggregator, Weight
-from fedssl.federation.cohort import Cohort
+from fedssl.federation.aggregate import Aggregator
+from fedssl.federation.cohort import Answer, Cohort
+from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
-from fedssl.privacy import SumsOnly
+from fedssl.privacy.aggregators import SumsOnly
 from fedssl.runs.build import Experiment
 from fedssl.util.trees import Tree
 
@@ -50,7 +49,6 @@ def _rehearse(session: Experiment) -> Traffic:
     """Everyone's first round, and one site's second: by then the server has what it passes on."""
     engine, server, algorithm = session.engine, session.server, session.algorithm
     assert isinstance(engine, RemoteEngine)
-    server.state |= algorithm.prepared_like(engine.trainer)
     sites = np.arange(len(engine.groups))
     first, second = _RehearsedCohort(engine, sites, 0), _RehearsedCohort(engine, sites[:1], 1)
     for number, cohort in enumerate((first, second)):
@@ -71,23 +69,17 @@ class _RehearsedCohort(RemoteCohort):
         self.aggregator = Aggregator() if engine.aggregator.allows_client_logs else SumsOnly()
         self.responded = self.ids.tolist()
 
-    def ask(
-        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
-    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
+    def ask(self, task: ClientTask, payload: tuple[Argument, ...]) -> Iterator[Answer]:
         """The shapes that real replies have."""
-        algorithm, trainer = self.engine.algorithm, self.engine.trainer
-        if task in algorithm.logs:
-            reply: Tree = {name: torch.zeros(()) for name in algorithm.logs[task]}
-        else:
-            reply = _zeros(algorithm.reply_like(task, trainer))
-        if weight is not None:
-            reply = self.engine.aggregator.contribute(task, 1, reply, weight)[1]
+        reply = _zeros(task.expected_reply(self.engine.algorithm, self.engine.trainer))
+        if task.seen == "mean":
+            reply = self.engine.aggregator.contribute(task.name, 1, reply, self.weight)[1]
         for client in self.ids:
             yield np.array([client]), 1.0, reply
 
-    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
+    def _mean(self, task: ClientTask, payload: tuple[Argument, ...]) -> Tree | None:
         """In the open: nothing is secret about zeros."""
-        return Cohort.mean(self, task, *payload, weight=weight)
+        return Cohort._mean(self, task, payload)
 
     def _reply_bytes(self, reply: Tree) -> int:
         """In a secure sum the masked vector, without keys."""

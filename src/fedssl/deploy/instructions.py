@@ -10,20 +10,19 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fedssl import __version__, privacy
+from fedssl import __version__
 from fedssl.config import Config, plugins
+from fedssl.federation.algorithm import build_algorithm
 from fedssl.federation.sampling import cohort_size
-from fedssl.privacy.exchanges import build_algorithm, describe_protection, list_exchanges
+from fedssl.privacy.checks import allows_secure_sums, smallest_sum
+from fedssl.privacy.exchanges import describe_protection, list_exchanges
+from fedssl.privacy.leakage import Risk, list_risks
 from fedssl.runs.folder import CONNECTION, PACKAGE
 from fedssl.training.batches import Batches
-from fedssl.util.errors import UserError
 from fedssl.util.text import format_bytes
 
 if TYPE_CHECKING:
     from fedssl.deploy.estimate import Traffic
-    from fedssl.privacy import Replies
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 TEMPLATES = Path(__file__).with_name("templates")
@@ -96,7 +95,7 @@ def _amount(config: Config, moved: Traffic | None) -> str:
         return "**How much** a round moves is not known beforehand; `sent.jsonl` (below) has it."
     kind, rounds = build_algorithm(config), config.rounds
     up, down = sum(moved.up.values()), sum(moved.down.values())
-    about = "at most" if set(kind.gathers) & set(kind.varying) else "about"
+    about = "at most" if any(task.reveals == "features" for task in kind.asked()) else "about"
     first = f", and {_parts(moved.first)} more in the run's first round" if moved.first else ""
     drawn = " (sites are drawn at random)" * (_round_size(config) != config.engine.sites)
     keys = ", the keys of the sums" * config.privacy.secure
@@ -123,9 +122,10 @@ def _round_size(config: Config) -> int:
 def _others(config: Config) -> str:
     """What comes to the other sites of what a site sends."""
     kind = build_algorithm(config)
-    asked = (*kind.asked(config.privacy.secure), *kind.gathers)
-    told = [task for task in asked if task in kind.statistics]
-    own = [task for task in asked if task in kind.varying]
+    asked = kind.asked(config.privacy.secure)
+    statistics = [task for task in asked if task.reveals == "statistics"]
+    told = [task.name for task in statistics]
+    own = [task.name for task in asked if task.reveals == "features"]
     noise = "" if config.privacy.noise is None else ", all with the noise"
     text = "**What the other sites get** is what the server makes of all replies: the next model"
     text += f", and the means of {_quoted(told)} over a round's sites" if told else ""
@@ -137,7 +137,7 @@ def _others(config: Config) -> str:
     text += ": with two sites a round each may find the other's." * (_round_size(config) == 2)
     text += ": what is left is the others'." * (_round_size(config) != 2)
     if told:
-        few = privacy.few_images(kind.objective)
+        few = max(task.few_images(kind) for task in statistics)
         text += (
             f" If a round's sites use at most {few} images together, whoever has these means can "
             "compute each image's encoding."
@@ -152,10 +152,10 @@ def _quoted(tasks: Sequence[str]) -> str:
 def _encoding(config: Config) -> str:
     """What an encoding is, where any leave the site, if only in means."""
     kind = build_algorithm(config)
-    asked = (*kind.asked(config.privacy.secure), *kind.gathers)
-    if not any(task in (*kind.statistics, *kind.varying) for task in asked):
+    asked = kind.asked(config.privacy.secure)
+    if not any(task.reveals in ("statistics", "features") for task in asked):
         return ""
-    width = kind.objective.params.projector[-1]
+    width = getattr(kind.objective.params, "projector", (0,))[-1]
     text = (
         f"An **encoding** (also: features, a projection) is a list of {width:,} numbers that the "
         "network computes from an image. It is not the image, but images that look alike have "
@@ -169,27 +169,28 @@ def _encoding(config: Config) -> str:
 def _single(config: Config) -> str:
     """What a site with few images must know, where its replies tell of single ones."""
     kind = build_algorithm(config)
-    found = [(r, _most_images(config, kind, r.most)) for r in privacy.kinds(config, kind)]
+    risks = list_risks(config, kind)
+    found = [(risk, _most_images(config, kind, risk.few_images)) for risk in risks]
     said = [_sends(config, replies, most) for replies, most in found if most != 0]
     if not said:
         return ""
-    said.append(_remedy(config, any(most is None for _, most in found), found[0][0].most))
+    said.append(_remedy(config, any(most is None for _, most in found), found[0][0].few_images))
     return textwrap.fill(" ".join(said), 100) + "\n\n"
 
 
-def _sends(config: Config, replies: Replies, most: int | None) -> str:
+def _sends(config: Config, replies: Risk, most: int | None) -> str:
     """What a site with at most ``most`` images sends; none: every site."""
     who = "A site with one image" if most == 1 else f"A site with at most {most} images"
     if most is None:
         who = f"With `algorithm.batch={config.algorithm.batch}` every site"
     tasks = _quoted(replies.tasks)
-    if replies.changes:
+    if replies.reveals == "image":
         what = f"{who} sends changes of the weights that are made of one image"
-        return f"**{what}**, in {tasks}: they {replies.tell(1)}."
+        return f"**{what}**, in {tasks}: they may reveal the image itself, by published attacks."
     return (
         f"**{who} sends single images' encodings**: in {tasks} go means over the images that a "
         "round uses here. Over one image they are its encoding, and from those over up to "
-        f"{replies.most} images each encoding can be computed."
+        f"{replies.few_images} images each encoding can be computed."
     )
 
 
@@ -209,18 +210,14 @@ def _most_images(config: Config, kind: Any, most: int) -> int | None:
 
 def _takes_part(config: Config, kind: Any, size: int) -> bool:
     """Whether a site with so many images is not refused."""
-    try:
-        kind.check_clients(np.array([size]))
-    except UserError:
-        return False
-    return size > 1 or config.encoder.norm != "batch"
+    return size >= kind.minimum_images and (size > 1 or config.encoder.norm != "batch")
 
 
 def _remedy(config: Config, everyone: bool, few: int) -> str:
     """What helps where replies of up to ``few`` images tell of each, everyone's or small sites'."""
     assert config.engine.sites is not None
     images = "one image" if few == 1 else f"{few} images"
-    least = privacy.fewest(config, config.engine.sites)
+    least = smallest_sum(config, config.engine.sites)
     if config.privacy.secure:
         text = "This leaves masked, and the server learns only sums over the sites (below)."
         if least <= few:
@@ -232,7 +229,7 @@ def _remedy(config: Config, everyone: bool, few: int) -> str:
     fix = f"Take part with more than {images}"
     if everyone:
         fix = f"Ask the server's operator for a batch above {images}, or for none"
-    if privacy.in_sums(config, build_algorithm(config), config.engine.sites) is not None:
+    if allows_secure_sums(config, build_algorithm(config), config.engine.sites):
         fix += ", or for" if everyone else ", or ask the server's operator for"
         fix += " `privacy.secure=true`: the server then learns only sums over the sites"
         if least <= few:

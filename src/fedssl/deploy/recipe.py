@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from fedssl import config as configuration
-from fedssl import privacy
 from fedssl.config import Config, plugins
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.load import load_dataset
 from fedssl.deploy.estimate import Traffic, estimate_traffic
 from fedssl.deploy.introduction import Introduction, empty_dataset
 from fedssl.evaluate import collaborations
+from fedssl.federation.algorithm import build_algorithm
 from fedssl.federation.sampling import cohort_size
-from fedssl.privacy.exchanges import build_algorithm
+from fedssl.privacy.aggregators import build_aggregator
 from fedssl.runs.build import assemble
 from fedssl.runs.split import public_images
 from fedssl.util.errors import UserError
@@ -96,7 +96,7 @@ def check_recipe(config: Config) -> Traffic | None:
             f"algorithm.name={config.algorithm.name}: has all data in one place, so there is "
             "nothing to deploy; use another algorithm"
         )
-    if not kind.has_global:
+    if not kind.result.has_global:
         raise UserError(
             f"algorithm.name={config.algorithm.name}: has no global model, so the server would end "
             "with nothing; use another algorithm"
@@ -120,9 +120,7 @@ def check_recipe(config: Config) -> Traffic | None:
             "evaluate.drift=true: compares clients' models, and these never come to the server "
             "whole; leave it out"
         )
-    privacy.build_aggregator(
-        config, kind(config.algorithm, objective), count, cohort_size(config, count)
-    )
+    build_aggregator(config, kind(config.algorithm, objective), count, cohort_size(config, count))
     with plugins.translate_errors():
         return _rehearse(config, count)
 

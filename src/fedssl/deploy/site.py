@@ -89,7 +89,7 @@ def _list_tasks(text: str) -> tuple[str, ...]:
         algorithm = configuration.variant("algorithm", read_config(text).algorithm.name)
     except Exception:  # Flower would send its text, and there would be no record of it
         return ()
-    return (*algorithm.means, *algorithm.gathers, *algorithm.logs)
+    return tuple(algorithm.tasks())
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedssl import __version__, config, privacy
+from fedssl import __version__, config
 from fedssl.config import TIMM, Config, Tree
 from fedssl.encoder.formats import (
     describe,
@@ -21,9 +21,11 @@ from fedssl.encoder.formats import (
     write_checked,
 )
 from fedssl.encoder.load import HEADER, ImageEncoder
+from fedssl.federation.algorithm import build_algorithm
 from fedssl.models.encoders import Timm
 from fedssl.models.weights import SUFFIXES
-from fedssl.privacy.exchanges import build_algorithm, list_exchanges
+from fedssl.privacy.exchanges import list_exchanges
+from fedssl.privacy.leakage import describe_leaks
 from fedssl.runs.reader import RunReader
 from fedssl.runs.result import format_result
 from fedssl.util import outputs
@@ -168,7 +170,7 @@ def write_model_card(run: RunReader, encoder: ImageEncoder) -> str:
             recipe=RECIPE,
             pools_data=is_pooled,
             messages="" if is_pooled else list_exchanges(settings),
-            single=None if is_pooled else privacy.told(settings, built, samples),
+            leaks=None if is_pooled else describe_leaks(settings, built, samples),
             epsilon=summary.get("epsilon"),
             delta=f"{summary.get('delta', 0):g}",
             summary=summary,

@@ -1,4 +1,4 @@
-"""What every engine is to a run: clients to ask, and what they keep."""
+"""The interface of engines: clients to ask, and the states that they keep."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from fedssl.data.dataset import Groups
 from fedssl.federation.aggregate import Aggregator
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.cohort import Cohort
+from fedssl.federation.driver import RoundResult
 from fedssl.training.trainer import Trainer
 
 
 class ClientStates(Protocol):
-    """What judging and checkpoints need of the clients' states."""
+    """The clients' states, as evaluation and checkpoints use them."""
 
     changed: set[int]
     versions: dict[int, int]
@@ -27,20 +28,17 @@ class ClientStates(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
     def on_host(self, client: int) -> dict[str, Tensor]:
-        """The flat state of a client."""
-
-    def get_leaf(self, client: int, path: tuple[str, ...]) -> Tensor | None:
-        """One tensor of a client's state."""
+        """Return a client's state as files hold it: tensors by path."""
 
     def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
         """Take a state from a checkpoint's file."""
 
     def forget(self) -> None:
-        """After the last round: nothing will be read from them."""
+        """Drop the states after the last round: nothing reads them any more."""
 
 
 class Engine(ABC):
-    """Where client work happens."""
+    """The place where clients work."""
 
     states: ClientStates
     merges = False  # whether a cohort may go through the network as one batch
@@ -59,28 +57,35 @@ class Engine(ABC):
 
     @abstractmethod
     def cohort(self, ids: NDArray[np.int64], round: int) -> Cohort:
-        """The clients of one round."""
+        """Return the clients of one round."""
+
+    def count_images(self, result: RoundResult) -> int:
+        """Return how many images a round trained on, repeats counted."""
+        batches, sizes = self.trainer.batches, self.groups.sizes[result.answered]
+        if batches.size is None:
+            return int(sizes.sum()) * batches.per_round(1) * result.passes
+        return sum(batches.images(int(size)) for size in sizes) * result.passes
 
     def open(self, out: Path) -> None:
-        """Before a run: where its files go."""
+        """Prepare for a run whose files go to ``out``."""
         return
 
     def drive(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which asks cohorts."""
+        """Call ``work``, which asks cohorts."""
         work()
 
     def rest(self) -> None:
-        """After the last round: what only training needs is given back."""
+        """Give back what only training needs, after the last round."""
         return
 
     def notes(self) -> dict[str, str]:
-        """What a checkpoint must say for the engine to go on."""
+        """Return the entries that a checkpoint must keep for the engine."""
         return {}
 
     def resume(self, notes: Mapping[str, str], round: int) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint with these entries."""
         return
 
     def committed(self, round: int) -> None:
-        """A checkpoint of so many rounds is on the disk."""
+        """Note that a checkpoint after this many rounds is on the disk."""
         return

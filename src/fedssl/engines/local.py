@@ -12,24 +12,26 @@ from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import MalformedError, check_like, describe_tree
 from fedssl.engines.remote.states import States
-from fedssl.federation.aggregate import Aggregator, Weight
+from fedssl.federation.aggregate import Aggregator
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
-from fedssl.federation.cohort import Cohort
+from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.server import learning_rates
+from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
 from fedssl.training.pool import TrainerPool
 from fedssl.training.trainer import State, Trainer
 from fedssl.util.errors import UserError
 
-Answer = tuple[NDArray[np.int64], Client, Any]  # who, as a client that has answered, and the reply
+Payload = tuple[Argument, ...]
+Worked = tuple[NDArray[np.int64], Client, Any]  # clients, acting as one, and their reply
 
 
 class LocalEngine(Engine):
-    """Runs every client's work through one network.
+    """Run every client's work through one network.
 
     Where the algorithm says that a merged cohort gives exactly the clients' mean, the cohort goes
-    through the network as one batch, or as several if ``engine.chunk`` images are exceeded.
+    through the network as one batch, or as several of at most ``engine.chunk`` images.
     """
 
     def __init__(
@@ -42,30 +44,33 @@ class LocalEngine(Engine):
         super().__init__(trainer, algorithm, groups, aggregator)
         self.states: States = States(trainer.device)
         self.pool = TrainerPool(trainer) if trainer.device.type == "cuda" else None
-        asked = trainer.config.engine.merge == "auto"
-        self.merges = asked and self.aggregator.allows_merging and algorithm.exact_on_union(trainer)
-        self._expected: set[str] = set()  # tasks whose reply was as the algorithm says
+        wanted = trainer.config.engine.merge == "auto" and self.aggregator.allows_merging
+        self.merges = wanted and algorithm.exact_on_union(trainer)
+        self._checked: set[str] = set()  # tasks whose first reply was as declared
 
     def rest(self) -> None:
-        """Other networks and compiled steps."""
+        """Give back other networks and compiled steps."""
         self.pool = None
         self.trainer.compiled_steps.clear()
 
-    def check_reply(self, task: str, reply: Any) -> None:
-        """The first reply to a task is what other engines would take: here one is told earlier."""
-        if task in self._expected:
+    def check_reply(self, task: ClientTask, reply: Any) -> None:
+        """Refuse a first reply that is not as declared: other engines would refuse it too."""
+        if task.name in self._checked:
             return
-        algorithm = self.algorithm
-        like = algorithm.reply_like(task, self.trainer)
+        like = task.expected_reply(self.algorithm, self.trainer)
         try:
-            check_like(describe_tree(reply), like, varying=task in algorithm.varying)
+            check_like(describe_tree(reply), like, varying=task.reveals == "features")
         except MalformedError as error:
-            where = f"algorithm.name={algorithm.params.name}: {task} returned"
-            raise UserError(f"{where}: {error} (as its reply_like says)") from None
-        self._expected.add(task)
+            raise UserError(
+                f"{task.name} returned: {error}",
+                key="algorithm.name",
+                value=self.algorithm.params.name,
+                fix="Return what @client_task declares, or declare it with reply=….",
+            ) from None
+        self._checked.add(task.name)
 
     def cohort(self, ids: NDArray[np.int64], round: int) -> LocalCohort:
-        """The clients of one round."""
+        """Return the clients of one round."""
         return LocalCohort(self, ids, round)
 
     def client(
@@ -76,7 +81,7 @@ class LocalEngine(Engine):
         numbers: bool = False,
         trainer: Trainer | None = None,
     ) -> Client:
-        """One client, or several merged into one (which has no state of its own)."""
+        """Return one client, or several merged into one (which has no state of its own)."""
         members, sizes = self.groups.select(ids)
         state: State = {}
         if len(ids) == 1:
@@ -89,70 +94,79 @@ class LocalCohort(Cohort):
     """A cohort whose clients all live in this process."""
 
     def __init__(self, engine: LocalEngine, ids: NDArray[np.int64], round: int) -> None:
-        config = engine.trainer.config
-        counts = not engine.algorithm.pools_data
-        super().__init__(ids, engine.algorithm, config.cohort.minimum, counts, engine.aggregator)
+        algorithm = engine.algorithm
+        super().__init__(
+            ids,
+            engine.trainer.config.cohort.minimum,
+            algorithm.weight,
+            engine.aggregator,
+            counts_traffic=not algorithm.pools_data,
+        )
         self.engine = engine
         self.round = round
         self._merged: Client | None = None
 
-    def ask(
-        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
-    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
-        """Client by client, several side by side, or the whole cohort at once."""
-        same = not any(item.differs for item in payload)
-        merge = weight == "samples" and self.engine.merges and same
-        pool = self.engine.pool
-        if not merge and pool is not None and pool.is_ready(task) and len(self.ids) > 1:
-            answers = self._side_by_side(pool, task, payload)
-        else:
-            answers = self._one_by_one(task, payload, merge)
-        for ids, client, reply in answers:
+    def ask(self, task: ClientTask, payload: Payload) -> Iterator[Answer]:
+        """Ask client by client, several side by side, or the whole cohort at once."""
+        if task.is_logged:
+            yield from self._ask_log(task)
+            return
+        for ids, client, reply in self._work(task, payload):
             share = 1.0
             self.engine.check_reply(task, reply)
             if len(ids) == 1:
-                self.algorithm.check_state("client", client.state)
+                self.engine.algorithm.check_state("client", client.state)
                 self.engine.states[int(ids[0])] = client.state
-            if weight is not None:
-                share, reply = self.aggregator.contribute(task, client.weight, reply, weight)
+            if task.seen == "mean":
+                share, reply = self.aggregator.contribute(
+                    task.name, client.weight, reply, self.weight
+                )
             yield ids, share, reply
 
-    def _one_by_one(
-        self, task: str, payload: tuple[Argument, ...], merge: bool
-    ) -> Iterator[Answer]:
-        fits = self.engine.trainer.batches.size or 0
+    def _ask_log(self, task: ClientTask) -> Iterator[Answer]:
+        """Ask for numbers, without bringing whole states to the device and back."""
+        for ids in np.split(self.ids, len(self.ids)):
+            client = self.engine.client(ids, self.round, remember=False, numbers=True)
+            yield ids, 1.0, self._run(task, (), client)
+
+    def _work(self, task: ClientTask, payload: Payload) -> Iterator[Worked]:
+        same = not any(item.differs for item in payload)
+        averaged = task.seen == "mean" and self.weight == "samples"
+        pool = self.engine.pool
+        if averaged and self.engine.merges and same:
+            yield from self._one_by_one(task, payload, merge=True)
+        elif pool is not None and pool.is_ready(task.name) and len(self.ids) > 1:
+            yield from self._side_by_side(pool, task, payload)
+        else:
+            yield from self._one_by_one(task, payload, merge=False)
+
+    def _one_by_one(self, task: ClientTask, payload: Payload, merge: bool) -> Iterator[Worked]:
+        batch = self.engine.trainer.batches.size or 0
         for ids, client in self._clients(merge):
-            yield ids, client, self._answer(task, payload, client)
-            if self.engine.pool is not None and client.samples >= fits:
-                self.engine.pool.mark_ready(task)
+            with self.engine.trainer.tuned():
+                reply = self._run(task, payload, client)
+            yield ids, client, reply
+            if self.engine.pool is not None and client.samples >= batch:
+                self.engine.pool.mark_ready(task.name)
 
     def _side_by_side(
-        self, pool: TrainerPool, task: str, payload: tuple[Argument, ...]
-    ) -> Iterator[Answer]:
-        def job(ids: NDArray[np.int64]) -> Callable[[Trainer], Answer]:
-            def do(trainer: Trainer) -> Answer:
+        self, pool: TrainerPool, task: ClientTask, payload: Payload
+    ) -> Iterator[Worked]:
+        def job(ids: NDArray[np.int64]) -> Callable[[Trainer], Worked]:
+            def work(trainer: Trainer) -> Worked:
                 client = self.engine.client(ids, self.round, remember=False, trainer=trainer)
-                return ids, client, self._answer(task, payload, client)
+                return ids, client, self._run(task, payload, client)
 
-            return do
+            return work
 
         width = pool.width(len(self.ids))
         for start in range(0, len(self.ids), width):
-            jobs = [
-                job(self.ids[k : k + 1]) for k in range(start, min(start + width, len(self.ids)))
-            ]
-            yield from pool.run(jobs)
+            ends = range(start + 1, min(start + width, len(self.ids)) + 1)
+            yield from pool.run([job(self.ids[end - 1 : end]) for end in ends])
 
-    def _answer(self, task: str, payload: tuple[Argument, ...], client: Client) -> Any:
+    def _run(self, task: ClientTask, payload: Payload, client: Client) -> Any:
         arguments = (item.of(client.id) for item in payload)
-        return getattr(self.engine.algorithm, task)(client, *arguments)
-
-    def ask_log(self, task: str) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
-        """Without bringing whole states to the device and back."""
-        function = getattr(self.engine.algorithm, task)
-        for ids in np.split(self.ids, len(self.ids)):
-            client = self.engine.client(ids, self.round, remember=False, numbers=True)
-            yield ids, 1.0, function(client)
+        return getattr(self.engine.algorithm, task.name)(client, *arguments)
 
     def _clients(self, merge: bool) -> Iterator[tuple[NDArray[np.int64], Client]]:
         chunks = self._chunks() if merge else np.split(self.ids, len(self.ids))
@@ -169,7 +183,7 @@ class LocalCohort(Cohort):
             yield ids, client
 
     def _chunks(self) -> list[NDArray[np.int64]]:
-        """Consecutive clients with at most ``engine.chunk`` images; a client is never cut."""
+        """Split the cohort into consecutive clients with at most ``engine.chunk`` images."""
         sizes, limit = self.engine.groups.sizes[self.ids], self.engine.trainer.config.engine.chunk
         if sizes.sum() <= limit:
             return [self.ids]

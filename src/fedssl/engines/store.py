@@ -109,10 +109,6 @@ class Stored:
         """A checkpoint holds no states of these clients."""
         raise AssertionError
 
-    def get_leaf(self, client: int, path: tuple[str, ...]) -> Tensor | None:
-        """One tensor of a client's state; none if it is not there."""
-        return self.on_host(client).get("/".join(path))
-
     def forget(self) -> None:
         """After the last round: nothing will be read from them."""
         if self.folder is not None:

@@ -31,7 +31,7 @@ def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
     local, flat = evaluator.trainer.watched, evaluator.trainer.flat
     if not local:
         return {}
-    shared, name_of = _global_models(models, local), {k: _global_name(models, k) for k in local}
+    shared, name_of = _global_models(models, local), _name_global_models(models, local)
     layers = {
         str(k): layer_distances(flat, weights, shared[name_of[k]]) for k, weights in local.items()
     }
@@ -48,16 +48,29 @@ def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
     }
 
 
-def _global_name(models: TrainedModels, client: int) -> str:
-    """Return the name of the global model that a client trains."""
-    number = models.number_of(client)
-    return f"global {number}" if number else "global"
+def _name_global_models(models: TrainedModels, clients: Iterable[int]) -> dict[int, str]:
+    """Name the global model that each client trains: one of several with clusters."""
+    names: dict[int, str] = {}
+    others: list[Tensor] = []
+    for client in sorted(clients):
+        model = models.server_model(client)
+        if model is models.server.weights:
+            names[client] = "global"
+            continue
+        if not any(model is other for other in others):
+            others.append(model)
+        number = next(i for i, other in enumerate(others, 1) if other is model)
+        names[client] = f"global {number}"
+    return names
 
 
 def _global_models(models: TrainedModels, clients: Iterable[int]) -> dict[str, Tensor]:
     """Return the global models that these clients train, by name."""
-    numbers = {_global_name(models, k): models.number_of(k) for k in clients}
-    return {name: models.global_model(number) for name, number in sorted(numbers.items())}
+    trained_by = {name: client for client, name in _name_global_models(models, clients).items()}
+    return {
+        name: models.global_model(models.server_model(client))
+        for name, client in sorted(trained_by.items())
+    }
 
 
 def layer_distances(flat: FlatWeights, a: Tensor, b: Tensor) -> dict[str, float]:

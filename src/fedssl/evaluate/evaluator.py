@@ -139,7 +139,7 @@ class ModelEvaluator:
             personal = models.personal_models(MOST_EVALUATED).items()
             rows = [self.evaluate(weights, specs, probes[k]) for k, weights in personal]
             results = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-            if models.algorithm.has_global:
+            if models.algorithm.result.has_global:
                 measures = self.evaluate(models.global_model(), specs, probes[None])
                 results |= {f"global_{name}": value for name, value in measures.items()}
         if "per-client" in (specs or self.protocols):
@@ -156,7 +156,7 @@ class ModelEvaluator:
         results: dict[str, float] = {}
         probes = probes or {}
         self.client_scores.clear()
-        if models.algorithm.has_global:
+        if models.algorithm.result.has_global:
             scores = self._score_clients(models.global_model(), *probes.get(None, []))
             self.client_scores["global"] = self._by_name(scores)
             results |= per_client.summary("global", scores)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedssl.data.random import choose, key
 from fedssl.engines.base import Engine
 from fedssl.federation.server import Server
-from fedssl.util.trees import mean
+from fedssl.util.trees import Tree, mean, unflatten
 
 
 class TrainedModels:
@@ -29,56 +29,47 @@ class TrainedModels:
     @property
     def result(self) -> Literal["global", "personal"]:
         """Which models are the result of the run."""
-        return "global" if self.of_sites else self.algorithm.judges
+        return "global" if self.of_sites else self.algorithm.result.evaluated
 
     @property
     def has_personal(self) -> bool:
         """Whether clients have models of their own."""
-        return self.algorithm.personal is not None or self.kept is not None
+        return self.algorithm.result.evaluated == "personal" or self.kept is not None
 
     @property
     def has_mean_norms(self) -> bool:
         """Whether the global model's normalization layers are a mean over clients."""
-        return self.kept is not None and self.algorithm.has_global
+        return self.kept is not None and self.algorithm.result.has_global
 
-    def number_of(self, client: int) -> int:
-        """Return which of the server's models a client trains."""
-        path = self.algorithm.personal
-        leaf = None if path is None else self.engine.states.get_leaf(client, path)
-        return 0 if leaf is None or leaf.ndim else int(leaf)
+    def server_model(self, client: int) -> Tensor:
+        """Return the server's model that a client trains."""
+        return self.algorithm.server_model(self.server, self._state(client))
 
-    def global_model(self, number: int = 0) -> Tensor:
-        """Return a global model's weights; local layers are the mean over its clients."""
-        states = self.engine.states
-        weights = self.algorithm.numbered(self.server, number)
+    def global_model(self, model: Tensor | None = None) -> Tensor:
+        """Return a model of the server; local layers are the mean over the clients that train it.
+
+        Without a ``model`` it is the global one.
+        """
+        model = self.server.weights if model is None else model
         if self.kept is None:
-            return weights
-        members = [k for k in sorted(states) if self.number_of(k) == number]
-        leaves = ([states.get_leaf(k, (n,)) for n in ("samples", "norm")] for k in members)
-        uniform = self.algorithm.weight == "uniform"
-        norms = [
-            (1.0 if uniform else float(samples), norm)
-            for samples, norm in leaves
-            if samples is not None and norm is not None
-        ]
-        weights = weights.clone()
+            return model
+        states, norms = self.engine.states, []
+        for client in sorted(states):
+            state = states.on_host(client)
+            if "norm" in state and self.server_model(client) is model:
+                uniform = self.algorithm.weight == "uniform"
+                norms.append((1.0 if uniform else float(state["samples"]), state["norm"]))
+        model = model.clone()
         if norms:
-            weights[self.kept] = cast(Tensor, mean(norms)[0]).to(weights)
-        return weights
+            model[self.kept] = cast(Tensor, mean(norms)[0]).to(model)
+        return model
 
     def personal_model(self, client: int) -> Tensor | None:
         """Return a client's model: the algorithm's, or the server's with the client's norms."""
-        states, path = self.engine.states, self.algorithm.personal
-        leaf = None if path is None else states.get_leaf(client, path)
-        if path is not None and (leaf is None or leaf.ndim):
-            return leaf
-        weights = self.server.weights
-        if leaf is not None:  # the number of one of the server's models
-            weights = self.algorithm.numbered(self.server, int(leaf))
-        if self.kept is None:
-            return None if leaf is None else weights
-        norm = states.get_leaf(client, ("norm",))
-        return None if norm is None else weights.index_copy(0, self.kept, norm.to(weights))
+        return self.algorithm.personal_weights(self.server, self._state(client))
+
+    def _state(self, client: int) -> dict[str, Tree]:
+        return unflatten(self.engine.states.on_host(client))
 
     def personal_models(self, most: int | None = None) -> dict[int, Tensor]:
         """Return the models of up to ``most`` clients, drawn at random by the seed."""

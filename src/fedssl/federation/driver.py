@@ -26,6 +26,7 @@ class RoundResult:
     faults: dict[int, str]  # by client, why its reply did not count
     skipped: str | None  # why the round was skipped, the model unchanged
     traffic: Traffic
+    passes: int  # how often the round trained on the images of clients that answered
     log: dict[str, Tensor]  # "loss" is among them unless it stays with the clients
     client_log: dict[str, dict[int, float | None]]
     warnings: list[str]
@@ -54,6 +55,7 @@ def run_round(algorithm: Algorithm, server: Server, cohort: Cohort) -> RoundResu
         faults=dict(sorted(cohort.faults.items())),
         skipped=skipped,
         traffic=cohort.traffic,
+        passes=cohort.passes,
         log=dict(server.log),
         client_log=dict(server.client_log),
         warnings=list(server.warnings),

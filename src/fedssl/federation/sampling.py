@@ -1,15 +1,18 @@
-"""The clients of a round."""
+"""The clients of a round, and the number of images that each needs."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedssl.config import Config
 from fedssl.data.random import choose, key
+from fedssl.federation.algorithm import Algorithm
 from fedssl.util.errors import UserError
+from fedssl.util.text import name_client
 
 
 def cohort_size(config: Config, clients: int) -> int:
@@ -45,3 +48,29 @@ def draw_cohort(config: Config, clients: int, round: int) -> NDArray[np.int64]:
         drawn = secrets.SystemRandom().sample(range(clients), size)
         return np.array(sorted(drawn), dtype=np.int64)
     return choose(key(config.seed, "cohort", round), clients, size)
+
+
+def check_client_sizes(
+    algorithm: Algorithm, sizes: NDArray[np.int64], names: Sequence[str] = ()
+) -> None:
+    """Refuse clients and batches with too few images (the dashes in the DCCO paper's Table 1)."""
+    needed, batch = algorithm.minimum_images, algorithm.params.batch
+    method, loss = algorithm.params.name, algorithm.objective.params.name
+    compared = min(needed, algorithm.objective.min_samples)
+    if batch is not None and batch < compared:
+        raise UserError(
+            f"objective.name={loss} compares at least {compared} images",
+            key="algorithm.batch",
+            value=batch,
+            fix=f"Set algorithm.batch={compared} or more.",
+        )
+    smallest = int(np.argmin(sizes))
+    if sizes[smallest] < needed:
+        raise UserError(
+            f"{name_client(names, smallest)} holds {sizes[smallest]} image(s), and with "
+            f"objective.name={loss} every client needs at least {needed}",
+            key="algorithm.name",
+            value=method,
+            fix="Use a partition with larger clients, or algorithm.name=dcco with "
+            "objective.name=cco.",
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedssl.config import Config, Optimizer
 from fedssl.data.dataset import Census
+from fedssl.federation.client import Client
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
 from fedssl.training.trainer import Trainer
@@ -62,6 +63,7 @@ class Server:
         self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameter_count])
         self.round = 0
         self.client_names = client_names
+        self.public: Client | None = None  # images of its own, which all clients may see
         self.census: Census | None = None  # labels of all clients' images, in a simulation
         self.log: dict[str, Tensor] = {}  # one number a name, for this round's metrics
         self.client_log: dict[str, dict[int, float | None]] = {}  # by measure, then by client

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from fedssl import config as configuration
-from fedssl import privacy as hiding
 from fedssl.config import Config, Privacy, plugins
+from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.sampling import cohort_size
+from fedssl.federation.task import ClientTask
+from fedssl.privacy import checks
 
 # A client's own reply, its numbers for the log, a reply that a robust mean compares with others, a
 # reply that the server averages but could read, a masked reply of which only the sum is readable.
@@ -30,21 +31,21 @@ def list_messages(config: Config) -> list[Message]:
     """List every kind of message that leaves a client, from the algorithm and ``privacy.*``."""
     algorithm, privacy = build_algorithm(config), config.privacy
     messages = [Message(_greeting(algorithm), "before training")]
-    for task in algorithm.asked(privacy.secure):
-        visibility = visibility_of(config, algorithm, task)
-        messages.append(Message(describe_task(algorithm, task), "in a round", task, visibility))
+    for task in algorithm.asked(privacy.secure, "mean"):
+        visibility = visibility_of(config, task)
+        messages.append(Message(task.summary, "in a round", task.name, visibility))
     if privacy.secure:
         keys = (
             "public keys, shares of the masks' secrets that only other sites can open, and what "
             "unmasks the sum"
         )
         messages.append(Message(keys, "for each of these sums"))
-    for task in algorithm.gathers:
-        messages.append(Message(describe_task(algorithm, task), "in a round", task))
+    for task in algorithm.asked(privacy.secure, "each"):
+        messages.append(Message(task.summary, "in a round", task.name))
     messages.append(Message(_beside(privacy), "with each reply"))
     if not privacy.secure and privacy.noise is None:
-        for task in (task for task in algorithm.logs if task not in algorithm.simulated):
-            messages.append(Message(describe_task(algorithm, task), "for the log", task, "log"))
+        for task in algorithm.asked(privacy.secure, "log"):
+            messages.append(Message(task.summary, "for the log", task.name, "log"))
     if public := getattr(config.algorithm, "public", 0):
         text = f"{public} public images"
         messages.append(Message(text, "in every round", downwards=True))
@@ -52,11 +53,17 @@ def list_messages(config: Config) -> list[Message]:
     return [*messages, Message(failure, "when something fails")]
 
 
-def visibility_of(config: Config, algorithm: Any, task: str) -> Visibility:
+def shares_more_than_loss(config: Config, algorithm: Algorithm) -> bool:
+    """Return whether anything leaves a client that is computed from images or weights."""
+    tasks = algorithm.asked(config.privacy.secure, "mean", "each")
+    return any(task.reveals != "loss" for task in tasks)
+
+
+def visibility_of(config: Config, task: ClientTask) -> Visibility:
     """Return how much of a task's replies the server sees."""
-    if task in algorithm.gathers:
+    if task.seen == "each":
         return "single"
-    if task in algorithm.logs:
+    if task.is_logged:
         return "log"
     if config.cohort.average != "mean":
         return "robust"
@@ -81,13 +88,13 @@ def list_exchanges(config: Config) -> str:
         elif message.task is not None:
             clipped = ""
             if message.visibility in ("mean", "masked"):
-                clipped = _clipped(config.privacy, algorithm.bound(message.task))
+                clipped = _clipped(config.privacy, algorithm.tasks()[message.task].bound(algorithm))
             line = f"`{message.task}`, {line} ({seen[message.visibility]}{clipped})"
         lines.append(f"- {line}")
     return "\n".join(lines)
 
 
-def _greeting(algorithm: Any) -> str:
+def _greeting(algorithm: Algorithm) -> str:
     text = (
         "again whenever site or server come back: the version of fedssl, the folder's name, how "
         "many images there are, their size, and a random number to know this site by"
@@ -103,27 +110,16 @@ def _clipped(privacy: Privacy, bound: float | None) -> str:
 
 
 def _beside(privacy: Privacy) -> str:
-    """What goes with every reply."""
+    """Describe what goes with every reply."""
     if privacy.noise is not None:
         return f"its weight in the mean (the images it is made of, {privacy.most_samples} at most)"
     return "its weight in the mean (the images it is made of, or 1), and with a change the loss"
 
 
-def describe_task(kind: object, task: str) -> str:
-    """The first sentence that the algorithm says of a task."""
-    text = (getattr(kind, task, None).__doc__ or task).strip().splitlines()[0]
-    return text.rstrip(".")
-
-
-def build_algorithm(config: Config) -> Any:
-    """The algorithm as configured: what it asks for depends on its keys."""
-    objective = configuration.variant("objective", config.objective.name)(config.objective)
-    return configuration.variant("algorithm", config.algorithm.name)(config.algorithm, objective)
-
-
 def describe_protection(config: Config) -> str:
-    """How what is sent is protected, and what that does not cover."""
-    privacy, kind = config.privacy, build_algorithm(config)
+    """Describe the protection of replies, and its limits, as Markdown."""
+    privacy, algorithm = config.privacy, build_algorithm(config)
+    gathered = algorithm.asked(privacy.secure, "each")
     lines = []
     if privacy.secure:
         lines.append(
@@ -137,7 +133,7 @@ def describe_protection(config: Config) -> str:
             "server has to look at what each\nsite sends**. Updates and moments of a model are not "
             "images, but they can tell things about them."
         )
-    elif set(kind.gathers) & set(kind.varying):
+    elif any(task.reveals == "features" for task in gathered):
         lines.append(
             f"Secure sums are not possible with `{plugins.short_name(config.algorithm.name)}`: "
             "**the "
@@ -146,16 +142,17 @@ def describe_protection(config: Config) -> str:
             "folder.\nFeatures are not images, but they can tell much about them. "
             + describe_mixing(config)
         )
-    elif kind.gathers:
+    elif gathered:
         lines.append(
             f"Secure sums are not possible with `{plugins.short_name(config.algorithm.name)}`: "
             "**the "
-            f"server sees each site's own reply to {', '.join(kind.gathers)}**. Models are not "
+            f"server sees each site's own reply to {', '.join(task.name for task in gathered)}**. "
+            "Models are not "
             "images, but they can tell\nthings about them."
         )
     else:
         switch = "`privacy.secure=true` turns them on"
-        if hiding.in_sums(config, kind, config.engine.sites) is None:
+        if not checks.allows_secure_sums(config, algorithm, config.engine.sites):
             switch = "and not possible with these settings"
         lines.append(
             f"Secure sums are off ({switch}): whoever runs the server can look at what\n"
@@ -187,8 +184,8 @@ def describe_mixing(config: Config) -> str:
 
 
 def _answering(config: Config) -> str:
-    """How many must come through a secure sum: as a number where that of the sites is known."""
+    """Describe how many clients a secure sum needs; as a number if that of the sites is known."""
     if config.engine.sites is None:
         return f"{config.privacy.threshold:.0%} of a round's clients, and three,"
     size = cohort_size(config, config.engine.sites)
-    return f"{hiding.survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"
+    return f"{checks.survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,20 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.algorithms.dcco import DCCO
-from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.federation.algorithm import Algorithm
 from fedssl.util.errors import UserError
+from fedssl.util.secrets import system_generator
 from fedssl.util.trees import Tree, leaves, scale
 
 ROUNDINGS = 8  # after clipping, a number is rounded a few times, each time by at most eps
-
-
-def from_the_system() -> np.random.Generator:
-    """Numbers that nobody can repeat: never from ``config.seed``."""
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16))))
 
 
 class Noisy(Aggregator):
@@ -47,36 +40,36 @@ class Noisy(Aggregator):
         algorithm: Algorithm,
         clients: int,
         cohort: int,
-        generator: Callable[[], np.random.Generator] = from_the_system,
+        generator: Callable[[], np.random.Generator] = system_generator,
     ) -> None:
         self.privacy = config.privacy
-        self.algorithm = algorithm
+        self.bounds = {task.name: task.bound(algorithm) for task in algorithm.tasks().values()}
         self.generator = generator
         check_accountant(config, clients)
-        sampled = cohort if keeps_nothing(algorithm) else clients
+        sampled = cohort if is_stateless(algorithm) else clients
         self.ledger = Ledger(self.multiplier, clients, sampled, config.privacy.delta)
 
     def clip(self, task: str) -> float:
-        """The L2 norm that weight · reply is clipped to."""
-        bound = self.algorithm.bound(task)
+        """Return the L2 norm that weight · reply is clipped to."""
+        bound = self.bounds[task]
         return self.privacy.clip if bound is None else bound
 
     def sensitivity(self, task: str) -> float:
-        """The L2 norm of all that a client puts in, the coordinate of its weight among it."""
+        """Return the largest L2 norm of a client's part, with the coordinate of its weight."""
         return self.clip(task) * (math.sqrt(2) if self.privacy.most_samples > 1 else 1)
 
     def multiplier(self, task: str) -> float:
-        """The noise's standard deviation over the sensitivity."""
-        noise, own = self.privacy.noise, self.privacy.moments_noise
+        """Return the noise's standard deviation over the sensitivity."""
+        noise, moments_noise = self.privacy.noise, self.privacy.moments_noise
         assert noise is not None
-        return noise if own is None or self.algorithm.bound(task) is None else own
+        return noise if moments_noise is None or self.bounds[task] is None else moments_noise
 
     def contribute(
         self, task: str, samples: int, reply: Tree, weight: Weight
     ) -> tuple[float, Tree]:
-        """The capped weight, and the reply scaled so that their product is within the clip.
+        """Return the capped weight, and the reply scaled so that their product is within the clip.
 
-        The loss stays here: it would be one more release.
+        The loss stays with the client: it would be one more release.
         """
         most = self.privacy.most_samples
         share = min(samples, most) / most if weight == "samples" else 1.0
@@ -85,7 +78,7 @@ class Noisy(Aggregator):
         return share, scale(reply, shrink(reply, share, self.clip(task)))
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
-        """The noisy mean; counted before anything can go wrong with it."""
+        """Count the release, then compute the noisy mean."""
         self.ledger.note(task)
         spread, generator = self.multiplier(task) * self.sensitivity(task), self.generator()
         noisy, divisor = add_noise(total, spread, generator), float(replies)
@@ -99,21 +92,21 @@ class Noisy(Aggregator):
         return scale(noisy, 1 / divisor)
 
     def compute_privacy(self) -> dict[str, float]:
-        """The (ε, δ) of all releases so far."""
+        """Return the (ε, δ) of all releases so far."""
         return self.ledger.spent()
 
     def save_state(self) -> dict[str, Tensor]:
-        """How many rounds released what."""
+        """Return the number of rounds by the tasks that they released."""
         return {"+".join(tasks): torch.tensor(n) for tasks, n in self.ledger.counts().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`save_state`."""
+        """Restore the counts of :meth:`save_state`."""
         self.ledger.rounds = Counter({tuple(k.split("+")): int(n) for k, n in state.items()})
         self.ledger.current = ()
 
 
 def shrink(reply: Tree, weight: float, clip: float) -> float:
-    """The factor that brings the L2 norm of ``weight`` · ``reply`` to at most ``clip``."""
+    """Compute the factor that brings the L2 norm of ``weight`` · ``reply`` to at most ``clip``."""
     each = list(leaves(reply))
     norms = [float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) for leaf in each]
     limit = clip * (1 - ROUNDINGS * max(torch.finfo(leaf.dtype).eps for leaf in each))
@@ -122,25 +115,26 @@ def shrink(reply: Tree, weight: float, clip: float) -> float:
 
 
 def add_noise(tree: Tree, spread: float, generator: np.random.Generator) -> Tree:
-    """Every number plus a Gaussian one with standard deviation ``spread``."""
+    """Add Gaussian noise with standard deviation ``spread`` to every number."""
     if isinstance(tree, Tensor):
         noise = torch.from_numpy(np.asarray(generator.standard_normal(tuple(tree.shape))))
         return (tree.double() + spread * noise.to(tree.device)).to(tree.dtype)
     return {name: add_noise(child, spread, generator) for name, child in tree.items()}
 
 
-def keeps_nothing(algorithm: Algorithm) -> bool:
-    """Whether a reply depends on nothing that the client kept from earlier rounds.
+def is_stateless(algorithm: Algorithm) -> bool:
+    """Return whether replies depend on nothing that clients kept from earlier rounds.
 
-    Only then are rounds fresh draws, and the draw of a cohort can count. A client's state tells
+    Only then are rounds fresh draws, and the draw of a cohort can count. A client's state reveals
     whether it was drawn before, which ties a round's output to earlier draws.
     """
     objective = algorithm.objective
-    return type(algorithm) in (DCCO, FedAvg) and objective.memory.is_empty
+    stateless = all(task.stateless for task in algorithm.asked())
+    return stateless and objective.memory.is_empty
 
 
 class Ledger:
-    """Which sums were released, round by round, and the privacy that they cost.
+    """Count the sums released in each round, and the privacy that they cost.
 
     A client is replaced by another (replace-one), which moves a sum by at most twice the
     sensitivity: the noise counts half. The exchanges of a round are asked of the same cohort, so
@@ -167,11 +161,11 @@ class Ledger:
         self.current += (task,)
 
     def counts(self) -> Counter[tuple[str, ...]]:
-        """Rounds by what they released, the one that is going on among them."""
+        """Return rounds by the tasks that they released, with the current one."""
         return self.rounds + Counter([self.current] if self.current else [])
 
     def spent(self) -> dict[str, float]:
-        """ε at the configured δ."""
+        """Return ε at the configured δ."""
         rdp = accounting("rdp")
         orders = rdp.RdpAccountant().orders
         total = np.zeros(len(orders))
@@ -181,7 +175,7 @@ class Ledger:
         return {"epsilon": float(epsilon), "delta": self.delta}
 
     def _curve(self, tasks: tuple[str, ...]) -> NDArray[np.float64]:
-        """The Rényi divergences of one round, kept: they take the library a third of a second."""
+        """Compute the Rényi divergences of one round; cached, since they take 0.3 seconds."""
         if tasks not in self._curves:
             together = sum(self.multiplier(task) ** -2 for task in tasks) ** -0.5
             event = accounting().GaussianDpEvent(together / 2)
@@ -197,27 +191,32 @@ class Ledger:
 
 
 def divergences(event: Any) -> NDArray[np.float64]:
-    """The Rényi divergences of an event between data sets that differ in one client."""
+    """Compute the Rényi divergences of an event between data sets that differ in one client."""
     relation = accounting().NeighboringRelation.REPLACE_ONE
     accountant = accounting("rdp").RdpAccountant(neighboring_relation=relation)
     return accountant.compose(event).rdp
 
 
 def accounting(part: str | None = None) -> Any:
-    """The accountant library, imported when something is to be counted."""
+    """Import the accountant library, or a part of it."""
     return importlib.import_module("dp_accounting" + (f".{part}" if part else ""))
 
 
 def check_accountant(config: Config, clients: int) -> None:
-    """A δ that means something, and a library to count with."""
+    """Refuse a δ that is too large to protect, or a missing accountant library."""
     privacy = config.privacy
     if privacy.delta * clients >= 1:
         raise UserError(
-            f"privacy.delta={privacy.delta:g}: must be below 1/clients = {1 / clients:g}, or "
-            "publishing one client's data would pass for private; lower it"
+            f"must be below 1/clients = {1 / clients:g}, or publishing one client's data would "
+            "pass as private",
+            key="privacy.delta",
+            value=privacy.delta,
+            fix=f"Set privacy.delta={0.1 / clients:.0e}.",
         )
     if importlib.util.find_spec("dp_accounting") is None:
         raise UserError(
-            f"privacy.noise={privacy.noise}: the privacy spent is counted by the package "
-            "dp-accounting, which is not installed; pip install 'fedssl[privacy]'"
+            "the package dp-accounting is not installed",
+            key="privacy.noise",
+            value=privacy.noise,
+            fix="Run pip install 'fedssl[privacy]'.",
         )

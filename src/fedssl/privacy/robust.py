@@ -27,19 +27,21 @@ class Robust(Aggregator):
         self.fewest = {"median": 1, "trimmed": 2 * f + 1, "krum": 2 * f + 3}[self.rule]
         if cohort < self.fewest:
             raise UserError(
-                f"cohort.average={self.rule} with cohort.hostile={f}: needs at least "
-                f"{self.fewest} clients a round, and there are {cohort}; lower cohort.hostile, "
-                "or take more clients a round"
+                f"needs at least {self.fewest} clients a round with cohort.hostile={f}, and there "
+                f"are {cohort}",
+                key="cohort.average",
+                value=self.rule,
+                fix="Lower cohort.hostile, or take more clients a round.",
             )
 
     def contribute(
         self, task: str, samples: int, reply: Tree, weight: Weight
     ) -> tuple[float, Tree]:
-        """The reply, with the same weight for all."""
+        """Return the reply, with the same weight for all."""
         return 1, reply
 
     def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
-        """The robust mean; the round is skipped if too few replied for it."""
+        """Compute the robust mean; the round is skipped if too few replied for it."""
         replies = [reply for _, reply in contributions]
         if not replies:
             raise NothingToAverage
@@ -54,21 +56,21 @@ class Robust(Aggregator):
         return by_coordinate(replies, lambda values: trimmed(values, cut))
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
-        """A sum does not tell: :func:`fedssl.privacy.check` refuses secure sums."""
+        """Refuse a sum: secure sums are excluded by :mod:`fedssl.privacy.checks`."""
         raise NotImplementedError(f"cohort.average={self.rule} needs each client's reply")
 
 
 def trimmed(values: Tensor, cut: int) -> Tensor:
-    """The mean of each column without its ``cut`` smallest and largest; half: the median.
+    """Average each column without its ``cut`` smallest and largest values.
 
-    Whatever is rounded, it stays between the values that were kept.
+    If that leaves one or two, it is the median. Rounding keeps it in their range.
     """
     kept = values.sort(0).values[cut : len(values) - cut]
     return kept.mean(0).clamp(kept[0], kept[-1])
 
 
 def by_coordinate(replies: list[Tree], rule: Callable[[Tensor], Tensor]) -> Tree:
-    """``rule`` of the clients' values ``[clients, coordinates]``, leaf by leaf."""
+    """Apply ``rule`` to the clients' values ``[clients, coordinates]``, leaf by leaf."""
     if isinstance(replies[0], Tensor):
         return _leaf([leaf for leaf in replies if isinstance(leaf, Tensor)], rule)
     each = [flatten(reply) for reply in replies]
@@ -82,16 +84,16 @@ def _leaf(leaves: list[Tensor], rule: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def slices(leaves: list[Tensor]) -> Iterator[Tensor]:
-    """The clients' values of one leaf in float64, some coordinates at a time."""
+    """Yield the clients' values of one leaf in float64, some coordinates at a time."""
     flat = [leaf.detach().reshape(-1) for leaf in leaves]
     for start in range(0, len(flat[0]), SLICE):
         yield torch.stack([leaf[start : start + SLICE].double() for leaf in flat])
 
 
 def krum(replies: list[Tree], hostile: int) -> int:
-    """Whose reply is nearest to its n − f − 2 nearest others (Blanchard et al. 2017, section 4).
+    """Choose the reply nearest to its n − f − 2 nearest others (Blanchard et al. 2017, section 4).
 
-    The first of equals. A reply that is not finite is far from all.
+    Of equals the first. A reply that is not finite is far from all.
     """
     near = len(replies) - hostile - 2
     scores = distances(replies).sort(1).values[:, :near].sum(1)
@@ -99,7 +101,7 @@ def krum(replies: list[Tree], hostile: int) -> int:
 
 
 def distances(replies: list[Tree]) -> Tensor:
-    """Squared L2 distances ``[n, n]`` over all leaves but the loss; infinite to oneself."""
+    """Compute squared L2 distances ``[n, n]`` without the loss; the diagonal is infinite."""
     n = len(replies)
     squares = torch.zeros(n, n, dtype=torch.float64)
     each = [flatten(reply) for reply in replies]

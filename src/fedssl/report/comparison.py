@@ -202,7 +202,7 @@ def _rows(label: str, group: Sequence[RunReader], names: Mapping[Path, str]) -> 
         for name, values in (own or {label: {}}).items()
     ]
     for name in first.summary.get("baselines", {}):
-        which = config.variant("algorithm", name).judges
+        which = config.variant("algorithm", name).result.evaluated
         results = [run.summary.get("baselines", {}).get(name, {}) for run in group]
         joined = _join([split_models(name, each, which) for each in results])
         rows += [Row(n, "baseline", label, seeds=seeds, values=v) for n, v in joined.items()]

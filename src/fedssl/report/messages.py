@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedssl import privacy
 from fedssl.config import Config, plugins
+from fedssl.federation.algorithm import Algorithm, build_algorithm
+from fedssl.privacy.checks import allows_secure_sums, survivors_needed
 from fedssl.privacy.exchanges import (
-    build_algorithm,
     describe_mixing,
-    describe_task,
     list_messages,
+    shares_more_than_loss,
     visibility_of,
 )
+from fedssl.privacy.leakage import describe_leaks
 from fedssl.report.history import History, Traffic
 from fedssl.runs.metrics import is_number
 from fedssl.runs.reader import RunReader
@@ -88,31 +89,31 @@ def build_sheet(run: RunReader, history: History) -> Sheet:
     rows = [_row(task, config, algorithm, history) for task in tasks]
     verdict = f"{_verdict(config, algorithm, tasks, history)}."
     names, sizes = ([client[key] for client in run.clients] for key in ("name", "samples"))
-    if single := privacy.told(config, algorithm, sizes, names):
-        verdict += f" But {single}."
+    if leaks := describe_leaks(config, algorithm, sizes, names):
+        verdict += f" {leaks}"
     return Sheet(verdict, rows, list(_notes(config, algorithm, history)), protection)
 
 
-def _declared_tasks(config: Config, algorithm: Any) -> list[str]:
+def _declared_tasks(config: Config, algorithm: Algorithm) -> list[str]:
     messages = list_messages(config)
     tasks = [message.task for message in messages if message.task is not None]
     return list(dict.fromkeys(tasks))
 
 
-def _asked_tasks(config: Config, algorithm: Any, history: History) -> list[str]:
+def _asked_tasks(config: Config, algorithm: Algorithm, history: History) -> list[str]:
     """List the tasks of the finished rounds; before the first round, those that will be asked."""
     return list(history.tasks) if history.rounds else _declared_tasks(config, algorithm)
 
 
-def _row(task: str, config: Config, algorithm: Any, history: History) -> Row:
-    content = describe_task(algorithm, task)
-    if not privacy.shares(algorithm):
+def _row(task: str, config: Config, algorithm: Algorithm, history: History) -> Row:
+    content = algorithm.tasks()[task].summary
+    if not shares_more_than_loss(config, algorithm):
         content = "Its loss, nothing else"
     seen, color = _seen(config, algorithm, task)
     return Row(task, content, seen, color, history.tasks.get(task, Traffic()))
 
 
-def _seen(config: Config, algorithm: Any, task: str) -> tuple[str, Color]:
+def _seen(config: Config, algorithm: Algorithm, task: str) -> tuple[str, Color]:
     noise = "" if config.privacy.noise is None else ", to which it adds noise before use"
     seen: dict[str, tuple[str, Color]] = {
         "single": ("each client's own reply", "single"),
@@ -121,22 +122,24 @@ def _seen(config: Config, algorithm: Any, task: str) -> tuple[str, Color]:
         "masked": (f"only the sum over the clients, because replies are masked{noise}", "masked"),
         "mean": (f"unmasked replies; it uses only their mean{noise}", "mean"),
     }
-    return seen[visibility_of(config, algorithm, task)]
+    return seen[visibility_of(config, algorithm.tasks()[task])]
 
 
-def _verdict(config: Config, algorithm: Any, tasks: Sequence[str], history: History) -> str:
+def _verdict(config: Config, algorithm: Algorithm, tasks: Sequence[str], history: History) -> str:
     """Sum up the sheet in one sentence."""
-    if not privacy.shares(algorithm):
+    if not shares_more_than_loss(config, algorithm):
         return "No image and no model left a client: each trained alone and sent only its loss"
-    is_logged = any(task in algorithm.logs and task not in algorithm.simulated for task in tasks)
+    declared = algorithm.tasks()
+    is_logged = any(declared[task].seen == "log" for task in tasks)
     logged = ", and single numbers of each client for its log" if is_logged else ""
-    if algorithm.gathers:
-        shown = _quote(algorithm.gathers)
+    if gathered := algorithm.asked(config.privacy.secure, "each"):
+        shown = _quote([task.name for task in gathered])
         return (
             f"No image left a client, but the server saw each client's own reply to {shown}{logged}"
         )
     if config.cohort.average != "mean":
-        shown = _quote([task for task in tasks if task in algorithm.means] or algorithm.means)
+        means = [task.name for task in algorithm.asked(False, "mean")]
+        shown = _quote([task for task in tasks if task in means] or means)
         text = f"No image left a client; the server saw each client's own reply to {shown}"
         return f"{text} and compared them{logged}"
     text = (
@@ -159,7 +162,7 @@ def _quote(tasks: Sequence[str]) -> str:
     return " and ".join(f"“{task}”" for task in tasks)
 
 
-def _notes(config: Config, algorithm: Any, history: History) -> Iterator[str]:
+def _notes(config: Config, algorithm: Algorithm, history: History) -> Iterator[str]:
     is_deployed = config.engine.sites is not None
     if not is_deployed:
         yield SIMULATED[config.engine.name]
@@ -171,14 +174,14 @@ def _notes(config: Config, algorithm: Any, history: History) -> Iterator[str]:
             yield f"Besides the table, the server sends {message.content} {message.when}."
         elif message.task is None and is_deployed:
             yield f"Besides the table, a site sends {message.when}: {message.content}."
-    if set(algorithm.gathers) & set(algorithm.varying):
+    if any(task.reveals == "features" for task in algorithm.asked(config.privacy.secure)):
         yield f"The replies have one row for each image. {describe_mixing(config)}"
     if config.privacy.noise is not None:
         yield PUBLISHED
 
 
 def _protection(
-    config: Config, algorithm: Any, history: History, summary: Mapping[str, Any]
+    config: Config, algorithm: Algorithm, history: History, summary: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """Name the protections that were on, and say which could have been."""
     keys, clients = config.privacy, history.last.get("clients")
@@ -186,12 +189,12 @@ def _protection(
     if keys.secure:
         least = f"{keys.threshold:.0%} of a round's clients, and three,"
         if is_number(clients):
-            needed = privacy.survivors_needed(keys.threshold, int(clients))
+            needed = survivors_needed(keys.threshold, int(clients))
             least = f"{needed} of the {clients} clients of a round"
         secure = f"on: the clients mask their replies, and at least {least} must answer"
-    elif privacy.in_sums(config, algorithm, config.engine.sites) is None:
+    elif not allows_secure_sums(config, algorithm, config.engine.sites):
         secure = "off, and not possible with these settings"
-    elif privacy.shares(algorithm):
+    elif shares_more_than_loss(config, algorithm):
         secure = (
             "off: whoever runs the server can read each reply; privacy.secure=true changes that"
         )
@@ -205,11 +208,12 @@ def _protection(
         yield "(ε, δ) spent", f"({spent['epsilon']:.4g}, {spent['delta']:g})"
 
 
-def _describe_noise(config: Config, algorithm: Any) -> str:
+def _describe_noise(config: Config, algorithm: Algorithm) -> str:
     """Describe the noise that the server added; moments have a norm and a noise of their own."""
     keys = config.privacy
     clipped, moments = "replies", ""
-    bound = next((b for b in map(algorithm.bound, algorithm.means) if b is not None), None)
+    bounds = [task.bound(algorithm) for task in algorithm.asked(keys.secure, "mean")]
+    bound = next((b for b in bounds if b is not None), None)
     if bound is not None:
         clipped = "model updates"
         noise = keys.moments_noise or keys.noise

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl import config as configuration
-from fedssl import privacy
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Dataset, Groups
@@ -28,13 +27,14 @@ from fedssl.engines.remote.engine import RemoteEngine
 from fedssl.evaluate import parse
 from fedssl.evaluate.evaluator import ModelEvaluator
 from fedssl.evaluate.models import TrainedModels
-from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.sampling import cohort_size, draw_cohort
 from fedssl.federation.server import Server
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, build
 from fedssl.objectives.base import Objective
+from fedssl.privacy.aggregators import build_aggregator
 from fedssl.runs import validate
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
@@ -64,6 +64,7 @@ class Experiment:
     of_sites: bool = False  # clients are real sites, which keep their images and models
     head_classes: int | None = None  # classes of the network's classifier, if not the data's
     overhead: Overhead = field(default_factory=Overhead)
+    notes: Sequence[str] = ()  # the algorithm's, for its user
     drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and its clients
 
     @property
@@ -102,11 +103,6 @@ class Experiment:
     def tower(self, number: int = 0) -> Tower:
         """Return a tower of the network that clients train, with its present weights."""
         return cast(Tower, self.trainer.network.towers[number])
-
-    def prepare(self) -> None:
-        """Do what the algorithm does before the first round."""
-        self.algorithm.prepare(self.server, self.public)
-        self.algorithm.check_state("server", self.server.state)
 
     def draw_cohort(self, round: int) -> NDArray[np.int64]:
         """Draw the clients of a round."""
@@ -189,8 +185,8 @@ def assemble(
     if kind.pools_data:
         config, groups = pool_clients(config, clients, cohort_size(config, len(clients)))
     algorithm = build_algorithm(config)
-    algorithm.client_names = () if kind.pools_data else names
-    validate.check_clients(config, algorithm, dataset, clients, groups, trains)
+    known = () if kind.pools_data else names
+    notes = validate.check_clients(config, algorithm, dataset, clients, groups, known, trains)
     classes = head_classes or len(dataset.classes)
     with torch.device("cpu" if weights else "meta"):
         network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
@@ -200,8 +196,10 @@ def assemble(
     trainer = build_trainer(config, algorithm.objective, dataset, network)
     engine = build_engine(trainer, algorithm, groups)
     validate.check_engine(engine)
-    server = Server(trainer)
-    return Experiment(config, dataset, clients, names, engine, server, of_sites, head_classes)
+    server = Server(trainer, known)
+    return Experiment(
+        config, dataset, clients, names, engine, server, of_sites, head_classes, notes=notes
+    )
 
 
 def build_site(config: Config, dataset: Dataset) -> Experiment:
@@ -215,12 +213,6 @@ def build_site(config: Config, dataset: Dataset) -> Experiment:
     trainer = build_trainer(config, algorithm.objective, dataset, network)
     engine = build_engine(trainer, algorithm, clients, config.engine.sites)
     return Experiment(config, dataset, clients, [], engine, Server(trainer))
-
-
-def build_algorithm(config: Config) -> Algorithm:
-    """Build the algorithm, with the objective that it trains."""
-    objective = configuration.variant("objective", config.objective.name)(config.objective)
-    return configuration.variant("algorithm", config.algorithm.name)(config.algorithm, objective)
 
 
 def build_network(
@@ -268,7 +260,7 @@ def build_engine(
     """Build the engine of ``groups``, the images of all ``clients`` or of the one that is here."""
     config, clients = trainer.config, clients or len(groups)
     trainer.compiles = compiles_steps(trainer, algorithm, groups)
-    aggregator = privacy.build_aggregator(config, algorithm, clients, cohort_size(config, clients))
+    aggregator = build_aggregator(config, algorithm, clients, cohort_size(config, clients))
     engine: Engine
     if config.engine.name == "local":
         engine = LocalEngine(trainer, algorithm, groups, aggregator)
@@ -300,12 +292,8 @@ def compiles_steps(trainer: Trainer, algorithm: Algorithm, groups: Groups) -> bo
     """Return whether local training goes through a compiled step (``engine.compile``)."""
     config = trainer.config
     mode = config.engine.compile
-    possible = (
-        trainer.batches.size is not None
-        and algorithm.compiles != "off"
-        and trainer.objective.needs_batch_only
-    )
-    if mode != "auto" or not possible or algorithm.compiles == "on":
+    possible = trainer.batches.size is not None and trainer.objective.needs_batch_only
+    if mode != "auto" or not possible:
         return mode == "on" and possible
     clients = cohort_size(config, len(groups))
     steps = config.rounds * clients * trainer.batches.per_round(int(np.median(groups.sizes)))

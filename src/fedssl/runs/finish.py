@@ -80,20 +80,20 @@ def _describe_norms(experiment: Experiment) -> str:
         return "the model's own"
     if models.result == "global":
         return mean
-    return f"{own}; of the global model {mean}" if models.algorithm.has_global else own
+    return f"{own}; of the global model {mean}" if models.algorithm.result.has_global else own
 
 
 def export(experiment: Experiment, out: Path) -> None:
     """Write the encoder that is the result, and a note that describes it."""
     settings, models = experiment.config, experiment.models
     towers = settings.encoder.towers
-    weights, model = models.global_model(), experiment.algorithm.model
+    weights, model = models.global_model(), experiment.algorithm.result.description
     if models.has_mean_norms:
         model += ", normalization layers: the mean of its clients'"
     personal = models.personal_models(MOST_PERSONAL_FILES)
     for client, each in personal.items():
         _save_towers(experiment, each, out / "personal", f"client-{client}")
-    if not experiment.algorithm.has_global:
+    if not experiment.algorithm.result.has_global:
         first, weights = next(iter(personal.items()))
         model = f"personal, client {first}: there is no global model"
     _save_towers(experiment, weights, out, "encoder")

@@ -131,13 +131,12 @@ class RunInFolder:
         others = (Drift(experiment), Evaluation(experiment), log, checkpoints, bar)
 
         def work() -> None:
+            experiment.server.public = experiment.public
             with contextlib.closing(bar.progress) as progress:
                 idle = config.find_idle_keys(self.settings)
                 for warning in (*idle, *list_warnings(experiment)):
                     progress.say(warning)
                 if not (self.out / checkpoint.FILE).exists():
-                    with experiment.overhead.timed("prepare"):
-                        experiment.prepare()
                     checkpoints.write()  # one to go back to, from the first round on
                 if experiment.server.round < rounds:
                     with announce_compiling(experiment, progress):
@@ -189,8 +188,7 @@ def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]
     server, started = experiment.server, time.perf_counter()
     cohort = experiment.engine.cohort(_draw_cohort(experiment, server.round), server.round)
     try:
-        with experiment.trainer.tuned():
-            done = run_round(experiment.algorithm, server, cohort)
+        done = run_round(experiment.algorithm, server, cohort)
     except torch.OutOfMemoryError:
         raise _describe_memory(experiment, out) from None
     if done.skipped is not None:
@@ -219,7 +217,7 @@ def _make_line(
         "round": done.number,
         "loss": loss,
         "seconds": round(seconds, 6),
-        "images": _count_images(experiment, done),
+        "images": experiment.engine.count_images(done),
         "clients": len(done.asked),
         "missing": done.missing,
         "skipped": done.skipped is not None,
@@ -252,14 +250,6 @@ def count_bytes(done: RoundResult) -> dict[str, Any]:
         "bytes_down_per_client": one["down"],
         "exchanges": exchanges,
     }
-
-
-def _count_images(experiment: Experiment, done: RoundResult) -> int:
-    sizes = experiment.engine.groups.sizes[done.answered]
-    batches, passes = experiment.trainer.batches, experiment.algorithm.passes
-    if batches.size is None:
-        return int(sizes.sum()) * batches.per_round(1) * passes
-    return sum(batches.images(int(size)) for size in sizes) * passes
 
 
 def _draw_cohort(experiment: Experiment, round: int) -> NDArray[np.int64]:

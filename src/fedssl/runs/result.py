@@ -17,7 +17,7 @@ def format_result(summary: Mapping[str, Any], config: Config) -> str:
     if "initial" in summary:
         table["as it started"] = summary["initial"]
     for name, row in summary.get("baselines", {}).items():
-        table |= split_models(name, row, variant("algorithm", name).judges)
+        table |= split_models(name, row, variant("algorithm", name).result.evaluated)
     published = {k: v for k, v in config.paper.get("results", {}).items() if k in summary}
     row = summary["result"] | {k: summary[k] for k in published}
     model = summary.get("judged", "global")

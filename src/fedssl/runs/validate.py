@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedssl import privacy
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.dirichlet import describe_imbalance
@@ -20,9 +19,10 @@ from fedssl.evaluate import check as check_protocols
 from fedssl.evaluate import collaborations, collaborative, parse, per_client
 from fedssl.evaluate import notes as evaluation_notes
 from fedssl.federation.algorithm import Algorithm
-from fedssl.federation.sampling import cohort_size
+from fedssl.federation.sampling import check_client_sizes, cohort_size
 from fedssl.models.network import Network
 from fedssl.objectives.base import Objective
+from fedssl.privacy.leakage import describe_leaks
 from fedssl.runs import loggers
 from fedssl.runs.folder import SITES, format_deploy_command
 from fedssl.util.errors import UserError
@@ -81,9 +81,10 @@ def check_clients(
     dataset: Dataset,
     clients: Groups,
     groups: Groups,
+    names: Sequence[str],
     trains: bool,
-) -> None:
-    """Check algorithm and objective against the data of all clients, merged or not."""
+) -> list[str]:
+    """Check algorithm and objective against all clients' data; return the algorithm's notes."""
     _check_objective(algorithm.objective, dataset, config, trains)
     if algorithm.pools_data and config.engine.name != "local":
         raise UserError(
@@ -92,16 +93,15 @@ def check_clients(
             value=config.engine.name,
             fix="Use engine.name=local.",
         )
-    algorithm.check_clients(groups.sizes)
-    _check_cohort(config, algorithm, groups)
-    if trains:
-        algorithm.found(len(groups), config)
+    check_client_sizes(algorithm, groups.sizes, names)
+    _check_cohort(config, algorithm, groups, names)
+    return list(algorithm.validate(config, len(groups))) if trains else []
 
 
 def check_site(algorithm: Algorithm, dataset: Dataset, clients: Groups) -> None:
     """Check algorithm and objective against a real site's own data."""
     _check_labels(algorithm.objective, dataset)
-    algorithm.check_clients(clients.sizes)
+    check_client_sizes(algorithm, clients.sizes)
 
 
 def _check_objective(objective: Objective, dataset: Dataset, config: Config, trains: bool) -> None:
@@ -127,7 +127,9 @@ def _check_labels(objective: Objective, dataset: Dataset) -> None:
         )
 
 
-def _check_cohort(config: Config, algorithm: Algorithm, groups: Groups) -> None:
+def _check_cohort(
+    config: Config, algorithm: Algorithm, groups: Groups, names: Sequence[str]
+) -> None:
     """Check that rounds have enough images for the loss, and batches for batch norm."""
     objective, size = algorithm.objective, cohort_size(config, len(groups))
     fewest = int(np.sort(groups.sizes)[:size].sum())
@@ -143,7 +145,7 @@ def _check_cohort(config: Config, algorithm: Algorithm, groups: Groups) -> None:
     if config.encoder.norm != "batch":
         return
     if config.algorithm.batch == 1 or groups.sizes[smallest] < 2:
-        name = name_client(algorithm.client_names, smallest)
+        name = name_client(names, smallest)
         reason = "algorithm.batch is 1" if config.algorithm.batch == 1 else f"{name} has 1"
         raise UserError(
             f"needs batches of at least 2 images, and {reason}",
@@ -226,17 +228,13 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
     """List what a user should know before the first round."""
     config, algorithm = experiment.config, experiment.algorithm
     name, evaluator = config.algorithm.name, experiment.evaluator
-    if algorithm.gathers:
-        yield (
-            f"{name}: the server sees each client's own reply to "
-            f"{', '.join(algorithm.gathers)}, not only means (docs/privacy.md)"
-        )
+    if gathered := algorithm.asked(config.privacy.secure, "each"):
+        tasks = ", ".join(task.name for task in gathered)
+        yield f"{name}: the server sees each client's reply to {tasks} (docs/privacy.md)"
     sizes = experiment.engine.groups.sizes.tolist()
-    if single := privacy.told(config, algorithm, sizes, experiment.names):
-        helps = privacy.remedy(config, algorithm, sizes)
-        yield f"{name}: {single} (docs/privacy.md); this helps: {helps}"
-    if algorithm.note is not None:
-        yield algorithm.note
+    if leaks := describe_leaks(config, algorithm, sizes, experiment.names):
+        yield leaks
+    yield from experiment.notes
     yield from list_evaluation_warnings(experiment)
     every, rounds = config.evaluate.every, config.rounds
     if evaluator.is_possible and 0 < rounds < every:

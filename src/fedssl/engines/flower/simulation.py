@@ -98,8 +98,7 @@ class SimulatedEngine(RemoteEngine):
 
     def algorithm_tasks(self) -> tuple[str, ...]:
         """List the tasks that clients answer."""
-        algorithm = self.algorithm
-        return (*algorithm.means, *algorithm.gathers, *algorithm.logs)
+        return tuple(self.algorithm.tasks())
 
     def _resources(self) -> Any:
         """Give each worker one processor, and its part of the GPUs if clients train on them."""

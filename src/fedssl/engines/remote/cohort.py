@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,11 @@ from fedssl.engines.remote.codec import MalformedError, check_like, unpack
 from fedssl.engines.remote.messages import Reply, Request, SecureStep, message_bytes
 from fedssl.engines.remote.payload import PayloadWriter
 from fedssl.engines.remote.replies import ReplyChecker
-from fedssl.federation.aggregate import TooFewReplies, Weight
-from fedssl.federation.cohort import Cohort, as_arguments
+from fedssl.federation.aggregate import TooFewReplies
+from fedssl.federation.cohort import Answer, Cohort
+from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
-from fedssl.privacy import survivors_needed
+from fedssl.privacy.checks import survivors_needed
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -35,48 +36,45 @@ class RemoteCohort(Cohort):
         self.engine = engine
         self.config = engine.trainer.config
         minimum = self.config.cohort.minimum
-        super().__init__(ids, engine.algorithm, minimum, True, engine.aggregator)
+        super().__init__(ids, minimum, engine.algorithm.weight, engine.aggregator)
         self.round = round
         self.exchange = 0
         self.replies = ReplyChecker(engine)
         self.payloads = PayloadWriter()
         self.responded: list[int] = []  # who answered the last exchange, if only to refuse
 
-    def ask(
-        self, task: str, payload: tuple[Argument, ...], weight: Weight | None
-    ) -> Iterator[tuple[NDArray[np.int64], float, Any]]:
+    def ask(self, task: ClientTask, payload: tuple[Argument, ...]) -> Iterator[Answer]:
         """Ask all clients at once, and take their replies in the clients' order."""
-        answers = self._exchange(task, payload, weight, [int(k) for k in self.ids])
+        answers = self._exchange(task, payload, [int(k) for k in self.ids])
         for client in sorted(answers):
             try:
                 reply = answers.pop(client)
-                share, tree = self.replies.check(task, client, reply, weight, len(self.ids))
+                share, tree = self.replies.check(task, client, reply, len(self.ids))
             except MalformedError as error:
-                self._note_fault(client, f"{task}: {error}")
+                self._note_fault(client, f"{task.name}: {error}")
                 continue
             yield np.array([client]), share, tree
 
-    def mean(self, task: str, *payload: Any, weight: Weight = "samples") -> Any:
+    def _mean(self, task: ClientTask, payload: tuple[Argument, ...]) -> Tree | None:
         """Return the mean; under secure sums without seeing any client's reply."""
         if not self.config.privacy.secure:
-            return super().mean(task, *payload, weight=weight)
-        self.algorithm.check_asked(task, "means", payload)
+            return super()._mean(task, payload)
         from fedssl.privacy.secure import SumLost
 
         included: list[int] = []
         result: Tree | None = None
         lost: TooFewReplies | None = None
         try:
-            result = self._secure_mean(task, as_arguments(payload), weight, included)
+            result = self._secure_mean(task, payload, included)
         except SumLost as error:
-            lost = TooFewReplies(f"{task}: {error}")
+            lost = TooFewReplies(f"{task.name}: {error}")
         except TooFewReplies as error:
             lost = error
         self._close(task, (), np.array(included, dtype=np.int64), lost)
         return result
 
     def _secure_mean(
-        self, task: str, payload: tuple[Argument, ...], weight: Weight, included: list[int]
+        self, task: ClientTask, payload: tuple[Argument, ...], included: list[int]
     ) -> Tree:
         """Return the mean of a secure sum, and fill ``included`` with the clients in it.
 
@@ -84,26 +82,27 @@ class RemoteCohort(Cohort):
         """
         from fedssl.privacy import secure
 
-        like = self.replies.expected_reply(task, weight)
-        context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{task}"
+        name = task.name
+        like = self.replies.expected_reply(task)
+        context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{name}"
         threshold = survivors_needed(self.config.privacy.threshold, len(self.ids))
         sums = secure.Unmasker(map(int, self.ids), context, threshold, secure.size(like))
         for step in secure.STEPS:
             request = SecureStep(step, context, threshold, sums.ask())
             arguments, before = (payload if step == "masked" else ()), self.responded
-            replies = self._exchange(task, arguments, weight, sorted(request.messages), request)
+            replies = self._exchange(task, arguments, sorted(request.messages), request)
             sent = sum(message_bytes(request.messages[k]) for k in self.responded)
-            self.traffic.count_down(task, sent)
-            self.traffic.count_payload(task, arguments, self.responded)
-            taken = [k for k in sorted(replies) if self._take(sums, task, step, k, replies.pop(k))]
+            self.traffic.count_down(name, sent)
+            self.traffic.count_payload(name, arguments, self.responded)
+            taken = [k for k in sorted(replies) if self._take(sums, name, step, k, replies.pop(k))]
             if step == "unmask":  # who is lost now is in the sum all the same
                 self.responded = before
             else:
                 included[:] = taken
         total, share = secure.decode(sums.total(), like)
         if share <= 0:
-            raise TooFewReplies(f"{task}: the clients' weights add up to {share:g}")
-        return self.aggregator.release(task, _cast_like(total, like), share, len(included))
+            raise TooFewReplies(f"{name}: the clients' weights add up to {share:g}")
+        return self.aggregator.release(name, _cast_like(total, like), share, len(included))
 
     def _take(self, sums: Unmasker, task: str, step: str, client: int, reply: Reply) -> bool:
         """Take a client's reply to a step of a secure sum; return whether it counts."""
@@ -134,9 +133,8 @@ class RemoteCohort(Cohort):
 
     def _exchange(
         self,
-        task: str,
+        task: ClientTask,
         payload: tuple[Argument, ...],
-        weight: Weight | None,
         clients: list[int],
         secure: SecureStep | None = None,
     ) -> dict[int, Reply]:
@@ -144,20 +142,20 @@ class RemoteCohort(Cohort):
         transport = self.engine.transport
         assert transport is not None
         nodes = transport.place(clients)
-        requests = self._build_requests(task, payload, weight, nodes, secure)
+        requests = self._build_requests(task, payload, nodes, secure)
         answers = transport.send(requests, self.config.engine.timeout)
         answering = {node for node, answer in answers.items() if not isinstance(answer, str)}
         self.responded = [k for k in clients if nodes.get(k) in answering]
         replies: dict[int, Reply] = {}
         for client in clients:
             if client not in nodes:
-                self._note_fault(client, f"{task}: not connected")
+                self._note_fault(client, f"{task.name}: not connected")
                 continue
             answer = answers.get(nodes[client], "no answer in time (engine.timeout)")
             if isinstance(answer, str):
-                self._note_fault(client, f"{task}: {answer}")
+                self._note_fault(client, f"{task.name}: {answer}")
             elif client not in answer:
-                self._note_fault(client, f"{task}: sent no reply")
+                self._note_fault(client, f"{task.name}: sent no reply")
             else:
                 replies[client] = answer[client]
         self.exchange += 1
@@ -165,9 +163,8 @@ class RemoteCohort(Cohort):
 
     def _build_requests(
         self,
-        task: str,
+        task: ClientTask,
         payload: tuple[Argument, ...],
-        weight: Weight | None,
         nodes: Mapping[int, int],
         secure: SecureStep | None,
     ) -> dict[int, Request]:
@@ -178,12 +175,12 @@ class RemoteCohort(Cohort):
         packed = self.payloads.pack(payload, self.exchange)
         return {
             node: Request(
-                task,
+                task.name,
                 tuple(clients),
                 self.round,
                 self.exchange,
                 self.engine.history,
-                weight,
+                self.weight if task.seen == "mean" else None,
                 len(payload),
                 packed.of(clients),
                 packed.known,

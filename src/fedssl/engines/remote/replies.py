@@ -10,7 +10,7 @@ from torch import Tensor
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import MalformedError, Packed, unpack, unpack_like
 from fedssl.engines.remote.messages import CHANGE, Reply, half_precision_leaves
-from fedssl.federation.aggregate import Weight
+from fedssl.federation.task import ClientTask
 from fedssl.util.trees import Tree, flatten
 
 
@@ -21,30 +21,27 @@ class ReplyChecker:
         self.engine = engine
         self.config = engine.trainer.config
         self.half = half_precision_leaves(self.config)
-        self._expected: dict[tuple[str, Weight | None], Tree] = {}
+        self._expected: dict[str, Tree] = {}
 
-    def expected_reply(self, task: str, weight: Weight | None) -> Tree:
+    def expected_reply(self, task: ClientTask) -> Tree:
         """Return a tree with the names, shapes and types of a reply."""
-        if (task, weight) not in self._expected:
-            like: Tree = self.engine.algorithm.reply_like(task, self.engine.trainer)
-            if weight is not None:
-                _, like = self.engine.aggregator.contribute(task, 1, like, weight)
-            self._expected[task, weight] = like
-        return self._expected[task, weight]
+        if task.name not in self._expected:
+            like: Tree = task.expected_reply(self.engine.algorithm, self.engine.trainer)
+            if task.seen == "mean":
+                like = self._contribute(task, 1, like)[1]
+            self._expected[task.name] = like
+        return self._expected[task.name]
 
-    def check(
-        self, task: str, client: int, reply: Reply, weight: Weight | None, cohort: int
-    ) -> tuple[float, Tree]:
+    def check(self, task: ClientTask, client: int, reply: Reply, cohort: int) -> tuple[float, Tree]:
         """Return a reply's share and tensors; ``cohort`` is how many clients a mean is over."""
-        algorithm = self.engine.algorithm
         if reply.fault is not None:
             raise MalformedError(reply.fault)
-        if task in algorithm.logs:
-            return 1.0, _unpack_numbers(reply.tensors, algorithm.logs[task])
-        like = self.expected_reply(task, weight)
-        if weight is not None:
-            self._check_share(task, client, reply.share, like, weight)
-        tree = unpack_like(reply.tensors, like, self.half, task in algorithm.varying)
+        if task.is_logged:
+            return 1.0, _unpack_numbers(reply.tensors, task.measures)
+        like = self.expected_reply(task)
+        if task.seen == "mean":
+            self._check_share(task, client, reply.share, like)
+        tree = unpack_like(reply.tensors, like, self.half, task.reveals == "features")
         self._check_norm(tree)
         for name, leaf in flatten(tree).items():
             largest = float(leaf.abs().max()) if leaf.numel() else 0.0
@@ -52,13 +49,15 @@ class ReplyChecker:
                 raise MalformedError(f"{name}: {largest:.3g} is too large to be averaged")
         return reply.share, tree
 
-    def _check_share(
-        self, task: str, client: int, share: float, like: Tree, weight: Weight
-    ) -> None:
+    def _contribute(self, task: ClientTask, samples: int, like: Tree) -> tuple[float, Tree]:
+        weight = self.engine.algorithm.weight
+        return self.engine.aggregator.contribute(task.name, samples, like, weight)
+
+    def _check_share(self, task: ClientTask, client: int, share: float, like: Tree) -> None:
         """Refuse a share other than that of the images that the client is known to have."""
         size = int(self.engine.groups.sizes[client])
         samples = self.engine.trainer.batches.contributing(size)
-        expected = self.engine.aggregator.contribute(task, samples, like, weight)[0]
+        expected = self._contribute(task, samples, like)[0]
         if share != expected:
             raise MalformedError(f"a weight of {share:g}, expected {expected:g}")
 

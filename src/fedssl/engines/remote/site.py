@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +22,8 @@ from fedssl.engines.remote.payload import read_arguments
 from fedssl.engines.store import Store
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
-from fedssl.privacy import survivors_needed
+from fedssl.federation.task import ClientTask
+from fedssl.privacy.checks import survivors_needed
 from fedssl.util.errors import UserError
 from fedssl.util.files import save
 from fedssl.util.trees import Tree
@@ -50,20 +52,24 @@ class Site:
 
     def _check_request(self, request: Request) -> None:
         """Refuse everything but the tasks that the algorithm declares, in the declared way."""
-        algorithm, privacy, task = self.engine.algorithm, self.config.privacy, request.task
+        privacy, task = self.config.privacy, request.task
         if (request.secure is not None) != privacy.secure:
             how = "in secure sums" if privacy.secure else "without secure sums"
             raise UserError(f"task {task}: this site answers only {how}")
         if self.is_real and len(request.clients) != 1:
             raise UserError(f"task {task}: this site is one client, not {len(request.clients)}")
-        logs = tuple(algorithm.logs) if self.engine.aggregator.allows_client_logs else ()
-        if self.is_real:
-            logs = tuple(log for log in logs if log not in algorithm.simulated)
-        means = algorithm.asked(privacy.secure)
-        allowed = means if request.weight is not None else (*algorithm.gathers, *logs)
+        averaged = request.weight is not None
+        allowed = [each.name for each in self._tasks() if (each.seen == "mean") == averaged]
         if task not in allowed:
             listed = ", ".join(allowed) or "nothing"
             raise UserError(f"task {task}: not among what this site answers ({listed})")
+
+    def _tasks(self) -> Iterator[ClientTask]:
+        """Yield the declared tasks, without those whose numbers must not leave."""
+        for task in self.engine.algorithm.asked(self.config.privacy.secure):
+            hidden = task.is_logged and not self.engine.aggregator.allows_client_logs
+            if not hidden and not (task.seen == "simulation" and self.is_real):
+                yield task
 
     def _answer_one(self, client: int, request: Request, payload: dict[str, Tensor]) -> Reply:
         try:
@@ -134,7 +140,7 @@ class Site:
         one = Client(engine.trainer, members, ids, sizes, request.round, lr, state)
         arguments = read_arguments(payload, request.arguments, client)
         reply = getattr(engine.algorithm, request.task)(one, *arguments)
-        if request.task not in engine.algorithm.logs:
+        if not engine.algorithm.tasks()[request.task].is_logged:
             engine.algorithm.check_state("client", one.state)
             self.store.save(client, one.state, request.round, request.history)
         if request.weight is None:

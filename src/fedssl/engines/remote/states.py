@@ -109,12 +109,7 @@ class States(MutableMapping[int, State]):
     def on_host(self, client: int) -> dict[str, Tensor]:
         """The flat state of a client, as files hold it."""
         self._wait(client)
-        return self._host[client]
-
-    def get_leaf(self, client: int, path: tuple[str, ...]) -> Tensor | None:
-        """One tensor of a client's state, on the host; none if it is not there."""
-        self._wait(client)
-        return self._host.get(client, {}).get("/".join(path))
+        return self._host.get(client, {})
 
     def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
         """Take a state from a checkpoint's file."""

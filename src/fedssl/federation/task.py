@@ -1,0 +1,142 @@
+"""Declare what clients do for the server, and what the server may learn from their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from fedssl.config import plugins
+from fedssl.training.trainer import Trainer
+from fedssl.util.errors import UserError
+from fedssl.util.trees import Tree
+
+Seen = Literal["mean", "each", "log", "simulation"]
+Reveals = Literal["update", "statistics", "features", "loss", "numbers"]
+Reply = dict[str, Tree]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class ClientTask:
+    """One task of clients. See :func:`client_task`."""
+
+    name: str  # of the method, and on the wire
+    summary: str
+    seen: Seen
+    reveals: Reveals
+    reply: Callable[[Any, Trainer], Reply] | tuple[str, ...] | None
+    bound: Callable[[Any], float | None]
+    few_images: Callable[[Any], int]
+    when: Callable[[Any, bool], bool]
+    sums_hide: Callable[[Any], bool]
+    trains: int
+    stateless: bool
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether replies are single numbers that only the log needs."""
+        return self.seen in ("log", "simulation")
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of the numbers in a reply for the log."""
+        return self.reply if isinstance(self.reply, tuple) else ()
+
+    def expected_reply(self, algorithm: object, trainer: Trainer) -> Reply:
+        """Return a tree with the names, shapes and types of a reply; its values mean nothing."""
+        if callable(self.reply):
+            return self.reply(algorithm, trainer)
+        if self.reveals == "numbers":
+            return {name: trainer.initial.new_zeros(()) for name in self.measures}
+        update = update_like(trainer)
+        return {"loss": update["loss"]} if self.reveals == "loss" else update
+
+
+def client_task(
+    *,
+    seen: Seen,
+    reveals: Reveals,
+    reply: Callable[[Any, Trainer], Reply] | tuple[str, ...] | None = None,
+    bound: Callable[[Any], float | None] = lambda algorithm: None,
+    few_images: Callable[[Any], int] = lambda algorithm: 2,
+    when: Callable[[Any, bool], bool] = lambda algorithm, secure: True,
+    sums_hide: Callable[[Any], bool] = lambda algorithm: True,
+    trains: int | None = None,
+    stateless: bool = False,
+) -> Callable[[Method], Method]:
+    """Declare a method as a task of clients.
+
+    Args:
+        seen: What the server sees. ``mean``: only the mean of the replies. ``each``: every client's
+            reply. ``log``: single numbers of each client, for the log. ``simulation``: the same,
+            but no real site is ever asked.
+        reveals: What a reply is computed from. ``update``: a change of the model, with the loss.
+            ``statistics``: means over images' encodings. ``features``: one row an image.
+            ``loss``: the loss alone. ``numbers``: single numbers of the client's state.
+        reply: The shape of a reply, as a function of the algorithm and its trainer, or the names of
+            the numbers. An update and a loss need none.
+        bound: The L2 norm that no reply exceeds. ``None``: only clipping bounds it.
+        few_images: The number of images up to which statistics can reveal each image's encoding.
+        when: Whether rounds ask for the task, given the algorithm and whether sums are secure.
+        sums_hide: Whether a sum over clients hides each of them.
+        trains: How often the task trains on the client's images.
+        stateless: Whether the reply is independent of ``client.state``. Privacy accounting then
+            counts every round as a fresh draw of clients.
+    """
+    if reply is None and reveals not in ("update", "loss"):
+        raise UserError(
+            f"a task that reveals {reveals} must say what a reply looks like",
+            fix="Give @client_task(reply=…).",
+        )
+    trainings = int(reveals in ("update", "loss")) if trains is None else trains
+
+    def declare(method: Method) -> Method:
+        summary = (method.__doc__ or method.__name__).strip().splitlines()[0].rstrip(".")
+        method.client_task = ClientTask(  # type: ignore[attr-defined]
+            method.__name__,
+            summary,
+            seen,
+            reveals,
+            reply,
+            bound,
+            few_images,
+            when,
+            sums_hide,
+            trainings,
+            stateless,
+        )
+        return method
+
+    return declare
+
+
+def update_like(trainer: Trainer) -> Reply:
+    """Return the shapes of an update: the change of what clients receive, and the mean loss."""
+    sent = trainer.initial if trainer.shared is None else trainer.initial[trainer.shared]
+    return {"change": sent, "loss": trainer.initial.new_zeros(())}
+
+
+def get_task(
+    method: object, verb: Literal["mean", "gather"], payload: tuple[Any, ...]
+) -> ClientTask:
+    """Return the declaration of a task that a round asks for, or refuse what is not declared."""
+    task = getattr(method, "client_task", None)
+    name = getattr(method, "__name__", str(method))
+    if not isinstance(task, ClientTask):
+        raise _misuse(method, f"{name} is not a task of clients", "Declare it with @client_task.")
+    if (task.seen == "mean") != (verb == "mean"):
+        fitting = "mean" if task.seen == "mean" else "gather"
+        problem = f"cohort.{verb} asks for {name}, which is declared with seen={task.seen}"
+        raise _misuse(method, problem, f"Use cohort.{fitting}, or change the declaration.")
+    reason = plugins.find_call_error(method, None, *payload)
+    if reason is not None:
+        problem = f"{name} does not take the client and {len(payload)} arguments ({reason})"
+        raise _misuse(method, problem, f"Change its arguments, or those of cohort.{verb}.")
+    return task
+
+
+def _misuse(method: object, problem: str, fix: str) -> UserError:
+    params = getattr(getattr(method, "__self__", None), "params", None)
+    name = getattr(params, "name", "")
+    return UserError(problem, key="algorithm.name", value=name, fix=fix)

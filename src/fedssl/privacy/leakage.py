@@ -1,0 +1,111 @@
+"""Find replies from which a server could recover something of single images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedssl.config import Config
+from fedssl.federation.algorithm import Algorithm
+from fedssl.privacy.checks import smallest_sum
+from fedssl.training.batches import Batches
+from fedssl.util.text import shorten_list
+
+NAMED = 5  # clients that are named
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Tasks whose replies, if computed from few images, reveal something of each image."""
+
+    tasks: tuple[str, ...]
+    few_images: int
+    reveals: Literal["encoding", "image"]
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A risk that is real for some clients."""
+
+    risk: Risk
+    images: Mapping[int, int]  # by client, the images that its replies are computed from
+
+
+def list_risks(config: Config, algorithm: Algorithm) -> list[Risk]:
+    """List what replies of this configuration could reveal of single images, given few images.
+
+    Statistics of few images reveal each image's encoding. An update by one image may reveal the
+    image, by published attacks; several steps on it count as one, since nothing else is in the
+    change. An update by more images is harder to read, but no proof protects it.
+    """
+    if algorithm.pools_data:
+        return []
+    asked = algorithm.asked(config.privacy.secure, "mean", "each")
+    statistics = [task for task in asked if task.reveals == "statistics"]
+    updates = tuple(task.name for task in asked if task.reveals == "update")
+    risks = []
+    if statistics:
+        most = max(task.few_images(algorithm) for task in statistics)
+        risks.append(Risk(tuple(task.name for task in statistics), most, "encoding"))
+    if updates:
+        risks.append(Risk(updates, 1, "image"))
+    return risks
+
+
+def find_leaks(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> list[Leak]:
+    """Find the clients, with so many images each, whose replies reveal something of single images.
+
+    Noise does not help: the server adds it. Under secure sums nobody sees a client's part, so the
+    leak is of the smallest sum that there may be.
+    """
+    batches = Batches.from_config(config.algorithm, config.seed)
+    # A round that averages one image trains on this one alone, and the other way round.
+    used = {client: batches.averaged(size) for client, size in enumerate(sizes)}
+    leaks = []
+    for risk in list_risks(config, algorithm):
+        few_used = {client: n for client, n in used.items() if n <= risk.few_images}
+        if config.privacy.secure and used:
+            smallest = sorted(used, key=lambda client: used[client])
+            in_sum = smallest[: smallest_sum(config, len(used))]
+            few_used = {client: used[client] for client in in_sum}
+            if sum(few_used.values()) > risk.few_images:
+                few_used = {}
+        if few_used:
+            leaks.append(Leak(risk, few_used))
+    return leaks
+
+
+def describe_leaks(
+    config: Config, algorithm: Algorithm, sizes: Sequence[int], names: Sequence[str] = ()
+) -> str | None:
+    """Return one line for whoever runs, reads or publishes, or ``None`` if there is no leak."""
+    found: dict[str, list[str]] = {}
+    for leak in find_leaks(config, algorithm, sizes):
+        recovered = "each image's encoding" if leak.risk.reveals == "encoding" else "the image"
+        found.setdefault(_describe_use(config, leak, len(sizes), names), []).append(recovered)
+    if not found:
+        return None
+    parts = [
+        f"{use}, so the server could recover {' and '.join(recovered)}"
+        for use, recovered in found.items()
+    ]
+    return f"Privacy: {'; '.join(parts)}. See docs/privacy.md."
+
+
+def _describe_use(config: Config, leak: Leak, clients: int, names: Sequence[str]) -> str:
+    """Say who uses how many images."""
+    used = leak.images
+    if config.privacy.secure:
+        return f"a secure sum may cover only {_count_images(sum(used.values()))}"
+    who = "clients"
+    if len(used) < clients:
+        own_names = [names[k] for k in used if k < len(names) and names[k] != str(k)]
+        who = f"{len(used):,} of {clients:,} clients"
+        who += f" ({shorten_list(own_names, NAMED)})" if own_names else ""
+    same = len(set(used.values())) == 1
+    return f"{who} use {'' if same else 'at most '}{_count_images(max(used.values()))} per round"
+
+
+def _count_images(count: int) -> str:
+    return "one image" if count == 1 else f"{count:,} images"
