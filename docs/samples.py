@@ -2,8 +2,8 @@
 
     python docs/samples.py photos
 
-photos/train/SITE/CLASS/…   what a site trains on: each has mostly digits of its own
-photos/test/SITE/CLASS/…    what it is judged on
+photos/train/SITE/CLASS/…   training images: each site has mostly its own digits
+photos/test/SITE/CLASS/…    test images
 """
 
 from __future__ import annotations
