@@ -23,7 +23,7 @@ from fedssl.config import plugins
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
 from fedssl.evaluate import parse
-from fedssl.runs import loop as run_module
+from fedssl.runs import loop, metrics
 from fedssl.util.errors import UserError
 
 OWN = Path(__file__).parents[2] / "examples" / "own"
@@ -80,7 +80,7 @@ def test_the_folder_keeps_absolute_paths_so_that_everything_works_from_elsewhere
     words = [*SMALL, "algorithm.name=" + os.path.relpath(OWN / "algorithm.py") + ":Momentum"]
     assert main(["run", *words, "--resume", "--out", str(run)]) == 0
     assert main(["run", "algorithm.momentum=0.4", "--resume", "--out", str(run)]) == 2
-    assert "algorithm.momentum was 0.5" in capsys.readouterr().err
+    assert "algorithm.momentum=0.4: was 0.5" in capsys.readouterr().err
 
 
 def losses(out: Path, name: str, *words: str) -> list[float]:
@@ -99,17 +99,17 @@ def test_the_examples_momentum_does_what_it_says(
     assert losses(tmp_path / "none", own, "algorithm.momentum=0") == plain
     whole = losses(tmp_path / "whole", own)
     assert whole[-1] != plain[-1]
-    real = run_module.one_round
+    real = loop.run_one_round
 
-    def killed(session: Any, *rest: Any) -> dict[str, Any]:
-        if session.server.round == 2:
+    def killed(experiment: Any, *rest: Any) -> dict[str, Any]:
+        if experiment.server.round == 2:
             raise SystemExit
-        return real(session, *rest)
+        return real(experiment, *rest)
 
-    monkeypatch.setattr(run_module, "one_round", killed)
+    monkeypatch.setattr(loop, "run_one_round", killed)
     with pytest.raises(SystemExit):
         losses(tmp_path / "cut", own, "checkpoint.seconds=0")
-    monkeypatch.setattr(run_module, "one_round", real)
+    monkeypatch.setattr(loop, "run_one_round", real)
     assert losses(tmp_path / "cut", own, "checkpoint.seconds=0", "--resume") == whole
 
 
@@ -337,7 +337,7 @@ MISFITS = {
     "algorithm.round": (FEDAVG, "self, server", "round cannot be called with server, cohort (too"),
     "algorithm.train": (FEDAVG, "self, client", "train, which cannot be called with the client"),
     "objective.loss": (SIMCLR, "self, a", "loss cannot be called with encodings, labels, memory ("),
-    "objective.head": (SIMCLR, "self, a, b, c, d", "(missing a required argument: 'd')"),
+    "objective.heads": (SIMCLR, "self, a, b, c, d", "(missing a required argument: 'd')"),
     "partition.split": (IID, "self, split", "split cannot be called with split, classes, seed ("),
     "partition.__init__": (IID, "self", "cannot be called with params (too many positional"),
     "evaluate.f": ("\n\n", "a, b", "cannot be called with train_features, train_labels, test_fea"),
@@ -368,7 +368,7 @@ def test_what_takes_other_arguments_is_refused_before_the_first_round(
     assert main(["run", *SMALL, *words, "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"fedssl: {own}: ") and says in said and said.count("\n") == 1
-    assert not out.exists() or (method == "train" and not any(run_module.read(out)))
+    assert not out.exists() or (method == "train" and not any(metrics.read(out)))
 
 
 def test_an_error_of_ours_keeps_its_traceback(tmp_path: Path) -> None:
@@ -569,11 +569,11 @@ class Detached(SimCLR):
 
 
 class Three(SimCLR):
-    inputs = 3
+    views = 3
 
 
 class Returns(SimCLR):
-    def head(self, *arguments):
+    def heads(self, *arguments):
         return None
 """
 SAYS = {
@@ -596,7 +596,7 @@ SAYS = {
         "Vector": "the loss is a tensor of shape [",
         "Number": "the loss is float",
         "Detached": "the loss is nothing that has a gradient",
-        "Three": "inputs = 3, and an image has at most 2 views",
+        "Three": "views = 3, and an image has 1 or 2",
     },
 }
 
@@ -636,11 +636,11 @@ def test_what_was_done_before_a_state_that_no_file_holds_is_not_lost(
     assert said.startswith(
         f"fedssl: algorithm.name={file}:Own: server.state['seen'] is of type int"
     )
-    assert [line["round"] for line in run_module.read(out)] == [1]
+    assert [line["round"] for line in metrics.read(out)] == [1]
     file.write_text(plain)
     assert main(["run", "--resume", "--out", str(out)]) == 0
     assert "starts again" not in capsys.readouterr().err
-    assert [line["round"] for line in run_module.read(out)] == [1, 2, 3]
+    assert [line["round"] for line in metrics.read(out)] == [1, 2, 3]
 
 
 SHARES = """
@@ -670,15 +670,15 @@ def test_a_state_may_be_the_model_itself(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_text(SHARES)
     words = [*SMALL, f"algorithm.name={file}:Own", "evaluate.protocols=knn", "checkpoint.seconds=0"]
     assert main(["run", *words, "--out", str(tmp_path / "whole")]) == 0
-    real = run_module.one_round
+    real = loop.run_one_round
 
-    def once(session: Any, *rest: Any) -> dict[str, Any]:
-        if session.server.round == 1:
+    def once(experiment: Any, *rest: Any) -> dict[str, Any]:
+        if experiment.server.round == 1:
             raise KeyboardInterrupt
-        return real(session, *rest)
+        return real(experiment, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "one_round", once)
+        patch.setattr(loop, "run_one_round", once)
         assert main(["run", *words, "--out", str(tmp_path / "cut")]) == 130
     assert main(["run", "--resume", "--out", str(tmp_path / "cut")]) == 0
     whole, cut = ((tmp_path / name / "encoder.safetensors") for name in ("whole", "cut"))

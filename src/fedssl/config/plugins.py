@@ -226,9 +226,9 @@ def _check_class(section: str, plugin: Any, place: Place) -> None:
             raise _error(problem, place, fix)
     elif not inspect.isclass(plugin) or not issubclass(plugin, _import(base)):
         raise _error(f"not a subclass of {base.replace(':', '.')}", place)
-    inputs = getattr(plugin, "views", 1)
-    if isinstance(inputs, int) and inputs not in (1, 2):
-        raise _error(f"inputs = {inputs!r}, and an image has at most 2 views", place)
+    views = getattr(plugin, "views", 1)
+    if isinstance(views, int) and views not in (1, 2):
+        raise _error(f"views = {views!r}, and an image has 1 or 2", place)
     missing = sorted(getattr(plugin, "__abstractmethods__", ()))
     if missing:
         raise _error(f"lacks {', '.join(missing)}", place)
