@@ -27,7 +27,7 @@ SMALL = (
 )
 
 
-def tree(*words: str) -> config.Tree:
+def tree(*words: str) -> config.Recipe:
     return config.apply_words(config.read_recipe(None), [*SMALL, *words])
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fedssl.api import train as train
     from fedssl.encoder.load import load_encoder as load_encoder
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["Run", "__version__", "load_encoder", "train"]
 _PLACES = {
     "train": "fedssl.api",
@@ -19,7 +19,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is public, imported when it is asked for: importing fedssl stays cheap."""
+    """Import a public name when it is first used, so that importing fedssl stays cheap."""
     if name not in _PLACES:
         raise AttributeError(f"module 'fedssl' has no attribute '{name}'")
     import importlib

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl import config
-from fedssl.config import Tree, plugins
+from fedssl.config import Recipe, plugins
 from fedssl.runs.folder import make_folder, read_recipe
 from fedssl.runs.metrics import is_number
 from fedssl.runs.reader import RunReader, section
@@ -124,7 +124,7 @@ def train(
 
 def _read_recipe(
     recipe: str | Path | Mapping[str, Any] | None, resumed: Path | None
-) -> tuple[str, Tree]:
+) -> tuple[str, Recipe]:
     """Return a recipe's name and keys; without one, those of the run that is resumed."""
     if not isinstance(recipe, Mapping):
         return read_recipe(None if recipe is None else str(recipe), resumed)

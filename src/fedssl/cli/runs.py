@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Tree, list[str]] | None:
+def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Recipe, list[str]] | None:
     """Return a sweep's recipe name, its keys, and the keys that its runs leave out.
 
     It is a sweep if keys hold lists, or if --out is a sweep's folder.
@@ -129,7 +129,9 @@ def _report_stop(out: Path) -> int:
     return 130
 
 
-def _sweep(name: str, tree: config.Tree, notes: Sequence[str], options: argparse.Namespace) -> int:
+def _sweep(
+    name: str, tree: config.Recipe, notes: Sequence[str], options: argparse.Namespace
+) -> int:
     from fedssl.runs import loop, sweep
 
     out = options.out or make_folder(name)

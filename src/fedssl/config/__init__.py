@@ -13,7 +13,7 @@ from fedssl.config.build import (
 from fedssl.config.keys import (
     Effect,
     Key,
-    Tree,
+    Recipe,
     convert,
     declarations,
     facts_of,
@@ -79,8 +79,8 @@ __all__ = [
     "Optimizer",
     "PartitionParams",
     "Privacy",
+    "Recipe",
     "SourceParams",
-    "Tree",
     "apply_words",
     "build",
     "combine_values",

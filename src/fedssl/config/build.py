@@ -12,21 +12,21 @@ from typing import Any, cast
 import yaml
 
 from fedssl.config import plugins
-from fedssl.config.keys import Tree, convert_section, path_keys
+from fedssl.config.keys import Recipe, convert_section, path_keys
 from fedssl.config.merge import apply_words, merge
 from fedssl.config.schema import Config, Encoder, Evaluate
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, params_class, variant
 from fedssl.util.errors import UserError
 
 
-def resolve(recipe: Tree, words: Sequence[str] = ()) -> Config:
+def resolve(recipe: Recipe, words: Sequence[str] = ()) -> Config:
     """Build a configuration from a recipe and the ``key=value`` words that override it."""
     return build(apply_words(recipe, words))
 
 
-def build(tree: Tree) -> Config:
+def build(tree: Recipe) -> Config:
     """Return a configuration with checked values and all defaults."""
-    sections: Tree = {}
+    sections: Recipe = {}
     for section in VARIANTS:
         given = tree.get(section)
         if given is None:
@@ -66,9 +66,9 @@ def rename_protocols(evaluate: Evaluate, rename: Callable[[str], str]) -> Evalua
     return replace(evaluate, protocols=each(evaluate.protocols), monitor=each(evaluate.monitor))
 
 
-def to_tree(config: Any) -> Tree:
+def to_tree(config: Any) -> Recipe:
     """Return the configuration as nested plain mappings, as in ``config.yaml``."""
-    tree: Tree = {}
+    tree: Recipe = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
@@ -86,7 +86,7 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
 
 
-def flatten(tree: Tree, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Recipe, prefix: str = "") -> dict[str, Any]:
     """Return ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
     out: dict[str, Any] = {}
     for name, value in tree.items():

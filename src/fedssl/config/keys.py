@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fedssl.util.errors import UserError, suggest
 
-Tree = dict[str, Any]
+Recipe = dict[str, Any]
 
 Effect = Literal[
     "result",  # the trained model
@@ -169,7 +169,7 @@ def convert_section(cls: Any, given: Any, name: str) -> Any:
         raise UserError("not keys and values", key=name, value=given, fix=fix)
     attributes = {field.name.rstrip("_"): field.name for field in dataclasses.fields(cls)}
     facts = facts_of(cls)
-    values: Tree = {}
+    values: Recipe = {}
     for sub, item in given.items():
         check_known(sub, kinds, prefix)
         value = convert(kinds[sub], item, prefix + sub)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from fedssl.config import plugins
-from fedssl.config.keys import Key, Tree, facts_of, key_types
+from fedssl.config.keys import Key, Recipe, facts_of, key_types
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, VARIANTS, as_names, key_types_under
 from fedssl.util.errors import UserError, format_resume
@@ -19,15 +19,15 @@ from fedssl.util.errors import UserError, format_resume
 ALTERNATIVES = (("local_steps", "local_epochs"), ("size", "fraction"))  # one replaces the other
 
 
-def with_values(tree: Tree, values: Mapping[str, Any]) -> Tree:
+def with_values(tree: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe with other values of some keys."""
-    overrides: Tree = {}
+    overrides: Recipe = {}
     for name, value in values.items():
         _put(overrides, name, value)
     return merge(tree, overrides)
 
 
-def _put(tree: Tree, name: str, value: Any) -> None:
+def _put(tree: Recipe, name: str, value: Any) -> None:
     *sections, last = name.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -36,7 +36,7 @@ def _put(tree: Tree, name: str, value: Any) -> None:
     tree[last] = value
 
 
-def merge(recipe: Tree, overrides: Tree) -> Tree:
+def merge(recipe: Recipe, overrides: Recipe) -> Recipe:
     """Merge overrides over a recipe.
 
     A new name, update rule or engine drops the recipe's keys that mean nothing there.
@@ -58,7 +58,7 @@ def merge(recipe: Tree, overrides: Tree) -> Tree:
     return tree
 
 
-def _is_dropped(section: str, key: str, value: Tree) -> bool:
+def _is_dropped(section: str, key: str, value: Recipe) -> bool:
     """Return whether a new value of the key that another one needs makes that one pointless."""
     fact = facts_of(key_types(Config).get(section)).get(key, Key())
     needed, _, values = fact.needs.partition("=")
@@ -66,13 +66,13 @@ def _is_dropped(section: str, key: str, value: Tree) -> bool:
     return bool(values) and isinstance(given, str) and given not in values.split("|")
 
 
-def _is_renamed(base: Tree, value: Tree) -> bool:
+def _is_renamed(base: Recipe, value: Recipe) -> bool:
     """Return whether ``value`` has another name; a file's may be written in several ways."""
     before, after = base.get("name"), value.get("name", base.get("name"))
     return plugins.make_absolute(str(before)) != plugins.make_absolute(str(after))
 
 
-def dropped_keys(section: str, base: Tree, value: Tree) -> set[str]:
+def dropped_keys(section: str, base: Recipe, value: Recipe) -> set[str]:
     """Return the keys that mean something else, or nothing, under the name in ``value``."""
     before, after = base.get("name"), value["name"]
     old, new = ({plugins.make_absolute(str(n)) for n in as_names(name)} for name in (before, after))
@@ -82,7 +82,7 @@ def dropped_keys(section: str, base: Tree, value: Tree) -> set[str]:
     return base.keys() - key_types(BASE_PARAMS[section]).keys()
 
 
-def apply_words(recipe: Tree, words: Sequence[str]) -> Tree:
+def apply_words(recipe: Recipe, words: Sequence[str]) -> Recipe:
     """Return a recipe with the keys of ``key=value`` words."""
     return with_values(recipe, dict(map(_split_word, words)))
 

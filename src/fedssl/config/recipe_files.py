@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedssl.config.keys import Tree
+from fedssl.config.keys import Recipe
 from fedssl.config.merge import merge, suggest_command
 from fedssl.config.recipe_tables import Table
 from fedssl.util.errors import UserError, suggest
@@ -78,7 +78,7 @@ def _read_table(file: str, path: Path) -> Table | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _read_once(path: Path, changed: int) -> Tree:
+def _read_once(path: Path, changed: int) -> Recipe:
     """Return a file's content, which callers must not change: each cell reads its table's file."""
     return read_yaml(path)
 
@@ -94,7 +94,7 @@ def _locate(name: str) -> tuple[str, Path | None, str]:
     return name, None, ""
 
 
-def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
+def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Recipe:
     """Read a recipe by name or by path, with the recipe that it ``extends``.
 
     ``None`` is the default recipe.
@@ -109,7 +109,7 @@ def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Tree:
     return functools.reduce(merge, [tree, *layers], start)
 
 
-def _read_layers(name: str) -> list[Tree]:
+def _read_layers(name: str) -> list[Recipe]:
     """Return the content of a recipe's file, in the order in which it is merged."""
 
     def refuse(problem: str, fix: str) -> UserError:
@@ -147,7 +147,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def read_yaml(path: Path) -> Tree:
+def read_yaml(path: Path) -> Recipe:
     """Read a YAML file that holds keys and values."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}

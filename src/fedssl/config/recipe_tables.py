@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedssl.config.keys import Tree
+from fedssl.config.keys import Recipe
 from fedssl.util.errors import UserError
 
 _NOT_IN_RECIPES = {"table", "measure", "note", "columns", "rows", "title", "paper", "cells"}
@@ -41,12 +41,12 @@ class Table:
     """A checked file; ``file`` is its name in messages."""
 
     file: str
-    tree: Tree
-    columns: dict[str, Tree]
-    rows: dict[str, Tree]
+    tree: Recipe
+    columns: dict[str, Recipe]
+    rows: dict[str, Recipe]
 
     @classmethod
-    def read(cls, file: str, tree: Tree) -> Table | None:
+    def read(cls, file: str, tree: Recipe) -> Table | None:
         """Return the table, or ``None`` if the file holds one recipe."""
         if "rows" not in tree:
             return None
@@ -69,7 +69,7 @@ class Table:
         """Return ``row/column`` of every cell that the paper has."""
         return [f"{r}/{c}" for r in self.rows for c in self.columns if self._entry(r, c) != "-"]
 
-    def layers(self, cell: str) -> list[Tree]:
+    def layers(self, cell: str) -> list[Recipe]:
         """Return the trees that make a cell's recipe, each to be merged over those before it."""
         row, column = cell.split("/")
         cells = {str(k): v for k, v in (self.rows[row].get("cells") or {}).items()}
@@ -81,7 +81,7 @@ class Table:
         entries = self.rows[row].get("paper")
         return None if entries is None else entries[list(self.columns).index(column)]
 
-    def _published(self, row: str, column: str) -> Tree:
+    def _published(self, row: str, column: str) -> Recipe:
         """Return the recipe's ``paper``: its cell, the cell's numbers, and remarks on them."""
         parts = (self.rows[row], self.columns[column])
         titles = [str(p.get("title", n)) for n, p in zip((row, column), parts, strict=True)]
@@ -91,7 +91,7 @@ class Table:
         if notes == [_UNPRINTED] and any("note" in p for p in parts):
             notes = []  # they say why
         notes += [str(p["note"]) for p in (*parts, self.tree) if "note" in p]
-        paper: Tree = {"row": ", ".join([self.title, *titles])}
+        paper: Recipe = {"row": ", ".join([self.title, *titles])}
         if results:
             paper["results"] = results
         if notes:
@@ -99,7 +99,7 @@ class Table:
         return paper
 
 
-def _read_parts(file: str, tree: Tree, name: str) -> dict[str, Tree]:
+def _read_parts(file: str, tree: Recipe, name: str) -> dict[str, Recipe]:
     """Return the rows or the columns by name."""
     parts = tree.get(name)
     if not isinstance(parts, dict) or not parts:
@@ -111,7 +111,7 @@ def _read_parts(file: str, tree: Tree, name: str) -> dict[str, Tree]:
     return {str(part): keys or {} for part, keys in parts.items()}
 
 
-def _check_row(place: str, row: Tree, columns: Mapping[str, Tree]) -> None:
+def _check_row(place: str, row: Recipe, columns: Mapping[str, Recipe]) -> None:
     entries, cells = row.get("paper"), row.get("cells") or {}
     if entries is not None and (not isinstance(entries, list) or len(entries) != len(columns)):
         fix = f"Give a list of {len(columns)}, one for each column, with - for a missing cell."

@@ -8,13 +8,13 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from fedssl.config.keys import Tree, key_types
+from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import dropped_keys
 from fedssl.config.schema import Config
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, key_types_under
 
 
-def find_sweep(tree: Tree) -> dict[str, list[Any]]:
+def find_sweep(tree: Recipe) -> dict[str, list[Any]]:
     """Return the keys with several values: a list, or a list of lists if the key takes a list."""
     swept: dict[str, list[Any]] = {}
     for section, given in tree.items():
@@ -28,7 +28,7 @@ def find_sweep(tree: Tree) -> dict[str, list[Any]]:
     return swept
 
 
-def combine_values(tree: Tree) -> Iterator[dict[str, Any]]:
+def combine_values(tree: Recipe) -> Iterator[dict[str, Any]]:
     """Yield each combination of a sweep's values by key, or one empty mapping without a sweep."""
     lists = find_sweep(tree)
     for values in itertools.product(*lists.values()):
@@ -47,7 +47,7 @@ def section_types(section: str, given: Any) -> dict[str, Any]:
     return {f"{section}.{key}": kind for key, kind in fields.items()}
 
 
-def find_omissions(recipe: Tree, tree: Tree) -> Iterator[str]:
+def find_omissions(recipe: Recipe, tree: Recipe) -> Iterator[str]:
     """Yield a warning for each key that some runs of a sweep over names do without."""
     for section, default in DEFAULT_NAMES.items():
         both = (each.get(section) for each in (tree, recipe))

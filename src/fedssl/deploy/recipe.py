@@ -63,7 +63,7 @@ def adapt_recipe(recipe: str, words: Sequence[str]) -> Config:
     return dataclasses.replace(config, data=own, encoder=encoder)
 
 
-def _for_sites(recipe: str) -> configuration.Tree:
+def _for_sites(recipe: str) -> configuration.Recipe:
     """A recipe without what it has for simulations alone; where that is something, it is said."""
     tree = configuration.read_recipe(recipe)
     for section, (plain, why) in SIMULATED.items():

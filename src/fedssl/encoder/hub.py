@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fedssl import __version__, config
-from fedssl.config import TIMM, Config, Tree
+from fedssl.config import TIMM, Config, Recipe
 from fedssl.encoder.formats import (
     describe,
     describe_preprocessing,
@@ -120,7 +120,7 @@ def describe_processor(encoder: ImageEncoder) -> dict[str, Any]:
     }
 
 
-def strip_recipe(settings: Config) -> Tree:
+def strip_recipe(settings: Config) -> Recipe:
     """Return the configuration without paths of this machine: a recipe for others."""
     evaluate = config.rename_protocols(settings.evaluate, drop_folder)
     tree = config.to_tree(dataclasses.replace(settings, evaluate=evaluate))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl import config
-from fedssl.config import Config, Tree
+from fedssl.config import Config, Recipe
 from fedssl.runs.reader import LOCK, RunReader
 from fedssl.util.errors import UserError, format_resume
 from fedssl.util.files import write_text, writing
@@ -29,7 +29,7 @@ PACKAGE, SITES, CONNECTION = "fedssl_app", "sites.json", "fedssl"
 _UNUSED: set[Path] = set()  # folders that were made for runs that have not started
 
 
-def read_recipe(name: str | None, resumed: Path | None = None) -> tuple[str, Tree]:
+def read_recipe(name: str | None, resumed: Path | None = None) -> tuple[str, Recipe]:
     """Return a recipe's name and keys; without a name, those of the run that is resumed."""
     if name is None and resumed is not None and (resumed / "config.yaml").exists():
         return "run", config.read_yaml(resumed / "config.yaml")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedssl import config
-from fedssl.config import Config, Tree
+from fedssl.config import Config, Recipe
 from fedssl.runs import metrics
 from fedssl.util.errors import UserError
 
@@ -38,7 +38,7 @@ class RunReader:
         return self.path.resolve().name
 
     @cached_property
-    def tree(self) -> Tree:
+    def tree(self) -> Recipe:
         """The contents of ``config.yaml``."""
         return config.read_yaml(self.path / "config.yaml")
 

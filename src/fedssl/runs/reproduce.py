@@ -188,7 +188,7 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
     return jobs
 
 
-def _choices(tree: config.Tree) -> dict[str, Config]:
+def _choices(tree: config.Recipe) -> dict[str, Config]:
     """A run for each combination of the lists' values; what chooses among them is no test image."""
     lists = config.find_sweep(tree)
     found = sweep.list_runs(tree) if lists else {"": config.build(tree)}

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fedssl import config
-from fedssl.config import Config, Tree, plugins
+from fedssl.config import Config, Recipe, plugins
 from fedssl.data.dataset import Dataset
 from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import load_dataset
@@ -41,7 +41,7 @@ from fedssl.util.text import format_measures
 Place = tuple[config.Data, int]  # the data and the seed, by which a data set is loaded
 
 
-def list_runs(tree: Tree) -> dict[str, Config]:
+def list_runs(tree: Recipe) -> dict[str, Config]:
     """Return the configuration of each combination of values, by the name of its folder."""
     runs: dict[str, Config] = {}
     for values in config.combine_values(tree):
@@ -62,7 +62,7 @@ def list_runs(tree: Tree) -> dict[str, Config]:
 
 
 def sweep(
-    tree: Tree, out: Path, resume: bool, notes: Sequence[str] = ()
+    tree: Recipe, out: Path, resume: bool, notes: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """Run what is not finished, one after another; return the summaries by run.
 
@@ -70,7 +70,7 @@ def sweep(
     """
     _check_folder(tree, out, resume)
     with contextlib.ExitStack() as stack:
-        before: Tree | None = None
+        before: Recipe | None = None
         if resume:  # locked before it is read: another process may be adding to its lists
             stack.enter_context(lock(out, kind="sweep"))
             before = _read(out)
@@ -107,7 +107,7 @@ def _run_all(settings: Mapping[str, Config], waiting: Collection[str], out: Path
                 print(f"{title}: {error}", file=sys.stderr)
 
 
-def _check_folder(tree: Tree, out: Path, resume: bool) -> None:
+def _check_folder(tree: Recipe, out: Path, resume: bool) -> None:
     """Check that a folder is free for a sweep, or holds one to resume."""
     key, values = next(iter(config.find_sweep(tree).items()), ("", []))
     if has_file(out, SWEEP):
@@ -124,7 +124,7 @@ def _check_folder(tree: Tree, out: Path, resume: bool) -> None:
         check_alone(out)
 
 
-def _read(out: Path) -> Tree:
+def _read(out: Path) -> Recipe:
     """Return the sweep that a folder holds."""
     tree = config.read_yaml(out / SWEEP)
     if not config.find_sweep(tree):
@@ -133,7 +133,7 @@ def _read(out: Path) -> Tree:
     return tree
 
 
-def _check_lists(tree: Tree, before: Tree, out: Path) -> None:
+def _check_lists(tree: Recipe, before: Recipe, out: Path) -> None:
     """Check that lists keep their values: runs are found by them."""
     lists, former = config.find_sweep(tree), config.find_sweep(before)
     for key, values in former.items():
@@ -150,7 +150,7 @@ def _check_lists(tree: Tree, before: Tree, out: Path) -> None:
         raise UserError(f"is no list in {out}", key=key, value=lists[key], fix=fix)
 
 
-def _reorder(tree: Tree, like: Tree) -> Tree:
+def _reorder(tree: Recipe, like: Recipe) -> Recipe:
     """Return the tree with keys in another tree's order, which names the runs' folders."""
     ordered = {key: tree[key] for key in like if key in tree}
     for key, value in ordered.items():
@@ -177,7 +177,7 @@ def _check_evaluation(
             )
 
 
-def _placed(tree: Tree, one: Config) -> Tree:
+def _placed(tree: Recipe, one: Config) -> Recipe:
     """Return a sweep with absolute paths, as ``one`` of its runs has them.
 
     Paths in lists stay: folders are named after them.
@@ -194,7 +194,7 @@ def _placed(tree: Tree, one: Config) -> Tree:
     return config.with_values(tree, texts)
 
 
-def _write(tree: Tree, out: Path) -> None:
+def _write(tree: Recipe, out: Path) -> None:
     with writing(f"--out {out}"):
         write_text(out / SWEEP, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
