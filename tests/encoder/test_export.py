@@ -216,9 +216,10 @@ def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
     with pytest.raises(UserError) as error:
         load_encoder(alone, client=0)
     assert (error.value.key, error.value.value) == ("client", 0)
-    said = "holds 3 models; name the file of one: client-0.safetensors, client-1.safetensors, "
-    with pytest.raises(UserError, match=f"^{folder / 'personal'}: {said}"):
+    with pytest.raises(UserError) as error:
         load_encoder(folder / "personal")
+    assert error.value.key == str(folder / "personal")
+    assert "client-0.safetensors, client-1.safetensors" in error.value.fix
     # So it is where its file went with the run's note.
     for part in (folder / "encoder.json", file):
         shutil.copy(part, tmp_path)
@@ -252,9 +253,9 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
         found = started(path, *of_two)
         assert torch.equal(found[0], first) and torch.equal(found[1], second)
     shutil.copy(folder / "encoder.safetensors", tmp_path / "one/other.safetensors")
-    said = "holds 2 models; name the file of one: mine.safetensors, other.safetensors"
-    with pytest.raises(UserError, match=f"^encoder.init={tmp_path / 'one'}: {said}"):
+    with pytest.raises(UserError, match="holds 2 models") as error:
         started(tmp_path / "one")
+    assert error.value.key == "encoder.init" and error.value.value == tmp_path / "one"
     (tmp_path / "one/other.safetensors").rename(tmp_path / "one/encoder.safetensors")
     assert torch.equal(started(tmp_path / "one")[0], started(folder)[0])
 
@@ -317,8 +318,9 @@ def test_what_may_not_be_read_is_said(
 
     monkeypatch.setattr(os, "access", lambda path, mode: path != root / closed and may(path, mode))
     monkeypatch.setattr(safetensors, "safe_open", opened)
-    with pytest.raises(UserError, match=f"^{root / closed}: cannot be read; change its permiss"):
+    with pytest.raises(UserError, match="cannot be read") as error:
         load_encoder(root / given)
+    assert error.value.key == str(root / closed)
 
 
 def test_what_holds_no_encoder_is_refused(folder: Path, tmp_path: Path) -> None:

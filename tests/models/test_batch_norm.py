@@ -33,7 +33,7 @@ def limit(patch: pytest.MonkeyPatch, small: bool) -> None:
         first, second = kernels.Walk(64, 4, 5, 1), kernels.Walk(128, 4, 9, 1)
         walks = {"statistics": first, "normalize": second, "sums": first, "gradients": second}
         patch.setattr(kernels, "WALKS", walks)
-        patch.setattr(kernels, "LEAST", 2)
+        patch.setattr(kernels, "MIN_ROWS", 2)
 
 
 def drawn(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str) -> Iterator[Tensor]:

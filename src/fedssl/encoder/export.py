@@ -10,7 +10,7 @@ from pathlib import Path
 from fedssl.encoder import hub
 from fedssl.encoder.formats import ENDINGS, WRITERS, describe, write_checked
 from fedssl.encoder.load import load_encoder, parse_note, read_note, run_folder
-from fedssl.models.weights import NOTE, SUFFIXES, place
+from fedssl.models.weights import NOTE, SUFFIXES, find_model
 from fedssl.util import outputs
 from fedssl.util.errors import UserError
 
@@ -19,7 +19,7 @@ def export(run: Path, format: str, out: Path | None) -> Iterator[str]:
     """Write a run's encoder in a format; yield lines for the console."""
     if format == "onnx":
         _check_onnx()
-    run = place(run)
+    run = find_model(run)
     if format == "hf" and run.is_file():
         fix = f"Give the run's folder, or use --format {', '.join(ENDINGS)} for one model."
         raise UserError("its model card is about a whole run", key="--format", value="hf", fix=fix)

@@ -24,8 +24,8 @@ from fedssl.models.weights import (
     NOTE,
     SUFFIXES,
     check_readable,
+    find_model,
     load_weights,
-    place,
     tower_file,
 )
 from fedssl.util.errors import UserError, format_resume
@@ -133,7 +133,7 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
 
     ``tower=1`` is the second of two (``encoder.towers=2``); ``client`` chooses a personal model.
     """
-    path = place(Path(path).expanduser())
+    path = find_model(Path(path).expanduser())
     note = read_note(path)
     settings = parse_note(note, path)
     if path.is_file():  # an export records its tower; a run's own file has it in its name
@@ -150,7 +150,7 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
     note = _add_owner(note, file)
     channels = note["channels"][tower % len(note["channels"])]
     body = make_encoder(settings, channels, min(note["size"]))  # in float32, as in evaluation
-    load_weights(body, file, str(file))
+    load_weights(body, file)
     return ImageEncoder(body, note, tower).eval()
 
 

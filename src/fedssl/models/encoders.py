@@ -1,4 +1,4 @@
-"""Encoders: images in [0, 1] to feature vectors, of any image size (the last map is averaged)."""
+"""Encoders: from images in [0, 1], of any size, to feature vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedssl.config import TIMM, Encoder
 from fedssl.models.kernels import group_norm
-from fedssl.models.norms import BatchNorm, Norm, adopt, residual
+from fedssl.models.norms import BatchNorm, Norm, replace_batch_norms, residual
 from fedssl.models.vit import ViT, check_patch
 from fedssl.util.errors import UserError
 
@@ -31,7 +31,7 @@ class Tiny(nn.Module):
             self.layers.append(norm.activation())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features ``[B, 96]``."""
+        """Return features ``[B, 96]``."""
         return self.layers(group_norm.layout(x)).mean(dim=(2, 3))
 
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Body plus shortcut, cut off below 0."""
+        """Return the ReLU of body plus shortcut."""
         return residual(self.body, self.shortcut, x)
 
 
@@ -87,7 +87,7 @@ class Bottleneck(Block):
 
 
 def shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
-    """The identity, or a 1 × 1 projection where the shape changes."""
+    """Build the identity, or a 1 × 1 projection if the shape changes."""
     if inputs == outputs and stride == 1:
         return nn.Identity()
     return nn.Sequential(norm.conv(inputs, outputs, 1, stride), norm.after_conv(outputs))
@@ -123,35 +123,35 @@ class ResNet(nn.Module):
         self.features = inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features ``[B, 512]`` or ``[B, 2048]``."""
+        """Return features ``[B, 512]`` or ``[B, 2048]``."""
         return self.stages(self.stem(group_norm.layout(x))).mean(dim=(2, 3))
 
 
-class Timm(nn.Module):
-    """A backbone of timm's, without its classifier; its state has timm's own names.
+OTHER = "Use another encoder."
 
-    Transformers are made for one image size; others take any.
+
+class Timm(nn.Module):
+    """A timm model without its classifier, with timm's names in its state.
+
+    Transformers are built for one image size; other models take any size.
     """
 
     def __init__(self, name: str, channels: int, size: int) -> None:
         super().__init__()
         self.name = name
-        # What no rule of ours initializes (tokens, positions) is the same for every seed.
+        # Tokens and positions, which ``initialize`` leaves alone, are the same for every seed.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             self.body, self.arguments = _backbone(name, channels, size)
-        adopt(self.body)
+        replace_batch_norms(self.body)
         self.size: int | None = self.arguments.get("img_size")
         frozen = [key for key, p in self.body.named_parameters() if not p.requires_grad]
         if frozen:
-            raise UserError(
-                f"encoder.name={TIMM}{name}: its {frozen[0]} is not learned, and all weights of an "
-                "encoder are here; use another"
-            )
+            raise _error(name, f"its {frozen[0]} is not trainable, and all weights must be")
         self.features = self._features(channels, size)
 
     def _features(self, channels: int, size: int) -> int:
-        """Their number, by trying: timm's models say it under different names."""
+        """Count the features by encoding an image: timm's models have no common name for it."""
         try:
             with torch.no_grad():
                 shape = self.body.eval()(torch.zeros(1, channels, size, size)).shape
@@ -160,24 +160,22 @@ class Timm(nn.Module):
         finally:
             self.body.train()
         if len(shape) != 2:
-            raise UserError(
-                f"encoder.name={TIMM}{self.name}: gives features of shape {tuple(shape[1:])}, not "
-                "one vector an image; use another encoder"
-            )
+            raise _error(self.name, f"features have the shape {tuple(shape[1:])}, not one vector")
         return int(shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features ``[B, features]``."""
+        """Return features ``[B, features]``."""
         if self.size is not None and x.shape[2:] != (self.size, self.size):
-            raise UserError(
-                f"encoder.name={TIMM}{self.name}: was made for images of {self.size} by "
-                f"{self.size} pixels, and these have {x.shape[2]} by {x.shape[3]}; use one size "
-                "(data.size, evaluate.size)"
+            raise _error(
+                self.name,
+                f"built for images of {self.size} by {self.size} pixels, and these have "
+                f"{x.shape[2]} by {x.shape[3]}",
+                "Use one size for data.size and evaluate.size.",
             )
         return self.body(group_norm.layout(x))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As timm has it, with batch norm's counters, which nothing reads."""
+        """Return timm's state, with batch norm's counters, which nothing reads."""
         state = self.body.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for name, module in self.body.named_modules():
@@ -188,26 +186,24 @@ class Timm(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """From timm's names; ours count no batches, whatever is said of counters."""
-        found = self.body.load_state_dict(state_dict, False, assign)
-        wrong = [key for keys in found for key in keys if not key.endswith("num_batches_tracked")]
+        """Load timm's state; batch norm's counters may be missing."""
+        result = self.body.load_state_dict(state_dict, False, assign)
+        wrong = [key for keys in result for key in keys if not key.endswith("num_batches_tracked")]
         if strict and wrong:
             raise RuntimeError(f"{self.name}: missing or unexpected weights {', '.join(wrong)}")
-        return found
+        return result
 
 
 def _backbone(name: str, channels: int, size: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A timm model, and what it was made with."""
+    """Create a timm model; return its arguments, too."""
     try:
         import timm
     except ImportError:
-        raise UserError(
-            f"encoder.name={TIMM}{name}: needs timm; install it with: pip install 'fedssl[timm]'"
-        ) from None
+        raise _error(name, "needs timm", "Run pip install 'fedssl[timm]'.") from None
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
-        hint = f" (did you mean {' or '.join(TIMM + n for n in close)}?)" if close else ""
-        raise UserError(f"encoder.name={TIMM}{name}: timm has no such model{hint}")
+        fix = f"Use {' or '.join(TIMM + n for n in close)}." if close else OTHER
+        raise _error(name, "timm has no such model", fix)
     create: Any = timm.create_model
     arguments = {"num_classes": 0, "in_chans": channels}
     sized = {**arguments, "img_size": size}
@@ -221,10 +217,15 @@ def _backbone(name: str, channels: int, size: int) -> tuple[nn.Module, dict[str,
 
 def _unfit(name: str, size: int, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-    return UserError(
-        f"encoder.name={TIMM}{name}: cannot see images of {size} by {size} pixels ({reason}); use "
-        "another encoder or data.size"
+    return _error(
+        name,
+        f"cannot encode images of {size} by {size} pixels ({reason})",
+        "Use another encoder or data.size.",
     )
+
+
+def _error(name: str, problem: str, fix: str = OTHER) -> UserError:
+    return UserError(problem, key="encoder.name", value=f"{TIMM}{name}", fix=fix)
 
 
 RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
@@ -232,11 +233,11 @@ RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
     "resnet18": (Basic, (2, 2, 2, 2)),
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
 }
-LARGE_IMAGE = 96  # pixels a side from which a residual network has the large stem
+LARGE_IMAGE = 96  # pixels per side from which a residual network has the large stem
 
 
 def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT | Timm:
-    """The encoder that the configuration names, for images of ``size`` pixels a side."""
+    """Build the configuration's encoder, for images of ``size`` pixels per side."""
     norm = Norm(settings.norm, settings.groups)
     if settings.name == "tiny":
         return Tiny(channels, norm)
@@ -247,8 +248,10 @@ def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT 
         body = Timm(settings.name.removeprefix(TIMM), channels, size)
         if settings.norm == "group" and any(isinstance(m, BatchNorm) for m in body.modules()):
             raise UserError(
-                f"encoder.norm=group: encoder.name={settings.name} has batch norm by nature; set "
-                "encoder.norm=batch"
+                f"{settings.name} has batch norm",
+                key="encoder.norm",
+                value="group",
+                fix="Use encoder.norm=batch.",
             )
         return body
     stem: Literal["small", "large"] = "large" if size >= LARGE_IMAGE else "small"

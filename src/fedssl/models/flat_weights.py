@@ -1,4 +1,4 @@
-"""All parameters of a network as one vector: loading, averaging and sending are one copy."""
+"""All weights of a network as one vector: loading, averaging and sending are one copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Span:
-    """Where one parameter or buffer lies in the vector, and the module that owns it."""
+    """The place of one parameter or buffer in the vector, and the module that owns it."""
 
     owner: nn.Module
     name: str
@@ -21,16 +21,18 @@ class Span:
 
     @property
     def last(self) -> str:
-        """Its name in its owner."""
+        """Its name in the module that owns it."""
         return self.name.rpartition(".")[2]
 
     def of(self, vector: Tensor) -> Tensor:
-        """Its part of a vector."""
+        """Return its part of a vector."""
         return vector[self.start : self.stop].view(self.shape)
 
 
 class FlatWeights:
-    """One vector that a module's parameters (first) and float buffers (after them) are views of.
+    """One vector that holds a module's parameters and, after them, its float buffers.
+
+    The module's tensors become views of it.
 
     >>> layer = nn.Linear(2, 1)
     >>> flat = FlatWeights(layer)
@@ -59,36 +61,36 @@ class FlatWeights:
 
     @property
     def params(self) -> Tensor:
-        """The part of the vector that is learned."""
+        """The parameters, without buffers."""
         return self.vector[: self.parameter_count]
 
     @property
     def learned(self) -> list[Span]:
-        """Where the parameters lie."""
+        """The places of the parameters."""
         return self.spans[: len(self.layers)]
 
     def take(self, gradients: Sequence[Tensor]) -> None:
-        """Put the parameters' gradients into ``gradient``: one copy."""
+        """Copy the parameters' gradients into ``gradient`` at once."""
         torch.cat([g.reshape(-1) for g in gradients], out=self.gradient)
 
     def of(self, *kinds: type[nn.Module]) -> list[Span]:
-        """The parameters and buffers that modules of these types own."""
+        """Return the places of all parameters and buffers of modules of these types."""
         return [span for span in self.spans if isinstance(span.owner, kinds)]
 
     def named(self, vector: Tensor | None = None) -> dict[str, Tensor]:
-        """The module's state by name, read from ``vector`` (laid out as ours) or from our own."""
+        """Return the module's state by name, from another vector of the same layout if given."""
         source = self.vector if vector is None else vector
         return {s.name: s.of(source) for s in self.spans}
 
 
 def positions(spans: Iterable[Span]) -> Tensor:
-    """The places of all numbers of some spans."""
+    """Return the positions of all numbers of some spans."""
     ranges = [torch.arange(s.start, s.stop) for s in spans]
     return torch.cat(ranges) if ranges else torch.arange(0)
 
 
 def _spans(module: nn.Module) -> Iterator[Span]:
-    """Parameters, then float buffers; integer counters (batch norm's) are left alone."""
+    """Yield parameters, then float buffers, but no integer counters (batch norm's)."""
     start = 0
     for kind in ("_parameters", "_buffers"):
         for prefix, owner in module.named_modules():
@@ -107,7 +109,7 @@ def _tensor(span: Span) -> Tensor:
 
 
 def differentiate(loss: Tensor, *flats: FlatWeights) -> list[tuple[Tensor, ...]]:
-    """The gradients of ``loss`` by each network's parameters."""
+    """Return the gradients of ``loss`` with respect to each network's parameters."""
     params = [p for flat in flats for p in flat.module.parameters()]
-    found = iter(torch.autograd.grad(loss, params, materialize_grads=True))
-    return [tuple(next(found) for _ in flat.layers) for flat in flats]
+    gradients = iter(torch.autograd.grad(loss, params, materialize_grads=True))
+    return [tuple(next(gradients) for _ in flat.layers) for flat in flats]

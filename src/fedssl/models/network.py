@@ -17,7 +17,7 @@ from fedssl.config import Encoder, Initializer
 from fedssl.data.random import key
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import BatchNorm, Norm
-from fedssl.models.weights import load_weights, place, tower_file
+from fedssl.models.weights import find_model, load_weights, tower_file
 from fedssl.util.errors import UserError, format_resume
 
 
@@ -38,7 +38,7 @@ MakeHeads = Callable[[Backbone, Norm], Heads]
 
 
 def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
-    """A projector: linear, norm and ReLU for every layer but the last, which is only linear.
+    """Build a projector: linear, norm and ReLU for each layer; the last layer is only linear.
 
     >>> mlp(2048, (1024, 1024, 1024), Norm("group"))[-1]
     Linear(in_features=1024, out_features=1024, bias=True)
@@ -53,7 +53,7 @@ def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
 
 
 class Tower(nn.Module):
-    """An encoder and the head that is thrown away after training."""
+    """An encoder, and the head that is discarded after training."""
 
     def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Tower(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
-        """The encoding that the objective sees."""
+        """Return the encoding that the objective uses."""
         return self.head(self.encoder(x))
 
 
@@ -79,7 +79,7 @@ class Network(nn.Module):
         joint: bool = False,
     ) -> None:
         super().__init__()
-        self.joint = joint  # whether all inputs are one batch to batch norm
+        self.joint = joint  # batch norm sees all inputs as one batch
         self.towers = nn.ModuleList(towers)
         self.predictors = nn.ModuleList(predictors)
         self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.modules())
@@ -87,9 +87,9 @@ class Network(nn.Module):
 
     @contextlib.contextmanager
     def stacked(self, views: int) -> Iterator[None]:
-        """All views in one pass, batch norm by each view's own statistics: fewer, larger kernels.
+        """Compute all views in one pass, with fewer and larger kernels and the same numbers.
 
-        The numbers are those of one pass a view. Where these are one batch anyway it does nothing.
+        Batch norm uses each view's own statistics. A joint network already needs one pass.
         """
         norms = [m for m in self.modules() if isinstance(m, BatchNorm)]
         apart = bool(norms) and len(self.towers) == 1 and views > 1 and not self.joint
@@ -104,16 +104,16 @@ class Network(nn.Module):
                 norm.views = 1
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The encodings F and G of the two inputs, or of one input alone."""
+        """Return the encodings of the inputs, two or one (F and G)."""
         one_tower = len(self.towers) == 1 and len(inputs) > 1
-        # Without batch norm the same numbers as one pass each: samples do not see each other.
+        # Without batch norm samples are independent, so one pass gives the same numbers.
         one_pass = one_tower and (self._stacked or self.joint or not self.has_batch_norm)
         if one_pass and inputs[0].shape == inputs[1].shape:
             return self.towers[0](torch.cat(inputs)).chunk(len(inputs))
         return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
 
     def predict(self, encodings: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The predictions from encodings, or these themselves where there is no predictor."""
+        """Return the predictions from encodings, or the encodings if there is no predictor."""
         if not self.predictors:
             return encodings
         if self._stacked:
@@ -145,10 +145,10 @@ def build(
 
 
 def initialize(module: nn.Module, seed: int, initializer: Initializer = "he") -> None:
-    """Set every weight from a generator of its own: it depends on its name and the seed only.
+    """Draw every weight from a generator of its own, seeded by its name and ``seed``.
 
-    Convolutions: He et al. 2015 (fan out); linear layers: uniform within 1/√inputs, biases 0. With
-    ``torch``, as torch's own layers: convolutions and biases like that too.
+    Convolutions: He et al. 2015 (fan out). Linear layers: uniform within 1/√inputs, biases 0. With
+    ``torch``, convolutions and biases are uniform too, as in torch's layers.
     """
     for prefix, child in module.named_modules():
         if not isinstance(child, (nn.Conv2d, nn.Linear)):
@@ -169,17 +169,20 @@ def initialize(module: nn.Module, seed: int, initializer: Initializer = "he") ->
 
 
 def load_encoders(network: Network, path: str) -> None:
-    """Start from given weights: a run's folder, an export's, or a file of either.
+    """Load the weights of a run's folder, of an export's, or of a file of either.
 
     A second tower takes the second encoder if there is one, else the same weights.
     """
-    first = place(Path(path).expanduser(), "encoder.init=")
+    first = find_model(Path(path).expanduser(), "encoder.init")
     if (first / "config.yaml").exists() and not tower_file(first).exists():
         raise UserError(
-            f"encoder.init={path}: a run that has not ended; let it, with {format_resume(path)}"
+            "the run is not finished",
+            key="encoder.init",
+            value=path,
+            fix=f"Finish it with {format_resume(path)}.",
         )
     second = tower_file(first, 1)
     files = (tower_file(first), second if second.exists() else tower_file(first))
     for tower, file in zip(network.towers, files, strict=False):
         assert isinstance(tower, Tower)
-        load_weights(tower.encoder, file, f"encoder.init={path}")
+        load_weights(tower.encoder, file, "encoder.init", path)

@@ -1,4 +1,4 @@
-"""Normalization is one choice for a network: batch norm, or group norm on standardized weights."""
+"""Normalization layers: batch norm, or group norm on standardized weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fedssl.models.kernels import batch_norm, group_norm
 from fedssl.util.errors import UserError
 
 STATISTICS_MOMENTUM = 0.1  # share of a batch in batch norm's running statistics
-NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # what algorithm.norm_policy is about
+NORMS = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)  # the layers of algorithm.norm_policy
 
 
 def standardize(weight: Tensor) -> Tensor:
-    """Zero mean and unit variance over each output's inputs (Qiao et al. 2019, Eq. 5)."""
+    """Give each output's weights zero mean and unit variance (Qiao et al. 2019, Eq. 5)."""
     rows = weight.flatten(1)
     return F.layer_norm(rows, rows.shape[1:], eps=1e-10).view_as(weight)
 
 
 class StandardizedConv2d(nn.Conv2d):
-    """A convolution whose filters are standardized at every use."""
+    """A convolution with standardized filters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve with the standardized filters."""
@@ -32,7 +32,7 @@ class StandardizedConv2d(nn.Conv2d):
 
 
 class StandardizedLinear(nn.Linear):
-    """A linear layer whose rows are standardized at every use."""
+    """A linear layer with standardized rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the standardized rows."""
@@ -40,24 +40,24 @@ class StandardizedLinear(nn.Linear):
 
 
 class BatchNorm(_BatchNorm):
-    """Batch norm of a batch in which several views follow one another: each by its own statistics.
+    """Batch norm of a batch that stacks several views, each with its own statistics.
 
-    With ``views`` the numbers are those of one pass a view (running statistics too), in one pass;
-    with ``relu`` the ReLU after it is within.
+    With ``views`` one pass gives the numbers of a pass for each view, running statistics included.
+    With ``relu`` it also applies the ReLU after it.
     """
 
     views = 1
 
     def __init__(self, channels: int, relu: bool = False) -> None:
         super().__init__(channels, momentum=STATISTICS_MOMENTUM)
-        self.num_batches_tracked = None  # nothing reads it, and a resumed run would count anew
+        self.num_batches_tracked = None  # nothing reads it, and a resumed run would restart it
         self.relu = relu
 
     def _check_input_dim(self, input: Tensor) -> None:
         return  # feature maps and vectors alike
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize, and cut off below 0; ``views`` matters in training only."""
+        """Normalize, and apply ReLU if asked; ``views`` matters only in training."""
         if self._has_kernels(input):
             given = (input, self.weight, self.bias, self.eps, self.views)
             y, mean, variance = batch_norm.batch_norm(*given, relu=self.relu)
@@ -67,7 +67,7 @@ class BatchNorm(_BatchNorm):
         return F.relu(y, inplace=True) if self.relu else y
 
     def plus(self, input: Tensor, other: Tensor) -> Tensor:
-        """The end of a residual block: the norm, the sum with the shortcut, and ReLU."""
+        """Compute the end of a residual block: the norm, the sum with the shortcut, and ReLU."""
         alike = input.shape == other.shape and input.dtype == other.dtype
         if not (alike and self._has_kernels(input)):
             return F.relu(self(input) + other)
@@ -77,11 +77,11 @@ class BatchNorm(_BatchNorm):
         return y
 
     def _has_kernels(self, input: Tensor) -> bool:
-        """Only in a compiled step, which is captured: starting them from Python costs time."""
+        """Whether kernels apply: in compiled steps only, since a start from Python is slow."""
         return self.training and torch.compiler.is_compiling() and batch_norm.applies(input)
 
     def _apart(self, input: Tensor) -> Tensor:
-        """Each view by its own statistics."""
+        """Normalize each view by its own statistics."""
         x = input.unflatten(0, (self.views, -1)).to(torch.promote_types(input.dtype, torch.float32))
         over = [1, *range(3, x.dim())]
         variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
@@ -93,7 +93,7 @@ class BatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, means: Tensor, variances: Tensor, input: Tensor) -> None:
-        """Running statistics after one view and the next."""
+        """Update the running statistics view by view."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.momentum is not None
         samples = input.numel() // (self.views * input.shape[1])
@@ -103,7 +103,7 @@ class BatchNorm(_BatchNorm):
 
 
 class BatchNormAct(BatchNorm):
-    """A batch norm that holds what comes after it, as timm has them."""
+    """A batch norm with dropout and activation, like timm's."""
 
     def __init__(self, channels: int, drop: nn.Module, act: nn.Module) -> None:
         super().__init__(channels)
@@ -111,19 +111,19 @@ class BatchNormAct(BatchNorm):
         self.act = act
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize, then the rest."""
+        """Normalize, drop and activate."""
         return self.act(self.drop(super().forward(input)))
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm, and with ``relu`` the ReLU after it: in one kernel where there is one."""
+    """Group norm, and with ``relu`` the ReLU after it, in one kernel where there is one."""
 
     def __init__(self, groups: int, channels: int, relu: bool) -> None:
         super().__init__(groups, channels)
         self.relu = relu
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize, and cut off below 0."""
+        """Normalize, and apply ReLU if asked."""
         if group_norm.applies(input, self.num_groups):
             return group_norm.group_norm(
                 input, self.weight, self.bias, self.num_groups, self.eps, self.relu
@@ -133,7 +133,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 def residual(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
-    """``relu(body(x) + shortcut(x))``: from its norms on in one kernel where there is one."""
+    """Compute ``relu(body(x) + shortcut(x))``, from the norms on in one kernel if possible."""
     y, norm = _before_norm(body, x)
     if isinstance(norm, BatchNorm):
         return norm.plus(y, shortcut(x))
@@ -147,7 +147,7 @@ def residual(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
 
 
 def _before_norm(layers: nn.Module, x: Tensor) -> tuple[Tensor, BatchNorm | GroupNorm | None]:
-    """What a norm at the end gets, and that norm; or the output, if the end is another."""
+    """Return the input of the final norm, and the norm; without one the output, and ``None``."""
     if isinstance(layers, nn.Sequential):
         *most, last = layers
         if isinstance(last, (BatchNorm, GroupNorm)) and not last.relu:
@@ -158,7 +158,7 @@ def _before_norm(layers: nn.Module, x: Tensor) -> tuple[Tensor, BatchNorm | Grou
 
 
 def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm | None) -> bool:
-    """Whether one kernel can take both."""
+    """Whether one kernel can compute both norms."""
     settings = (norm.num_groups, norm.eps)
     same = isinstance(other, GroupNorm) and (other.num_groups, other.eps) == settings
     fits = all(group_norm.applies(t, norm.num_groups) for t in (y, z))
@@ -167,37 +167,37 @@ def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm |
 
 @dataclass(frozen=True)
 class Norm:
-    """Makes the layers of a network in its batch-norm or group-norm form.
+    """Builds the layers of a network in their batch-norm or group-norm form.
 
     >>> Norm("group", groups=32).after_conv(64)
     GroupNorm(32, 64, eps=1e-05, affine=True)
 
-    With ``relu`` a norm has the ReLU after it within.
+    With ``relu`` a norm includes the ReLU after it.
     """
 
     kind: Literal["batch", "group"]
     groups: int = 32
 
     def conv(self, inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-        """A convolution without bias: the norm after it has one."""
+        """Build a convolution without bias: the norm after it has one."""
         layer = nn.Conv2d if self.kind == "batch" else StandardizedConv2d
         return layer(inputs, outputs, size, stride, padding=size // 2, bias=False)
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
-        """A linear layer without bias: the norm after it has one."""
+        """Build a linear layer without bias: the norm after it has one."""
         layer = nn.Linear if self.kind == "batch" else StandardizedLinear
         return layer(inputs, outputs, bias=False)
 
     def activation(self) -> nn.Module:
-        """After a norm with ``relu``: nothing, but a layer, so that names stay."""
+        """Build an identity layer, which keeps state-dict names stable after a norm with ReLU."""
         return nn.Identity()
 
     def after_conv(self, channels: int, relu: bool = False) -> nn.Module:
-        """The norm of a feature map."""
+        """Build the norm of a feature map."""
         return BatchNorm(channels, relu) if self.kind == "batch" else self._group(channels, relu)
 
     def after_linear(self, channels: int, relu: bool = False) -> nn.Module:
-        """The norm of a vector."""
+        """Build the norm of a vector."""
         if self.kind == "batch":
             return BatchNorm(channels, relu)
         if channels < 2 * self.groups:
@@ -220,8 +220,8 @@ class Norm:
         return GroupNorm(self.groups, channels, relu)
 
 
-def adopt(module: nn.Module) -> None:
-    """Put ours in the place of a timm network's batch norms; names and numbers stay."""
+def replace_batch_norms(module: nn.Module) -> None:
+    """Replace a network's batch norms by :class:`BatchNorm`, with the same names and numbers."""
     ours: dict[nn.Module, BatchNorm] = {}
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):  # also where one is in two places

@@ -1,4 +1,4 @@
-"""Where an encoder's weights are: in a run's folder, in an export's, or in a file of their own."""
+"""The files of an encoder's weights: in a run's folder, in an export's, or alone."""
 
 from __future__ import annotations
 
@@ -14,58 +14,67 @@ NOTE = "encoder.json"
 SUFFIXES = ("", "-second")  # of a tower's file
 
 
-def place(path: Path, key: str = "") -> Path:
-    """A folder that holds one model under a name of its own, as of a client, stands for it.
+def find_model(path: Path, key: str | None = None) -> Path:
+    """Return the folder or file of one model; a folder that holds only one stands for it.
 
-    ``key`` is what the path was given by, for an error's line.
+    ``key`` is the configuration key that gave the path.
     """
     check_readable(path, key)
-    known = (NOTE, "config.json", "config.yaml", "encoder.safetensors", "model.safetensors")
-    if not path.is_dir() or any((path / name).exists() for name in known):
+    complete = (NOTE, "config.json", "config.yaml", "encoder.safetensors", "model.safetensors")
+    if not path.is_dir() or any((path / name).exists() for name in complete):
         return path
-    found = sorted(path.glob("*.safetensors"))
-    seconds = [tower_file(file, 1) for file in found]
-    models = [file for file in found if file not in seconds]
+    files = sorted(path.glob("*.safetensors"))
+    seconds = [tower_file(file, 1) for file in files]
+    models = [file for file in files if file not in seconds]
     if len(models) > 1:
         names = shorten_list([model.name for model in models], 5)
-        raise UserError(f"{key}{path}: holds {len(models)} models; name the file of one: {names}")
-    return place(models[0], key) if models else path
+        raise _error(f"holds {len(models)} models", path, key, f"Name one of the files: {names}.")
+    return find_model(models[0], key) if models else path
 
 
 def tower_file(path: Path, tower: int = 0) -> Path:
-    """A tower's weights, in a folder or beside the first tower's file."""
+    """Return the file of a tower's weights, in a folder or beside the first tower's file."""
     if path.is_dir():
-        own, hub = (path / f"{name}.safetensors" for name in ("encoder", "model"))
-        path = hub if hub.exists() and not own.exists() else own
+        ours, hub = (path / f"{name}.safetensors" for name in ("encoder", "model"))
+        path = hub if hub.exists() and not ours.exists() else ours
     return path.with_name(f"{path.stem}{SUFFIXES[tower]}{path.suffix}")
 
 
-def check_readable(path: Path, key: str = "") -> None:
-    """Say it as it is: safetensors calls a file that may not be read one that is not there."""
+def check_readable(path: Path, key: str | None = None) -> None:
+    """Check the permissions: safetensors reports an unreadable file as missing."""
     if path.exists() and not os.access(path, os.R_OK | os.X_OK * path.is_dir()):
-        raise UserError(f"{key}{path}: cannot be read; change its permissions")
+        raise _error("cannot be read", path, key, "Change its permissions.")
 
 
-def load_weights(encoder: nn.Module, file: Path, where: str) -> None:
-    """Put the tensors of a safetensors file into an encoder; ``where`` is who named the file."""
+def load_weights(encoder: nn.Module, file: Path, key: str | None = None, given: str = "") -> None:
+    """Load a safetensors file into an encoder; ``key`` was set to ``given``."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    given = given or str(file)
     if not file.is_file():
-        raise UserError(
-            f"{where}: no such file; give encoder.safetensors, or the folder of a run or an export"
-        )
+        fix = "Give encoder.safetensors, or the folder of a run or an export."
+        raise _error("no such file", given, key, fix)
     try:
         state = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{where}: not a safetensors file ({error})") from None
-    own = encoder.state_dict()
-    for name, tensor in own.items():
+        fix = "Give the encoder.safetensors of a run or an export."
+        raise _error(f"not a safetensors file ({error})", given, key, fix) from None
+    expected = encoder.state_dict()
+    for name, tensor in expected.items():
         if name not in state or state[name].shape != tensor.shape:
-            found = tuple(state[name].shape) if name in state else "nothing"
-            raise UserError(
-                f"{where}: it has {found} for {name} where this encoder has "
-                f"{tuple(tensor.shape)}; use the same encoder.name, encoder.norm and channels"
+            has = f"has {tuple(state[name].shape)}" if name in state else "has nothing"
+            raise _error(
+                f"{has} for {name}, and this encoder needs {tuple(tensor.shape)}",
+                given,
+                key,
+                "Use the same encoder.name, encoder.norm and channels.",
             )
-    # Names and shapes were checked; torch would add batch norm's counter, which ours do not have.
-    encoder.load_state_dict({name: state[name] for name in own}, strict=False)
+    # Names and shapes are checked; strict loading would want batch norm's counters, too.
+    encoder.load_state_dict({name: state[name] for name in expected}, strict=False)
+
+
+def _error(problem: str, given: Path | str, key: str | None, fix: str) -> UserError:
+    if key is None:
+        return UserError(problem, key=str(given), fix=fix)
+    return UserError(problem, key=key, value=given, fix=fix)

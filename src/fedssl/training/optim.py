@@ -1,6 +1,6 @@
-"""Update rules on one flat parameter vector: explicit state in, the change to add out.
+"""Optimizers on one flat parameter vector: they take their state and return the change to add.
 
-Server, clients and probes share them. A rule never touches the parameters, so a client's first
+Server, clients and probes share them. They never write to the parameters, so that a client's first
 step can be sent as exactly ``-lr · gradient``, not as a difference of two nearby vectors.
 """
 
@@ -30,7 +30,7 @@ class Pull:
 
 
 def start(rule: Optimizer, params: Tensor) -> State:
-    """The state before the first step."""
+    """Return the state before the first step."""
     if rule.optimizer in ("adam", "adamw"):
         steps = torch.zeros((), dtype=torch.float64, device=params.device)
         return {"m": torch.zeros_like(params), "v": torch.zeros_like(params), "steps": steps}
@@ -45,7 +45,7 @@ def step(
     lr: float | Tensor,
     layers: Sequence[Shape],
 ) -> Tensor:
-    """The change that one step of ``rule`` makes; ``layers`` are the shapes in the flat vector.
+    """Return the change of one step of ``rule``; ``layers`` are the shapes in the flat vector.
 
     >>> rule = Optimizer("sgd", lr=0.1)
     >>> params, gradient = torch.ones(2), torch.ones(2)
@@ -67,7 +67,7 @@ def step(
 
 
 def _adam(state: State, gradient: Tensor, lr: float | Tensor) -> Tensor:
-    """Kingma and Ba 2015, Algorithm 1, with its constants."""
+    """Return a step of Adam (Kingma and Ba 2015, Algorithm 1, with its constants)."""
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8
     t = state["steps"].add_(1)  # on the device: reading it would make the host wait
     m = state["m"].lerp_(gradient, 1 - beta1)
@@ -79,10 +79,10 @@ def _adam(state: State, gradient: Tensor, lr: float | Tensor) -> Tensor:
 def _trusted(
     gradient: Tensor, params: Tensor, weight_decay: float, layers: Sequence[Shape]
 ) -> Tensor:
-    """LARS (You et al. 2017, Eq. 6): scale each weight tensor's gradient to its own norm.
+    """Scale each weight tensor's gradient to its norm: LARS (You et al. 2017, Eq. 6).
 
-    Biases and norm parameters (one dimension) keep plain gradients without decay, and a tensor of
-    zeros (a fresh classifier) has a ratio of one, as in SimCLR's and BYOL's optimizers.
+    Biases and norm parameters (one dimension) keep plain gradients without decay. A tensor of zeros
+    (a new classifier) has a ratio of one, as in SimCLR's and BYOL's optimizers.
     """
     out = gradient.clone()
     sizes = [math.prod(shape) for shape in layers]
@@ -98,12 +98,12 @@ def _trusted(
 
 
 def constant(step: int, total: int) -> float:
-    """The factor of a rate that stays."""
+    """Return the factor of a constant learning rate."""
     return 1.0
 
 
 def steps(step: int, total: int) -> float:
-    """The factor of a rate that falls to 0.3 of itself at 30, 60 and 90 % of the way, rounded down.
+    """Return the factor of a rate that falls to 30% at 30%, 60% and 90% of the rounds.
 
     >>> [round(steps(i, 10), 3) for i in (0, 2, 3, 6, 9)]
     [1.0, 1.0, 0.3, 0.09, 0.027]
@@ -112,7 +112,7 @@ def steps(step: int, total: int) -> float:
 
 
 def cosine(step: int, total: int) -> float:
-    """The factor of a cosine decay from 1 at step 0 towards 0 at ``total``.
+    """Return the factor of a cosine decay from 1 at step 0 towards 0 at ``total``.
 
     >>> [round(cosine(i, 4), 3) for i in range(4)]
     [1.0, 0.854, 0.5, 0.146]

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from fedssl.models.kernels.group_norm import ordered
 
-CHANNELS = 64  # of one program, at most: 128 bytes in a row, what the cache keeps together
-LEAST = 32  # rows of one program, at least
-CHUNKS = 128  # of a view, at most: every program of the second kernel reads what they left
+CHANNELS = 64  # of one program, at most: 128 bytes, a cache line
+MIN_ROWS = 32  # of one program
+CHUNKS = 128  # of a view, at most: each program of the second kernel reads the sums of all
 
 
 class Walk(NamedTuple):
-    """How programs divide the rows among them, and walk over theirs."""
+    """The division of rows among programs, and their order of reading."""
 
     tile: int  # numbers that a program reads at a time
-    each: int  # of them, a thread's
-    programs: int  # that a GPU is given, about: two for each multiprocessor of an H200
-    stages: int  # tiles on their way at once
+    each: int  # of these, for one thread
+    programs: int  # on a GPU, about: two for each multiprocessor of an H200
+    stages: int  # tiles being loaded at once
 
 
 Kernel = Literal["statistics", "normalize", "sums", "gradients"]
-# What was fastest on an H200 (benchmarks/NOTES.md).
+# The fastest on an H200 (benchmarks/NOTES.md).
 WALKS: dict[Kernel, Walk] = {
     "statistics": Walk(8192, 32, 264, 3),
     "normalize": Walk(8192, 32, 264, 3),
@@ -38,14 +38,14 @@ WALKS: dict[Kernel, Walk] = {
 
 
 def applies(x: Tensor) -> bool:
-    """Whether the kernels can take this input; everything else goes to torch."""
+    """Whether the kernels support this input; torch computes the rest."""
     return x.is_cuda and x.dtype == torch.bfloat16 and x.dim() in (2, 4) and _block(x.shape[1]) >= 8
 
 
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each view by its own statistics, which come too: float32 ``[views, channels]``, biased."""
+    """Normalize each view by its own statistics; return these, biased, ``[views, channels]``."""
     y, mean, variance = _forward(ordered(x), None, weight, bias, eps, views, relu)
     return y, mean, variance
 
@@ -53,7 +53,7 @@ def batch_norm(
 def batch_norm_add(
     x: Tensor, z: Tensor, weight: Tensor, bias: Tensor, eps: float, views: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The end of a residual block: ``relu(norm(x) + z)``."""
+    """Compute the end of a residual block: ``relu(norm(x) + z)``."""
     y, mean, variance = _forward(ordered(x), ordered(z), weight, bias, eps, views, True)
     return y, mean, variance
 
@@ -99,7 +99,7 @@ def _backward(
     views: int,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``y`` where there was a sum; otherwise dz is empty."""
+    """Compute the gradients; ``y`` is given after a sum, otherwise dz is empty."""
     from fedssl.models.kernels import batch_norm_triton
 
     dx, dz, dweight, dbias = _gradient_outputs(x, y, weight, bias)
@@ -114,7 +114,7 @@ def _backward(
         **walk,
     )
     grid, walk, _ = _sizes(x, views, "gradients")
-    # What ReLU let through of a sum is dz.
+    # After a sum, dz is the gradient that ReLU let through.
     d, relu = (gradient, relu) if y is None else (dz, False)
     batch_norm_triton.gradients[grid](
         *(d, x, *scales, *sums, dx, dweight, dbias, eps),
@@ -128,7 +128,7 @@ def _backward(
 
 
 def _outputs(x: Tensor, views: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the output, and for a mean and a variance of each channel of each view."""
+    """Allocate the output, and a mean and a variance for each channel of each view."""
     mean = x.new_empty(views, x.shape[1], dtype=torch.float32)
     return torch.empty_like(x), mean, torch.empty_like(mean)
 
@@ -136,7 +136,7 @@ def _outputs(x: Tensor, views: int) -> tuple[Tensor, Tensor, Tensor]:
 def _gradient_outputs(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the gradients of x, z, the weight and the bias."""
+    """Allocate the gradients of x, z, the weight and the bias."""
     dz = x.new_empty(0) if y is None else torch.empty_like(x)
     return torch.empty_like(x), dz, torch.empty_like(weight), torch.empty_like(bias)
 
@@ -178,14 +178,14 @@ def _block(channels: int) -> int:
 def _sizes(
     x: Tensor, views: int, kernel: Kernel
 ) -> tuple[tuple[int, int], dict[str, int], dict[str, int]]:
-    """The grid, how programs walk over their spans, and what the spans are as chunks to merge."""
+    """Return the grid, the sizes of spans and tiles, and the chunks to merge."""
     channels, walk = x.shape[1], WALKS[kernel]
     length, block = x.numel() // (views * channels), _block(channels)
     parts = channels // block
     spans = max(1, walk.programs // (views * parts))
     if kernel in ("statistics", "sums"):
         spans = min(spans, CHUNKS)
-    rows = min(walk.tile // block, max(LEAST, _power(-(-length // spans))))
+    rows = min(walk.tile // block, max(MIN_ROWS, _power(-(-length // spans))))
     span = -(-length // (spans * rows)) * rows
     spans = -(-length // span)
     sizes = {"LENGTH": length, "CHANNELS": channels, "SPAN": span, "ROWS": rows, "BLOCK": block}

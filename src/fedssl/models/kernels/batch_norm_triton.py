@@ -7,7 +7,7 @@ in the walk waits for other threads.
 
 # mypy: ignore-errors
 
-# ruff: noqa: D103 - what they compute is said in `batch_norm`
+# ruff: noqa: D103 - `batch_norm` says what they compute
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from fedssl.models.kernels.group_norm_triton import relu
 
 @triton.jit
 def _place(CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's view, span and channels: programs of the same rows follow each other."""
+    """Return a program's view, span and channels; programs of the same rows are adjacent."""
     PARTS: tl.constexpr = CHANNELS // BLOCK
     part = tl.program_id(0) % PARTS
     return tl.program_id(1), tl.program_id(0) // PARTS, part * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def _view(x, view, LENGTH: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _tile(row, cols, LENGTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
-    """Where the tile from a row on begins, places in it, and which of its rows exist."""
+    """Return the start of a tile, the offsets in it, and a mask of its existing rows."""
     rows = tl.arange(0, ROWS)
     at = rows[:, None] * CHANNELS + cols[None, :]
     return row.to(tl.int64) * CHANNELS, at, (row + rows < LENGTH)[:, None]
@@ -59,7 +59,7 @@ def _row(x, cols):
 
 @triton.jit
 def _parts(x, view, cols, CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """What each chunk of a view left, 0 where there is none."""
+    """Load the sums of each chunk of a view, padded with 0."""
     chunks = tl.arange(0, PADDED)[:, None]
     at = (view * CHUNKS + chunks) * CHANNELS + cols[None, :]
     return tl.load(x + at, mask=chunks < CHUNKS, other=0.0)
@@ -75,8 +75,8 @@ def statistics(
     view, chunk, cols = _place(CHANNELS, BLOCK)
     x = _view(x, view, LENGTH, CHANNELS)
     first = chunk * SPAN
-    # Squares are of what is off the first row. It is one of n numbers, so its own distance from
-    # their mean is at most sqrt(n) deviations: the variance is not lost beside a large mean.
+    # Differences from the first row are squared. Its distance from the mean of n numbers is at
+    # most sqrt(n) standard deviations, so that a large mean does not hide the variance.
     shift = _row(x + first.to(tl.int64) * CHANNELS, cols)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     square = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -100,7 +100,7 @@ def _merge(
     LENGTH: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of a view from those of its chunks (Chan et al. 1979)."""
+    """Merge the means and variances of a view's chunks (Chan et al. 1979)."""
     counts = LENGTH - tl.arange(0, PADDED)[:, None] * CHUNK
     counts = tl.maximum(tl.minimum(counts, CHUNK), 0).to(tl.float32)
     m = _parts(means, view, cols, CHANNELS, CHUNKS, PADDED)
@@ -128,7 +128,7 @@ def normalize(
     if ADD:
         z = _view(z, view, LENGTH, CHANNELS)
     last = (span + 1) * SPAN - ROWS
-    for i in tl.range(0, SPAN // ROWS, num_stages=STAGES):  # what was read last is in the cache
+    for i in tl.range(0, SPAN // ROWS, num_stages=STAGES):  # the last rows are in the cache
         begin, at, real = _tile(last - i * ROWS, cols, LENGTH, CHANNELS, ROWS)
         out = (_load(x, begin, at, real, EVEN) - m[None, :]) * a + b
         if ADD:
@@ -140,7 +140,7 @@ def normalize(
 
 @triton.jit
 def _scales(weight, bias, mean, variance, eps, view, cols, CHANNELS: tl.constexpr):
-    """A view's mean and scale, and what comes after them."""
+    """Load a view's mean and scales, and the bias."""
     r = 1.0 / tl.sqrt(_row(variance + view * CHANNELS, cols) + eps)
     return _row(mean + view * CHANNELS, cols), r, r * _row(weight, cols), _row(bias, cols)
 

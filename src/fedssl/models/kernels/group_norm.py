@@ -2,9 +2,9 @@
 
 So is the end of a residual block: a norm, the sum with the shortcut (and its norm), and ReLU.
 
-They want bfloat16 in channels-last order, as convolutions on a GPU do. A program has one image and
-some whole groups of channels. Where these are few numbers it reads them once, into registers;
-otherwise it walks over the pixels twice, first for the sums, and finds most of them in the cache.
+Inputs are bfloat16 in channels-last order. A program has one image and some whole groups of
+channels. Few numbers are read once, into registers. Otherwise the program reads the pixels twice,
+first for the sums, and finds most of them in the cache.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-CHANNELS = 16  # of one program, at least: 32 bytes in a row, what memory gives at a time
+CHANNELS = 16  # of one program, at least: 32 bytes, the least that memory transfers
 Kind = Literal["norm", "residual"]
 Way = Literal["forward", "backward"]
 
 
 class Forms(NamedTuple):
-    """Numbers in a program's tile at most, and for one thread.
+    """The largest tile of a program, and the numbers of one thread.
 
-    It is the first form that a whole image fits in, or the walking one, of so many channels.
+    A program uses the first form in ``whole`` that an image fits in, else ``walk``.
     """
 
     whole: list[tuple[int, int]]
@@ -30,7 +30,7 @@ class Forms(NamedTuple):
     channels: int
 
 
-# What was fastest on an H200 (benchmarks/NOTES.md); a residual's for two norms.
+# The fastest on an H200 (benchmarks/NOTES.md); of a residual, with two norms.
 FORMS: dict[tuple[Kind, Way], Forms] = {
     ("norm", "forward"): Forms([(8192, 32), (32768, 64)], (8192, 32), 64),
     ("norm", "backward"): Forms([(8192, 64)], (8192, 32), 32),
@@ -40,14 +40,14 @@ FORMS: dict[tuple[Kind, Way], Forms] = {
 
 
 def layout(images: Tensor) -> Tensor:
-    """Images in the order that the kernels want, where these will be used."""
+    """Return images in the memory layout of the kernels, if these will be used."""
     if images.is_cuda and torch.is_autocast_enabled("cuda"):
         return images.contiguous(memory_format=torch.channels_last)
     return images
 
 
 def applies(x: Tensor, groups: int) -> bool:
-    """Whether the kernels can take this input; everything else goes to torch."""
+    """Whether the kernels support this input; torch computes the rest."""
     width = x.shape[1] // groups
     return x.is_cuda and x.dtype == torch.bfloat16 and width & (width - 1) == 0 and _divides(x)
 
@@ -60,13 +60,13 @@ def _divides(x: Tensor) -> bool:
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
 ) -> Tensor:
-    """``F.group_norm``, and with ``relu`` its ReLU; statistics and parameters are float32."""
+    """Compute ``F.group_norm``, and ReLU if asked; statistics and parameters are float32."""
     y: Tensor = _forward(ordered(x), weight, bias, groups, eps, relu)[0]
     return y
 
 
 def ordered(x: Tensor) -> Tensor:
-    """Channels last in memory."""
+    """Return the tensor with channels last in memory."""
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
@@ -103,7 +103,7 @@ def _backward(
 
 
 def _outputs(x: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for a tensor like the input and for two tables with a row an image."""
+    """Allocate a tensor like the input, and two tables with a row per image."""
     table = x.new_empty(x.shape[0], columns, dtype=torch.float32)
     return torch.empty_like(x), table, torch.empty_like(table)
 
@@ -142,7 +142,7 @@ def residual(
     groups: int,
     eps: float,
 ) -> Tensor:
-    """``relu(norm(x) + norm(z))`` with group norms, or without a weight ``relu(norm(x) + z)``."""
+    """Compute ``relu(norm(x) + norm(z))``, or without a weight of z ``relu(norm(x) + z)``."""
     y: Tensor = _residual(ordered(x), weight, bias, ordered(z), weight_z, bias_z, groups, eps)[0]
     return y
 
@@ -183,7 +183,7 @@ def _residual_backward(
     scale: Tensor,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Without a ``weight_z`` the output is in z's place: it says where ReLU was open."""
+    """Compute the gradients; without ``weight_z`` the output is in z's place, for ReLU."""
     from fedssl.models.kernels import group_norm_triton
 
     pair = weight_z is not None
@@ -200,7 +200,7 @@ def _residual_backward(
 def _residual_outputs(
     x: Tensor, weight_z: Tensor | None, columns: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for a tensor like the input and for two tables a norm: of x, then of z."""
+    """Allocate a tensor like the input, and two tables per norm: of x, then of z."""
     norms = 1 if weight_z is None else 2
     table = x.new_empty(norms, x.shape[0], columns, dtype=torch.float32)
     return torch.empty_like(x), table, torch.empty_like(table)
@@ -247,7 +247,7 @@ _residual.register_autograd(_residual_gradients, setup_context=_keep_residual)
 
 
 def _sizes(x: Tensor, groups: int, kind: Kind, way: Way) -> tuple[tuple[int], dict[str, int]]:
-    """The grid, and what a kernel is compiled for."""
+    """Return the grid, and the constants that a kernel is compiled for."""
     channels = x.shape[1]
     pixels, width = x.numel() // (len(x) * channels), channels // groups
     rows, block = 1 << (pixels - 1).bit_length(), max(width, min(channels, CHANNELS))

@@ -6,7 +6,7 @@ in registers; otherwise tiles are read twice, once for sums.
 
 # mypy: ignore-errors
 
-# ruff: noqa: D103 - what they compute is said in `group_norm`
+# ruff: noqa: D103 - `group_norm` says what they compute
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _place(CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's image, channels and groups: programs of one image follow each other."""
+    """Return a program's image, channels and groups; programs of one image are adjacent."""
     PARTS: tl.constexpr = CHANNELS // BLOCK
     GROUPS: tl.constexpr = BLOCK // WIDTH
     image = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -25,7 +25,7 @@ def _place(CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile(first, cols, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr):
-    """Places of some pixels of some channels, and which of them exist."""
+    """Return the offsets of some pixels of some channels, and a mask of existing pixels."""
     rows = first + tl.arange(0, ROWS)
     return rows[:, None] * CHANNELS + cols[None, :], (rows < PIXELS)[:, None]
 
@@ -49,13 +49,13 @@ def _store(x, at, real, t):
 
 @triton.jit
 def _per_group(t):
-    """Sums over the channels of a group, then over pixels."""
+    """Sum over the channels of a group, then over pixels."""
     return tl.sum(tl.sum(t, 2), 0)
 
 
 @triton.jit
 def _whole(t, real, eps, PIXELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Mean and scale of each group, from a tile of all pixels."""
+    """Return mean and scale of each group, from a tile of all pixels."""
     COUNT: tl.constexpr = PIXELS * WIDTH
     m = _per_group(t.to(tl.float32)) / COUNT
     e = t.to(tl.float32) - m[None, :, None]
@@ -71,7 +71,7 @@ def _walked(
     PIXELS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The same from tile after tile."""
+    """Return mean and scale of each group, from tile after tile."""
     COUNT: tl.constexpr = PIXELS * WIDTH
     m = tl.zeros((BLOCK // WIDTH,), tl.float32)
     v = tl.zeros((BLOCK // WIDTH,), tl.float32)
@@ -126,7 +126,7 @@ def forward(
 
 @triton.jit
 def _centred(x, gradient, at, real, m, a, b, RELU: tl.constexpr, WIDTH: tl.constexpr):
-    """The input less its mean, and the gradient where ReLU let it through."""
+    """Return the input minus its mean, and the gradient where ReLU was open."""
     e = _load(x, at, real, WIDTH).to(tl.float32) - m
     d = _load(gradient, at, real, WIDTH).to(tl.float32)
     if RELU:
@@ -136,7 +136,7 @@ def _centred(x, gradient, at, real, m, a, b, RELU: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _shares(sum_d, sum_dh, w, r, COUNT: tl.constexpr):
-    """What goes back through a group's mean, and through its scale for each number off the mean."""
+    """Return the gradients through a group's mean, and through its scale per unit of distance."""
     s1 = tl.sum(sum_d * w, 2)[:, :, None] * r / COUNT
     s2 = tl.sum(sum_dh * w, 2)[:, :, None] * r * r / COUNT
     return s1, s2
@@ -183,7 +183,7 @@ def backward(
 
 @triton.jit
 def _sum(t, m, a, b, u, mz, az, PAIR: tl.constexpr):
-    """A normalized tile plus another, which is normalized too in a pair; ``b`` is of both."""
+    """Add a normalized tile and another one, normalized in a pair; ``b`` has both biases."""
     other = u.to(tl.float32)
     if PAIR:
         other = (other - mz) * az
@@ -233,7 +233,7 @@ def residual_forward(
 
 @triton.jit
 def _passed(gradient, x, z, at, real, m, a, b, mz, az, PAIR: tl.constexpr, WIDTH: tl.constexpr):
-    """Both inputs less their means, and the gradient where ReLU let it through."""
+    """Return both inputs minus their means, and the gradient where ReLU was open."""
     t, u = _load(x, at, real, WIDTH), _load(z, at, real, WIDTH)
     y = u.to(tl.float32)  # the output itself is in z's place, but not in a pair
     if PAIR:
