@@ -1,4 +1,4 @@
-"""Images of three sites to try the documentation with: scikit-learn's digits as PNG files.
+"""Write images of three sites, to try the documentation with: scikit-learn's digits as PNG files.
 
     python docs/samples.py photos
 
