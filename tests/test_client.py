@@ -201,7 +201,7 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     config = settings("algorithm.batch=2")
     engine, server = engine_of(config, made_split(), groups_of(1, 8))
     centre = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
-    moments = engine.cohort(np.arange(2), 0).mean("encode", server.weights, centre)
+    moments = engine.cohort(np.arange(2), 0).mean(engine.algorithm.encode, server.weights, centre)  # type: ignore[attr-defined]
     engine.trainer.load(server.weights)
     with torch.no_grad():
         parts = [engine.client(np.array([k]), 0, remember=False).encode_step(0) for k in range(2)]

@@ -440,8 +440,8 @@ def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
     encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
     whole, goal = (look(client, server.weights) for look in (module.features, module.goal))
     monkeypatch.setattr("fedssl.data.dataset.PIXELS_PER_PASS", 3 * 8 * 8)
-    assert relative(module.features(client, server.weights), whole) < 1e-12
-    assert torch.equal(module.goal(client, server.weights), goal)
+    assert relative(module.compute_features(client, server.weights), whole) < 1e-12
+    assert torch.equal(module.compute_targets(client, server.weights), goal)
     assert seen == [8, 2, 2, 2, 2, 3, 3, 2, 2, 2, 2, 2]
 
 

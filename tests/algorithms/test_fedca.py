@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedssl import config
-from fedssl.algorithms.fedca import FedCA, Step, features, in_batches
+from fedssl.algorithms.fedca import FedCA, Step, encode
+from fedssl.federation.features import split_batches
 from fedssl.data.random import choose, key
 from fedssl.deploy.recipe import adapt_recipe
 from fedssl.deploy.write import write_app
@@ -211,7 +212,7 @@ def test_the_alignment_alone_brings_features_to_the_bases() -> None:
     apart = []
     for _ in range(20):
         with torch.no_grad():
-            apart.append((features(trainer, images) - goal).norm(dim=1))
+            apart.append((encode(trainer, images) - goal).norm(dim=1))
         trainer.flat.gradient.zero_()
         one.alignment(len(images)).backward()
         trainer.flat.params.sub_(trainer.flat.gradient, alpha=0.2)
@@ -353,7 +354,7 @@ def test_the_sessions_base_model_learns() -> None:
     trainer, images = session.trainer, session.server.state["public"]
     trainer.load(trainer.initial)
     with torch.no_grad():
-        before = [features(trainer, part) for part in in_batches(trainer, images)]  # type: ignore[arg-type]
+        before = [encode(trainer, part) for part in split_batches(trainer, images)]  # type: ignore[arg-type]
     base: Tensor = session.server.state["base"]  # type: ignore[assignment]
     assert float((base - torch.cat(before)).norm(dim=1).mean()) > 1e-3
 

@@ -295,6 +295,7 @@ def test_the_groups_of_a_users_partition_are_checked(result: str, tmp_path: Path
 
 
 FEDAVG = "from fedssl.algorithms.fedavg import FedAvg\nclass Own(FedAvg):\n"
+TASK = "from fedssl.federation.task import client_task\n" + FEDAVG
 SIMCLR = "from fedssl.objectives.simclr import SimCLR\nclass Own(SimCLR):\n"
 IID = "from fedssl.data.partition import Iid\nclass Own(Iid):\n"
 FAILS = "    def {}(self, *a, **k):\n        return 1 / 0\n"
@@ -335,7 +336,7 @@ def test_what_ones_own_methods_raise_is_said_in_one_line(
 MISFITS = {
     "algorithm.__init__": (FEDAVG, "self, params", "cannot be called with params, objective (too"),
     "algorithm.round": (FEDAVG, "self, server", "round cannot be called with server, cohort (too"),
-    "algorithm.train": (FEDAVG, "self, client", "train, which cannot be called with the client"),
+    "algorithm.train": (TASK, "self, client", "train does not take the client and 1 arguments"),
     "objective.loss": (SIMCLR, "self, a", "loss cannot be called with encodings, labels, memory ("),
     "objective.heads": (SIMCLR, "self, a, b, c, d", "(missing a required argument: 'd')"),
     "partition.split": (IID, "self, split", "split cannot be called with split, classes, seed ("),
@@ -361,6 +362,8 @@ def test_what_takes_other_arguments_is_refused_before_the_first_round(
     source, takes, says = MISFITS[where]
     path, out = tmp_path / "mine.py", tmp_path / "run"
     body = f"def {method}({takes}):\n    raise AssertionError\n"
+    if source == TASK:
+        body = f"@client_task(seen='mean', reveals='update')\n{body}"
     path.write_text(source + (body if section == "evaluate" else textwrap.indent(body, "    ")))
     key = "evaluate.protocols" if section == "evaluate" else f"{section}.name"
     own = f"{key}={path}:{'f' if section == 'evaluate' else 'Own'}"
@@ -618,7 +621,7 @@ def test_what_own_code_returns_is_checked_in_one_line(
     ]
     assert main(["run", *words, "--out", str(tmp_path / "run")]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith("fedssl: ") and name in lines[-1] and says in lines[-1]
+    assert lines[-1].startswith("fedssl: ") and says in lines[-1]
     assert not any("Traceback" in line for line in lines)
 
 
@@ -646,6 +649,7 @@ def test_what_was_done_before_a_state_that_no_file_holds_is_not_lost(
 SHARES = """
 import torch
 from fedssl.algorithms.fedavg import FedAvg
+from fedssl.federation.task import client_task
 
 class Own(FedAvg):
     def round(self, server, cohort):
@@ -654,6 +658,7 @@ class Own(FedAvg):
         server.weights = torch.lerp(before, server.weights, 0.5)
         server.state["before"] = {"all": server.weights, "head": server.weights[:10]}
 
+    @client_task(seen="mean", reveals="update")
     def train(self, client, received):
         client.state["first"] = client.state.get("first", received)
         client.state["again"] = client.state["first"]
@@ -692,13 +697,10 @@ def test_noise_is_not_bypassed_by_gathering(
     file.write_text(MISTAKES)
     words = [*SMALL, "privacy.noise=4", f"algorithm.name={file}:Gathers", "objective.name=simclr"]
     assert main(["run", *words, "--out", str(tmp_path / "run")]) == 2
-    assert "for each client's own reply" in capsys.readouterr().err
-    declared = MISTAKES.replace(
-        "class Gathers(Base):", 'class Gathers(Base):\n    gathers = ("train",)'
-    )
-    file.write_text(declared)
+    assert "cohort.gather asks for train" in capsys.readouterr().err
+    file.write_text(MISTAKES.replace('seen="mean"', 'seen="each"'))
     assert main(["run", *words, "--out", str(tmp_path / "other")]) == 2
-    assert "its server sees each client's own reply (train)" in capsys.readouterr().err
+    assert "sees each client's reply to train" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_names_the_own_code_in_use(tmp_path: Path) -> None:

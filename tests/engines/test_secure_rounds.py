@@ -189,19 +189,20 @@ def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "key"),
     [
-        (("privacy.secure=true",), "engine.name=flower"),
-        (("engine.name=flower", SECURE, "cohort.average=median"), "robust mean"),
-        (("engine.name=flower", SECURE, "cohort.size=2"), "at least 3"),
-        (("engine.name=flower", SECURE, "engine.updates=fp16"), "engine.updates=fp16"),
+        (("privacy.secure=true",), "engine.name"),
+        (("engine.name=flower", SECURE, "cohort.average=median"), "cohort.average"),
+        (("engine.name=flower", SECURE, "cohort.size=2"), "privacy.secure"),
+        (("engine.name=flower", SECURE, "engine.updates=fp16"), "engine.updates"),
         (("engine.name=flower", SECURE, "engine.max_norm=2"), "engine.max_norm"),
-        (("engine.name=flower", "algorithm.name=centralized"), "engine.name=local"),
+        (("engine.name=flower", "algorithm.name=centralized"), "engine.name"),
     ],
 )
-def test_combinations_that_are_refused(words: tuple[str, ...], text: str) -> None:
-    with pytest.raises(UserError, match=text):
+def test_combinations_that_are_refused(words: tuple[str, ...], key: str) -> None:
+    with pytest.raises(UserError) as error:
         build_experiment(small(*words))
+    assert error.value.key == key
 
 
 @pytest.mark.parametrize(

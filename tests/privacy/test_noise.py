@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies
+from fedssl.federation.algorithm import build_algorithm
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.moments import MomentObjective
 from fedssl.objectives.swav import SwAV
@@ -153,7 +153,7 @@ def test_a_reply_that_is_not_finite_is_not_hidden(bad: float) -> None:
 
 def test_a_run_that_is_no_longer_finite_ends(tmp_path: Path) -> None:
     words = ("privacy.noise=1", "objective.bound=1", "server.optimizer=sgd", "server.lr=1e38")
-    with pytest.raises(TrainingError, match=r"no longer finite; lower server\.lr"):
+    with pytest.raises(TrainingError, match="no longer finite"):
         loop.run(small(*words), tmp_path / "run")
 
 
@@ -362,7 +362,7 @@ def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bo
 
 
 def test_a_memory_alone_is_something_kept() -> None:
-    algorithm = noisy("algorithm.name=fedavg").algorithm
+    algorithm = build_algorithm(settings("algorithm.name=fedavg", "objective.name=simclr"))
     assert noise.is_stateless(algorithm)
     algorithm.objective = SwAV(SwAV.Params("swav", queue=4))
     assert not noise.is_stateless(algorithm)
@@ -538,56 +538,36 @@ def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> N
 # --- what is refused, and what is shown
 
 
+NOISE = "privacy.noise=1"
+FEDAVG = f"{NOISE} algorithm.name=fedavg"
+
+
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "key"),
     [
-        ("privacy.noise=0", "privacy.noise=0.0:"),
-        ("privacy.noise=1 privacy.clip=0", "privacy.clip=0.0:"),
-        ("privacy.noise=1 privacy.moments_noise=-1", "privacy.moments_noise=-1.0:"),
-        ("privacy.moments_noise=1", "privacy.moments_noise=1.0: without privacy.noise"),
-        ("privacy.noise=1 privacy.most_samples=0", "privacy.most_samples=0:"),
-        ("privacy.delta=0", "privacy.delta=0.0:"),
-        ("privacy.delta=1", "privacy.delta=1.0:"),
-        ("privacy.threshold=0.5", "privacy.threshold=0.5:"),
-        ("privacy.threshold=1.1", "privacy.threshold=1.1:"),
-        ("objective.bound=0", "objective.bound=0: leaves nothing"),
-        ("objective.bound=-1", "objective.bound=-1.0:"),
-        ("objective.bound=inf", "objective.bound=inf:"),
-        ("privacy.noise=1", "set objective.bound, as in objective.bound=1"),
-        (
-            "privacy.noise=1 objective.bound=1 privacy.delta=0.2",
-            "privacy.delta=0.2:",
-        ),
-        (
-            "privacy.noise=1 algorithm.name=fedavg privacy.moments_noise=1",
-            "privacy.moments_noise=1.0: algorithm.name=fedavg shares no moments",
-        ),
-        (
-            "privacy.noise=1 algorithm.name=standalone",
-            "algorithm.name=standalone with privacy.noise=1.0: nothing is shared",
-        ),
-        (
-            "privacy.noise=1 algorithm.name=centralized",
-            "algorithm.name=centralized with privacy.noise=1.0: it has all data in one place",
-        ),
-        (
-            "privacy.noise=1 algorithm.name=fedavg algorithm.norm_policy=local",
-            "algorithm.norm_policy=local with privacy.noise=1.0: the exported encoder",
-        ),
-        (
-            "privacy.noise=1 algorithm.name=fedavg evaluate.drift=true engine.merge=off",
-            "evaluate.drift=true with privacy.noise=1.0: it logs how far each client's own model",
-        ),
-        (
-            "privacy.noise=1 algorithm.name=fedavg algorithm.weight=uniform privacy.most_samples=2",
-            "privacy.most_samples=2 with algorithm.name=fedavg: here all clients count alike",
-        ),
+        ("privacy.noise=0", "privacy.noise"),
+        ("privacy.noise=nan", "privacy.noise"),
+        ("privacy.clip=0", "privacy.clip"),
+        ("privacy.delta=0", "privacy.delta"),
+        ("privacy.most_samples=0", "privacy.most_samples"),
+        ("privacy.moments_noise=1", "privacy.moments_noise"),
+        ("objective.bound=0", "objective.bound"),
+        ("objective.bound=inf", "objective.bound"),
+        (NOISE, "privacy.noise"),  # moments without a bound
+        (f"{NOISE} objective.bound=1 privacy.delta=0.2", "privacy.delta"),
+        (f"{FEDAVG} privacy.moments_noise=1", "privacy.moments_noise"),
+        (f"{NOISE} algorithm.name=standalone", "privacy.noise"),
+        (f"{NOISE} algorithm.name=centralized", "privacy.noise"),
+        (f"{FEDAVG} algorithm.norm_policy=local", "algorithm.norm_policy"),
+        (f"{FEDAVG} evaluate.drift=true engine.merge=off", "evaluate.drift"),
+        (f"{FEDAVG} algorithm.weight=uniform privacy.most_samples=2", "privacy.most_samples"),
+        (f"{FEDAVG} evaluate.baselines=[dcco]", "evaluate.baselines"),
     ],
 )
-def test_refused_in_one_line(words: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)) as error:
+def test_settings_that_noise_does_not_protect_are_refused(words: str, key: str) -> None:
+    with pytest.raises(UserError) as error:
         build_experiment(small(*words.split()))
-    assert "\n" not in str(error.value)
+    assert error.value.key == key and error.value.fix
 
 
 def test_without_the_accountant_one_line_says_how_to_get_it(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -155,34 +155,22 @@ def test_too_few_replies_skip_the_round(name: str, need: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "key"),
     [
-        ("cohort.average=trimmed cohort.hostile=3", "at least 7 clients a round, and there are 6"),
-        ("cohort.average=krum cohort.hostile=2", "cohort.hostile=2: needs at least 7 clients a"),
-        ("cohort.average=krum cohort.hostile=1 cohort.size=4", "at least 5 clients a round, and"),
-        ("cohort.average=median cohort.hostile=-1", "cohort.hostile=-1:"),
-        (
-            "cohort.average=median algorithm.name=centralized",
-            "cohort.average=median with algorithm.name=centralized: it averages no clients' models",
-        ),
-        (
-            "cohort.average=krum algorithm.name=standalone",
-            "cohort.average=krum with algorithm.name=standalone: it averages no clients' models",
-        ),
-        (
-            "cohort.average=median privacy.noise=1 objective.bound=1",
-            "cohort.average=median with privacy.noise=1.0: the noise is made for a sum",
-        ),
-        (
-            "cohort.average=krum privacy.secure=true",
-            "cohort.average=krum with privacy.secure=true: a robust mean compares",
-        ),
+        ("cohort.average=trimmed cohort.hostile=3", "cohort.average"),  # 6 clients, of 7
+        ("cohort.average=krum cohort.hostile=2", "cohort.average"),
+        ("cohort.average=krum cohort.hostile=1 cohort.size=4", "cohort.average"),
+        ("cohort.average=median cohort.hostile=-1", "cohort.hostile"),
+        ("cohort.average=median algorithm.name=centralized", "cohort.average"),
+        ("cohort.average=krum algorithm.name=standalone", "cohort.average"),
+        ("cohort.average=median privacy.noise=1 objective.bound=1", "cohort.average"),
+        ("cohort.average=krum privacy.secure=true", "cohort.average"),
     ],
 )
-def test_refused_in_one_line(words: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)) as error:
+def test_robust_means_that_do_not_protect_are_refused(words: str, key: str) -> None:
+    with pytest.raises(UserError) as error:
         build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *words.split()]))
-    assert "\n" not in str(error.value)
+    assert error.value.key == key and error.value.fix
 
 
 def test_the_smallest_cohorts_that_are_enough() -> None:
@@ -216,6 +204,7 @@ def moved(average: Aggregator, factor: float) -> float:
     engine.aggregator = average
     honest = engine.algorithm.train  # type: ignore[attr-defined]
 
+    @functools.wraps(honest)
     def attacked(client, received):  # type: ignore[no-untyped-def]
         reply = honest(client, received)
         return reply | {"change": reply["change"] * (factor if client.id == 3 else 1)}

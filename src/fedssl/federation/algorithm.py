@@ -47,6 +47,14 @@ class Algorithm(ABC):
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         self.params = params
         self.objective = objective
+        inherited = {name for base in type(self).__mro__[1:] for name in declared_tasks(base)}
+        for name in sorted(inherited - self.tasks().keys()):
+            raise UserError(
+                f"{type(self).__name__}.{name} overrides a task of clients without declaring it",
+                key="algorithm.name",
+                value=params.name,
+                fix="Add @client_task(seen=…, reveals=…) to it.",
+            )
 
     @abstractmethod
     def round(self, server: Server, cohort: Cohort) -> None:
@@ -86,19 +94,9 @@ class Algorithm(ABC):
     @classmethod
     def tasks(cls) -> dict[str, ClientTask]:
         """Return all declared tasks by name, those of base classes first."""
-        found: dict[str, ClientTask] = {}
-        for owner in reversed(cls.__mro__):
-            for name, member in vars(owner).items():
-                if not hasattr(member, "client_task"):
-                    continue
-                declared = getattr(getattr(cls, name), "client_task", None)
-                if declared is None:
-                    raise UserError(
-                        f"{cls.__name__}.{name} overrides a task of clients without declaring it",
-                        fix="Add @client_task(seen=…, reveals=…) to it.",
-                    )
-                found[name] = declared
-        return found
+        names = [name for owner in reversed(cls.__mro__) for name in declared_tasks(owner)]
+        tasks = {name: getattr(getattr(cls, name), "client_task", None) for name in names}
+        return {name: task for name, task in tasks.items() if task is not None}
 
     def asked(self, secure: bool = False, *seen: Seen) -> list[ClientTask]:
         """Return the tasks that rounds ask for with these parameters, or those ``seen`` so."""
@@ -110,6 +108,11 @@ class Algorithm(ABC):
         for problem in find_unsavable(state, f"{owner}.state"):
             name = self.params.name
             raise UserError(problem, key="algorithm.name", value=name, can_resume=True)
+
+
+def declared_tasks(owner: type) -> list[str]:
+    """List the tasks that a class declares itself."""
+    return [name for name, member in vars(owner).items() if hasattr(member, "client_task")]
 
 
 def is_one_plain_step(trainer: Trainer) -> bool:

@@ -137,6 +137,8 @@ def get_task(
 
 
 def _misuse(method: object, problem: str, fix: str) -> UserError:
-    params = getattr(getattr(method, "__self__", None), "params", None)
-    name = getattr(params, "name", "")
+    owner = getattr(method, "__self__", None)  # the algorithm
+    if owner is None:
+        return UserError(problem, key="algorithm.name", fix=fix)
+    name = owner.params.name if hasattr(owner, "params") else type(owner).__name__
     return UserError(problem, key="algorithm.name", value=name, fix=fix)

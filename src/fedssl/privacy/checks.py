@@ -178,7 +178,7 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
     statistics = [task for task in tasks if task.reveals == "statistics"]
     if any(task.bound(algorithm) is None for task in statistics):
         raise UserError(
-            f"{_names(statistics)} has no bound, and noise is in proportion to it",
+            f"the statistics of {_names(statistics)} have no bound for noise to be scaled to",
             key="privacy.noise",
             value=noise,
             fix="Set objective.bound=1.",

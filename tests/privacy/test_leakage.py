@@ -38,7 +38,6 @@ MOMENTS = load("benchmarks/moments.py")
 SIZES = (1, 2, 3, 20)
 SITES = ["engine.sites=3", "cohort.size=null"]
 OTHER = "algorithm.name=fedavg objective.name=simsiam"
-ATTACKED = "may tell the image itself, by published attacks"
 GOSSIP = "algorithm.name=gossip server.optimizer=sgd server.lr=1"
 HEAD = ("objective.projector=32,16",)
 SMALL = [
@@ -318,108 +317,51 @@ def small(*words: str) -> Config:
     return configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
 
 
-def test_a_run_says_it_on_the_screen_in_the_report_and_on_the_card(
+LEAKY = ("partition.samples=1", "partition.clients=12")
+ALL = (
+    "Privacy: clients use one image per round, so the server could recover each image's encoding "
+    "and the image. See docs/privacy.md."
+)
+
+
+def test_leaks_are_shown_on_the_screen_in_the_report_and_on_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    loop.run(small("partition.samples=1", "partition.clients=12"), out)
-    said = f"replies of one image (all 12 clients) are its encoding and {ATTACKED}"
-    helps = "this helps: more than 6 images a client in a round (partition.samples)"
-    line = f"dcco: {said} (docs/privacy.md); {helps}\n"
-    assert capsys.readouterr().err.count(line) == 1
-    assert verdict(out).endswith(f". But {said}.")
-    assert f"**Single images**: {said}." in card(out)
+    loop.run(small(*LEAKY), out)
+    assert capsys.readouterr().err.count(ALL) == 1
+    assert verdict(out).endswith(ALL) and ALL in card(out)
     named(out, oslo=1, berlin=3, rome=7)
-    tells = (
-        "replies of at most 3 images (2 of 3 clients: oslo, berlin) can tell the encoding of each; "
-    )
-    assert verdict(out).endswith(
-        f". But {tells}replies of one image (1 of 3 clients: oslo) {ATTACKED}."
-    )
-    counted = (
-        "at most 3 images (2 of 3 clients) can tell the encoding of each; replies of one image"
-    )
-    assert counted in card(out)
+    assert "2 of 3 clients (oslo, berlin) use at most 3 images per round" in verdict(out)
+    assert "1 of 3 clients (oslo) use one image per round" in verdict(out)
+    assert "2 of 3 clients use at most 3 images per round" in card(out)
     assert "oslo" not in card(out)  # names may be those of people
     named(out, oslo=8, berlin=9, rome=7)
-    assert "Single images" not in card(out) and "replies of" not in verdict(out)
+    assert "Privacy: " not in verdict(out) + card(out)
 
 
-def test_a_run_of_another_algorithm_says_it_of_changes(tmp_path: Path) -> None:
-    words = ("algorithm.name=fedavg", "objective.name=simsiam", "partition.samples=1")
-    out, config = tmp_path / "run", small(*words, "partition.clients=12")
-    said = f"replies of one image (all 12 clients) {ATTACKED}"
-    loop.run(config, out)
-    assert any(
-        note.startswith(f"fedavg: {said} (docs/privacy.md); ")
-        for note in list_warnings(build_experiment(config))
-    )
-    assert verdict(out).endswith(f". But {said}.")
-    assert f"**Single images**: {said}." in card(out)
+def test_updates_by_one_image_are_a_leak_of_any_algorithm(tmp_path: Path) -> None:
+    config = small("algorithm.name=fedavg", "objective.name=simsiam", *LEAKY)
+    (line,) = leaks_of(config)
+    assert line.endswith("use one image per round, so the server could recover the image. "
+                         "See docs/privacy.md.")  # fmt: skip
 
 
-def test_a_run_with_secure_sums_over_few_images_says_it(tmp_path: Path) -> None:
-    hidden = ("engine.name=flower", "privacy.secure=true")
-    few = small(*hidden, "partition.samples=1", "partition.clients=12")
-    said = "sums that may be of 5 images (5 clients) can tell the encoding of each"
-    helps = "more than 6 images in a sum (more clients a round, or more images of each)"
-    assert f"dcco: {said} (docs/privacy.md); this helps: {helps}" in list_warnings(
-        build_experiment(few)
-    )
-    many = small(*hidden, "partition.samples=2", "partition.clients=12")
-    assert not any("sums that may be" in note for note in list_warnings(build_experiment(many)))
+def test_secure_sums_over_few_images_are_a_leak(tmp_path: Path) -> None:
+    secure = ("engine.name=flower", "privacy.secure=true")
+    few = small(*secure, *LEAKY)
+    (line,) = leaks_of(few)
+    assert line.startswith("Privacy: a secure sum may cover only 5 images, so the server could")
+    assert not leaks_of(small(*secure, "partition.samples=2", "partition.clients=12"))
     out = tmp_path / "run"
-    loop.run(small("partition.samples=1", "partition.clients=12"), out)
+    loop.run(small(*LEAKY), out)
     (out / "config.yaml").write_text(configuration.dump(few))  # Flower's processes take long
-    assert verdict(out).endswith(f"learned only sums over the clients. But {said}.")
-    assert f"**Single images**: {said}." in card(out)
+    assert verdict(out).endswith(line) and line in card(out)
 
 
-SUMS = ", or privacy.secure=true"
-FLOWER = f"{SUMS} with engine.name=flower"
-
-
-@pytest.mark.parametrize(
-    ("words", "helps"),
-    [
-        ("partition.samples=1", "more than 6 images a client in a round (partition.samples)"),
-        (
-            "partition.samples=4",
-            f"more than 6 images a client in a round (partition.samples){FLOWER}",
-        ),
-        ("partition.samples=4 engine.name=flower", f"in a round (partition.samples){SUMS}"),
-        ("partition.samples=4 cohort.average=median", "in a round (partition.samples)"),
-        ("partition.samples=4 cohort.size=2", "in a round (partition.samples)"),
-        ("partition.samples=9 algorithm.batch=4", f"in a round (algorithm.batch){FLOWER}"),
-        (
-            "partition.samples=5 algorithm.batch=4",
-            f"in a round (algorithm.batch, partition.samples){FLOWER}",
-        ),
-        (
-            f"partition.samples=1 {OTHER}",
-            f"more than one image a client in a round (partition.samples){FLOWER}",
-        ),
-        (f"partition.samples=4 algorithm.batch=1 {OTHER}", f"in a round (algorithm.batch){FLOWER}"),
-        (
-            f"partition.samples=1 {OTHER} algorithm.name=gossip server.optimizer=sgd server.lr=1",
-            "more than one image a client in a round (partition.samples)",
-        ),
-    ],
-)
-def test_a_run_says_what_helps_there(words: str, helps: str) -> None:
-    (line,) = helped(small(*words.split()))
-    assert line.endswith(helps if helps.startswith("more") else f" a client {helps}")
-    assert len(line) < 240
-
-
-def test_it_names_the_key_of_that_partition() -> None:
-    words = [*SMALL[2:], "partition.name=iid", "partition.clients=400"]
-    (line,) = helped(configuration.resolve(configuration.read_recipe(None), words))
-    assert line.endswith(f" in a round (fewer partition.clients){FLOWER}")
-
-
-def helped(config: Config) -> list[str]:
-    return [note for note in list_warnings(build_experiment(config)) if "this helps: " in note]
+def leaks_of(config: Config) -> list[str]:
+    notes = list_warnings(build_experiment(config))
+    return [note for note in notes if note.startswith("Privacy: ")]
 
 
 def verdict(out: Path) -> str:
@@ -435,22 +377,22 @@ def named(out: Path, **sizes: int) -> None:
     (out / "clients.json").write_text(json.dumps(rows))
 
 
-def test_nothing_is_said_where_it_does_not_happen() -> None:
-    for words in (
-        ["partition.samples=7"],
-        ["partition.samples=2", "algorithm.name=fedavg"],
-        ["partition.samples=1", "algorithm.name=standalone", "objective.name=simsiam"],
-    ):
-        assert not any(
-            "replies of" in note for note in list_warnings(build_experiment(small(*words)))
-        )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("partition.samples=7",),
+        ("partition.samples=2", "algorithm.name=fedavg"),
+        ("partition.samples=1", "algorithm.name=standalone", "objective.name=simsiam"),
+    ],
+)
+def test_runs_without_a_leak_say_nothing(words: tuple[str, ...]) -> None:
+    assert not leaks_of(small(*words))
 
 
 def test_a_deployments_server_names_the_sites() -> None:
     sites = [Introduction(n, n, k, (1,), 16, 16) for n, k in (("a", 99), ("ward", 4), ("c", 67))]
     notes = list(list_warnings(build_server_experiment(adapt_recipe("default", SITES), sites)))
-    said = "dcco: replies of at most 4 images (1 of 3 clients: ward) can tell the encoding of each"
-    assert [note for note in notes if note.startswith(said)]
+    assert any("1 of 3 clients (ward) use 4 images per round" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -474,7 +416,7 @@ def test_a_deployments_server_names_the_sites() -> None:
         ),
         (
             f"{OTHER} algorithm.batch=1",
-            "of one image**, in `train`: they may tell the image itself",
+            "of one image**, in `train`: they may reveal the image itself",
         ),
         (f"{OTHER} privacy.secure=true", "attacks. This leaves masked, and the server learns only"),
         (f"{OTHER} {GOSSIP}", "attacks. Take part with more than one image. Secure sums are not"),
