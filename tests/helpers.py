@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import subprocess
@@ -149,6 +150,11 @@ def step(engine: LocalEngine, server: Server, round: int, *ids: int) -> Cohort:
     cohort = engine.cohort(np.array(ids or range(len(engine.groups))), round)
     engine.algorithm.round(server, cohort)
     return cohort
+
+
+def replace_task(patch: pytest.MonkeyPatch, owner: Any, name: str, function: Any) -> None:
+    """Replace a task of clients; its declaration stays."""
+    patch.setattr(owner, name, functools.wraps(getattr(owner, name))(function))
 
 
 def without_code(monkeypatch: pytest.MonkeyPatch) -> None:

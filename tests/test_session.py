@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import replace_task
 from PIL import Image
 
 from fedssl import config
@@ -209,7 +210,7 @@ def test_an_error_in_a_clients_work_is_not_a_missing_reply(monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(session.algorithm, "encode", broken)
+    replace_task(monkeypatch, session.algorithm, "encode", broken)
     with pytest.raises(ValueError, match="a bug"):
         session.algorithm.round(session.server, session.engine.cohort(session.draw_cohort(0), 0))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from itertools import pairwise
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import engine_of, groups_of, made_split, siamese, step
+from helpers import engine_of, groups_of, made_split, replace_task, siamese, step
 from plain import Plain, flat_params, mean_state
 from torch import Tensor
 
@@ -216,8 +215,8 @@ class Watched:
             self.gave[client.round, client.id] = reply["features"]
             return reply
 
-        patch.setattr(CCL, "train", seen_train)
-        patch.setattr(CCL, "share", seen_share)
+        replace_task(patch, CCL, "train", seen_train)
+        replace_task(patch, CCL, "share", seen_share)
 
     def received(self, round: int) -> dict[int, Tensor]:
         return {client: remote for r, client, remote in self.got if r == round}
@@ -406,7 +405,7 @@ def test_a_bank_that_is_not_finite_is_dropped_and_the_round_goes_on(
             reply["features"][2, 3] = torch.nan
         return reply
 
-    monkeypatch.setattr(CCL, "share", spoiled)
+    replace_task(monkeypatch, CCL, "share", spoiled)
     weights = server.weights
     step(engine, server, 1)
     assert not torch.equal(server.weights, weights)
@@ -424,12 +423,11 @@ def test_a_bank_of_long_features_is_dropped(monkeypatch: pytest.MonkeyPatch) -> 
     engine, server = made()
     step(engine, server, 0)
     before, share = dict(banks(server)), CCL.share
-    monkeypatch.setattr(
+    replace_task(
+        monkeypatch,
         CCL,
         "share",
-        functools.wraps(share)(
-            lambda a, c: {"features": share(a, c)["features"] * (1.05 if c.id == 1 else 1)}
-        ),
+        lambda a, c: {"features": share(a, c)["features"] * (1.05 if c.id == 1 else 1)},
     )
     step(engine, server, 1)
     said = "shared features that are longer than 1: its last ones stay"
@@ -660,7 +658,7 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
     queues: dict[int, list[int]] = {k: [] for k in range(5)}
     shared: dict[int, list[int]] = {}
     now: list[int] = []
-    look, encode, train = trainer.encode_batch, CCL.look, CCL.train
+    look, encode, train = trainer.encode_batch, CCL.encode, CCL.train
 
     def seen_train(ccl: CCL, client: Client, *payload: Any) -> Any:
         now.append(client.id)
@@ -675,9 +673,9 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
         renewed.setdefault(client, []).extend(groups[client][own].tolist())
         return encode(ccl, w, images, own, secret)
 
-    monkeypatch.setattr(CCL, "train", seen_train)
+    replace_task(monkeypatch, CCL, "train", seen_train)
     monkeypatch.setattr(trainer, "encode_batch", seen_step)
-    monkeypatch.setattr(CCL, "look", seen_bank)
+    monkeypatch.setattr(CCL, "encode", seen_bank)
     for _ in range(4):
         renewed: dict[int, list[int]] = {}
         for client, ratio in ratios(session).items():

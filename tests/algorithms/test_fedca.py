@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import engine_of, groups_of, made_split, relative, siamese, step
+from helpers import engine_of, groups_of, made_split, relative, replace_task, siamese, step
 from PIL import Image
 from plain import Plain, mean_state
 from safetensors.torch import load_file
@@ -20,12 +20,12 @@ from torch.func import functional_call
 
 from fedssl import config
 from fedssl.algorithms.fedca import FedCA, Step, encode
-from fedssl.federation.features import split_batches
 from fedssl.data.random import choose, key
 from fedssl.deploy.recipe import adapt_recipe
 from fedssl.deploy.write import write_app
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
+from fedssl.federation.features import split_batches
 from fedssl.federation.server import Server
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint
@@ -255,7 +255,7 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[int, int], Tensor]:
         got[client.round, client.id] = dictionary.clone()
         return train(self, client, received, dictionary, *rest)
 
-    patch.setattr(FedCA, "train", seen)
+    replace_task(patch, FedCA, "train", seen)
     return got
 
 
@@ -290,7 +290,7 @@ def test_a_bank_that_is_not_finite_is_dropped_and_the_round_goes_on(
         reply: Any = share(self, client)
         return {"features": reply["features"] / 0} if client.id == 1 else reply
 
-    monkeypatch.setattr(FedCA, "share", spoiled)
+    replace_task(monkeypatch, FedCA, "share", spoiled)
     step(engine, server, 1)
     assert len(server.warnings) == 1 and "client 1" in server.warnings[0]
     assert torch.equal(banks(server)["1"], before["1"])
@@ -458,7 +458,8 @@ def test_a_bad_bank_is_refused_and_costs_only_itself(
 
     spoil, reason = BAD_BANKS[kind]
     share = FedCA.share
-    monkeypatch.setattr(
+    replace_task(
+        monkeypatch,
         FedCA,
         "share",
         lambda a, c: {n: spoil(b) if c.id == 3 else b for n, b in share(a, c).items()},  # type: ignore[no-untyped-call]

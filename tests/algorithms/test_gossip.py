@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,16 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, siamese, step, timeless
+from helpers import (
+    engine_of,
+    groups_of,
+    made_split,
+    relative,
+    replace_task,
+    siamese,
+    step,
+    timeless,
+)
 from torch import Tensor
 
 from fedssl import config as configuration
@@ -45,7 +53,6 @@ def models(server: Server) -> Tensor:
     return found
 
 
-@functools.wraps(Gossip.train)
 def idle(self: Gossip, client: Client, received: Tensor) -> dict[str, Tree]:
     """No local training."""
     return {"change": torch.zeros_like(received), "loss": received.new_zeros(())}
@@ -96,7 +103,7 @@ def test_two_rounds_on_a_path_by_hand(tmp_path: Path) -> None:
 def test_without_training_models_meet_at_the_second_eigenvalue(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Gossip, "train", idle)
+    replace_task(monkeypatch, Gossip, "train", idle)
     engine, server = made(f"algorithm.topology={kind}", sizes=(3,) * 7)
     algorithm: Any = engine.algorithm
     values, vectors = np.linalg.eigh(algorithm.weights)
@@ -116,7 +123,7 @@ def test_without_training_models_meet_at_the_second_eigenvalue(
 
 
 def test_any_start_contracts_at_least_so_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gossip, "train", idle)
+    replace_task(monkeypatch, Gossip, "train", idle)
     engine, server = made("algorithm.topology=tree", sizes=(3,) * 7)
     algorithm: Any = engine.algorithm
     rate = np.sort(np.abs(np.linalg.eigvalsh(algorithm.weights)))[-2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import relative
+from helpers import relative, replace_task
 
 pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small
@@ -213,13 +212,12 @@ def test_a_task_that_fails_tells_the_kind_of_error_and_no_more(
     kind = type(far.algorithm)
     real = kind.encode
 
-    @functools.wraps(real)
     def fails(self: Any, client: Any, *payload: Any) -> Any:
         if client.id == BAD:
             raise ValueError("patient Smith, image 7")
         return real(self, client, *payload)
 
-    monkeypatch.setattr(kind, "encode", fails)
+    replace_task(monkeypatch, kind, "encode", fails)
     line = one_round(far, tmp_path)
     assert line["faults"] == {"3": "encode: failed: ValueError"}
 
@@ -231,13 +229,12 @@ def test_a_state_that_no_file_holds_is_said_to_the_server(
     kind = type(far.algorithm)
     real = kind.encode
 
-    @functools.wraps(real)
     def counts(self: Any, client: Any, *payload: Any) -> Any:
         if client.id == BAD:
             client.state["count"] = 1
         return real(self, client, *payload)
 
-    monkeypatch.setattr(kind, "encode", counts)
+    replace_task(monkeypatch, kind, "encode", counts)
     (said,) = one_round(far, tmp_path)["faults"].values()
     assert said.startswith("encode: refused: algorithm.name=dcco: client.state['count'] is of type")
 
@@ -358,11 +355,10 @@ def test_a_diverged_client_keeps_its_last_good_state(
     kind = type(far.algorithm)
     real = kind.train
 
-    @functools.wraps(real)
     def diverges(self: Any, client: Any, received: torch.Tensor) -> Any:
         return real(self, client, received * (math.nan if client.id == BAD else 1))
 
-    monkeypatch.setattr(kind, "train", diverges)
+    replace_task(monkeypatch, kind, "train", diverges)
     (cohort,) = go(far, 1)
     assert "not finite" in cohort.faults[BAD]
     after = far.engine.states.on_host(BAD)

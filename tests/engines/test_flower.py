@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import relative
+from helpers import relative, replace_task
 
 pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small, states_of
@@ -135,8 +135,11 @@ def test_a_bad_bank_costs_only_itself(
     go(near, 1)
     spoil, reason = BAD_BANKS[kind]
     share = CCL.share
-    monkeypatch.setattr(
-        CCL, "share", lambda a, c: {n: spoil(b) if c.id == 3 else b for n, b in share(a, c).items()}
+    replace_task(
+        monkeypatch,
+        CCL,
+        "share",
+        lambda a, c: {n: spoil(b) if c.id == 3 else b for n, b in share(a, c).items()},
     )
     line = one_round(far, tmp_path)
     assert not line["skipped"] and line["loss"] is not None and line["missing"] == 1

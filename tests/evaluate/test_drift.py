@@ -99,7 +99,11 @@ def test_where_there_are_several_global_models_each_client_is_compared_with_its_
             assert (
                 sum(drift.layer_distances(made.trainer.flat, watched[k], other).values()) > expected
             )
-    names = {name for name in drift.extract_features(made.models, made.evaluator) if name.startswith("global")}
+    names = {
+        name
+        for name in drift.extract_features(made.models, made.evaluator)
+        if name.startswith("global")
+    }
     assert names == {"global", "global 1"}
 
 
