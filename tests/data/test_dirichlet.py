@@ -156,22 +156,6 @@ def slow(
     return np.array(drawn).reshape(clients, size)
 
 
-def test_samples_hold_as_many_classes_as_the_slow_process_gives() -> None:
-    split, rng = data([100] * 10), np.random.default_rng(0)
-    quick = [
-        distinct(
-            partition(Samples.Params("samples", samples=10, alpha=1.0), split, 10, seed), split
-        )
-        for seed in range(20)
-    ]
-    reference = [
-        [len(set(row)) for row in slow([100] * 10, 100, 10, 1.0, rng).tolist()] for _ in range(20)
-    ]
-    error = math.sqrt(np.var(quick) / np.size(quick) + np.var(reference) / np.size(reference))
-    assert abs(np.mean(quick) - np.mean(reference)) < 4 * error
-    assert 4 * error < 0.15  # about 2.9 classes a client: the comparison says something
-
-
 @pytest.mark.parametrize(
     ("counts", "size", "alpha", "window"),
     [
@@ -389,10 +373,3 @@ def test_dirichlet_goes_from_uniform_to_one_class(balanced: bool) -> None:
     assert found[0] < 0.03
     assert found[-1] > 0.7
     assert np.all(np.diff(found) > 0)
-
-
-def test_dirichlet_at_small_alpha_is_near_one_class() -> None:
-    """Two classes and clients, balanced: at α → 0 each client has a class, 1/2 from the whole."""
-    split = data([500] * 2)
-    params = Dirichlet.Params("dirichlet", clients=2, alpha=0.005, balanced=True)
-    assert average_distance(params, split, 2) > 0.49

@@ -377,13 +377,6 @@ def test_a_deployment_refuses_sources() -> None:
     check_deployment(resolved(*words, "partition.source=labels"))
 
 
-def test_deploy_init_refuses_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["engine.sites=3", "cohort.size=null", "partition.source=rotation"]
-    assert main(["deploy", "init", str(tmp_path / "app"), "default", *words]) == 2
-    said = capsys.readouterr().err
-    assert "partition.source" in said and said.count("\n") == 1
-
-
 def test_deploy_init_says_that_a_recipes_source_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
