@@ -25,33 +25,6 @@ FLAGS = (
     *("--disable-component-update", "--disable-sync", "--no-first-run"),
 )
 
-# Tests and cases that `make test` leaves to `make slow`: another test covers the same feature, or
-# another case does. A name that no longer exists only makes its test run everywhere.
-SLOW = {
-    "test_simulation.py::test_runs_on_ray_are_local_ones": (),
-    "test_docs.py::test_what_a_page_shows_runs": ("privacy.md", "reproduce.md", "algorithms.md"),
-    "test_page.py::test_a_hundred_thousand_rounds": (),
-    "test_page.py::test_fifty_runs": (),
-    "test_compiled.py::test_compiled_step_equals_the_plain_one": (
-        *("byol-cpu", "moco-cpu", "simclr-cpu", "swav-cpu", "rotation-cpu"),
-    ),
-    "test_compiled.py::test_compiled_ccl": ("words1-cpu",),
-    "test_bf16_weights.py::test_compiled_training_in_bf16": ("byol",),
-    "test_mae.py::test_compiled_is_plain": ("cpu",),
-    "test_run.py::test_compiled_runs_in_one_process_do_not_use_up_torchs_patience": (),
-    "test_console.py::test_a_run_needs_nobody_who_reads": (">&- 2>&-", "2>/dev/full"),
-    "test_console.py::test_a_full_disk_under_stdout_costs_no_report": ("1",),
-    "test_decssl.py::test_label_skew_costs_self_supervision_less_than_supervision": (),
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        test, _, case = item.name.partition("[")
-        cases = SLOW.get(f"{item.path.name}::{test}")
-        if cases == () or (cases and case.removesuffix("]") in cases):
-            item.add_marker("slow")
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,11 @@ def load(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def quick(values: Iterable[Any], *names: Any) -> list[Any]:
+    """Parameters of a test; all but these ``names`` are left to ``make slow``."""
+    return [v if v in names else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def made_split(count: int = 40, channels: int = 1, size: int = 8, classes: int = 4) -> Split:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
+from helpers import engine_of, groups_of, made_split, quick, relative, settings, train, without_code
 
 from fedssl.algorithms.ccl import CCL
 from fedssl.training import compiled
@@ -59,7 +59,7 @@ def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("objective", SIAMESE)
+@pytest.mark.parametrize("objective", quick(SIAMESE, "simsiam"))
 def test_compiled_step_equals_the_plain_one(objective: str, device: str) -> None:
     words = ["algorithm.name=fedavg", f"objective.name={objective}", *SIAMESE[objective]]
     plain, states = trained(words, False, device)
@@ -89,7 +89,7 @@ def test_compiled_step_in_every_algorithm(algorithm: list[str], device: str) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("words", [[], ["algorithm.lambda=0", "algorithm.remote=only"]])
+@pytest.mark.parametrize("words", quick([[], ["algorithm.lambda=0", "algorithm.remote=only"]], []))
 def test_compiled_ccl(words: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its second round on, when all banks have come and the queues are full."""
     monkeypatch.setattr(compiled, "RARE", 4)

@@ -33,7 +33,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import load
+from helpers import load, quick
 
 from fedssl import cli, config
 
@@ -51,6 +51,7 @@ NOT_KEYS = (
     *("encoder.safetensors", "encoder.json", "encoder.preprocess"),
     *("cohort.mean", "cohort.gather", "server.state", "client.state"),
 )
+SLOW_PAGES = {"privacy.md", "reproduce.md", "algorithms.md", "encoder.md"}
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -171,7 +172,10 @@ def _plain(line: str, varies: bool) -> str:
     return re.sub(r"[ \t]+", " ", NUMBER.sub("#", line)).strip() if varies else line.rstrip()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.kind for b in blocks(p))])
+SHOWN = [page for page in PAGES if any(block.kind for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", quick(SHOWN, *(set(SHOWN) - SLOW_PAGES)))
 def test_what_a_page_shows_runs(page: str, folders: Callable[[str], Path]) -> None:
     folders(page)
 
@@ -321,6 +325,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_names_nobody_else(site: Path) -> None:
     names = {p.relative_to(site).as_posix() for p in site.rglob("*.html")}
     assert {page.replace(".md", ".html") for page in PAGES} <= names
@@ -343,6 +348,7 @@ def _check_page(page: Path) -> None:
     assert not re.search(r":(?:class|meth|func):", text), page
 
 
+@pytest.mark.slow
 def test_pages_in_a_browser_ask_nobody_else(site: Path, browser: Any) -> None:
     handler = functools.partial(_Quiet, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -311,6 +311,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+@pytest.mark.slow
 def test_mlflow_against_a_server(
     server: tuple[str, subprocess.Popen[bytes]],
     database: Path,

@@ -95,15 +95,6 @@ def test_what_is_not_measured_is_listed_beside_the_papers_numbers(
     assert "Every run" not in page and "Settings" not in page
 
 
-def test_other_images_than_the_papers_have_none_of_its_numbers(
-    generate: ModuleType, rows: Path
-) -> None:
-    generate.TABLES.write_text(TABLE + "  brackets: false\n")
-    page = generate.results("mine")
-    assert "brackets" not in page and "49.6" not in page
-    assert cells(page, AHEAD) == {WORD: "not measured yet"}
-
-
 def test_under_a_table_stands_where_its_recipes_depart(generate: ModuleType, rows: Path) -> None:
     generate.TABLES.write_text(TABLE + "  departs: Its rate is ours.\n")
     page = generate.results("mine").partition("depart from the paper:")[2]
@@ -235,24 +226,6 @@ def test_a_table_may_show_shorter_runs_and_claims_keep_the_longest(
     assert cells(page, AHEAD)["ours"] == "50.0 and 40.0"
 
 
-def test_an_overview_counts_rows_and_claims(generate: ModuleType, rows: Path) -> None:
-    title = "Mine, I: CIFAR-10 (a)"
-    generate.TABLES.write_text(TABLE.replace("title: Mine", f"title: '{title}'"))
-    write(rows, line("noniid-4", 50.0), line("noniid-16", 40.0))
-    (row,) = generate.overview("").splitlines()[2:]
-    name, measured, claims = (cell.strip() for cell in row.strip("|").split("|"))
-    assert name == f"[{title}](#mine-i-cifar-10-a)" and measured == "2 of 4"
-    assert claims == "appears: 1, does not appear: 1, not measured yet: 2"
-
-
-def test_links_of_the_overview_lead_to_headings(generate: ModuleType) -> None:
-    from markdown.extensions.toc import slugify
-
-    titles = re.findall(r"^## (.*)$", generate.filled(ROOT / "docs/results.md"), re.MULTILINE)
-    links = re.findall(r"\(#(.*?)\)", generate.overview(""))
-    assert links == [slugify(title, "-") for title in titles]
-
-
 def test_each_seed_has_its_own_rate_and_none_is_left_out(generate: ModuleType, rows: Path) -> None:
     def run(linear: float, heldout: float, seed: int, rate: float) -> dict[str, Any]:
         more = {"server.lr": rate, "data.holdout": 0.1}
@@ -268,15 +241,6 @@ def test_each_seed_has_its_own_rate_and_none_is_left_out(generate: ModuleType, r
     assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "20.0 (49.6)"
 
 
-def test_how_runs_are_judged_does_not_part_their_seeds(generate: ModuleType, rows: Path) -> None:
-    changed = {"evaluate.protocols": ["knn"], "evaluate.every": 5}
-    write(rows, line("noniid-4", 40.0), line("noniid-4", 42.0, seed=1, changed=changed))
-    assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "40.0, 42.0 (49.6)"
-    again = line("noniid-4", 39.0, heldout=1.0, changed=changed)
-    write(rows, line("noniid-4", 40.0, heldout=2.0), again)  # not a choice: the later counts
-    assert cells(generate.results("mine"), "`dcco-4`")[LINEAR] == "39.0 (49.6)"
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_two_runs_that_of_the_recipe_is_shown(
     generate: ModuleType, rows: Path, order: int
@@ -290,17 +254,6 @@ def test_of_two_runs_that_of_the_recipe_is_shown(
     both = [line("noniid-16-cco-fedavg", 44.0, **he), line("noniid-16-cco-fedavg", 40.0, rounds=5)]
     write(rows, *both[::order])
     assert cells(generate.results("mine"), "`fedavg` fails")["in our rows"] == "appears"
-
-
-def test_every_run_tells_its_settings(generate: ModuleType, rows: Path) -> None:
-    own = {"choice": "server.lr=0.001", "changed": {"data.holdout": 0.1}}  # the recipe's own rate
-    other = {"choice": "server.lr=0.1", "changed": {"data.holdout": 0.1, "server.lr": 0.1}}
-    write(rows, line("noniid-4", 40.0, **own), line("noniid-4", 30.0, **other))
-    runs = generate.results("mine").partition("Every run")[2]
-    for rate in (0.001, 0.1):
-        assert runs.count(f"| `server.lr={rate}`, `data.holdout=0.1` |") == 1
-    write(rows, line("noniid-4", 40.0, changed=other["changed"]))  # not searched: told alike
-    assert "- `dcco-4`: `server.lr=0.1`, `data.holdout=0.1`\n" in generate.results("mine")
 
 
 @pytest.mark.parametrize(
@@ -335,40 +288,6 @@ def test_claims_are_computed_from_means_over_seeds(
         row |= {"rounds": "10", "seeds": "2 and 2"}
         assert cells(page, AHEAD) == row | {WORD: above}
         assert cells(page, NEAR) == row | {WORD: near}
-
-
-def test_what_was_found_out_stands_below_the_claims(generate: ModuleType, rows: Path) -> None:
-    write(rows, line("noniid-4", 50.0))
-    assert "Looked into" not in generate.results("mine")
-    generate.TABLES.write_text(TABLE + "  looked: Both rates were tried.\n")
-    page = generate.results("mine")
-    assert (
-        page.index(FAILS)
-        < page.index("Looked into: Both rates were tried.")
-        < page.index("<details")
-    )
-
-
-def test_a_claim_may_be_about_two_measures(generate: ModuleType, rows: Path) -> None:
-    claim = "dcco-4 > dcco-16 at knn_top1, linear@5000_top1"
-    generate.TABLES.write_text(TABLE.replace("[dcco-4 > dcco-16, ", f"['{claim}', "))
-    write(rows, line("noniid-4", 50.0), line("noniid-16", 5.5))
-    row = cells(generate.results("mine"), f"{AHEAD}, knn and {LINEAR}")
-    assert row["its numbers"] == "– and 45.9"
-    assert row["ours"] == "7.0 and 5.5" and row[WORD] == "appears"
-
-
-def test_untrained_clients_models_and_the_global_one_are_one(
-    generate: ModuleType, rows: Path
-) -> None:
-    names = "per-client_personal_top1, per-client_global_top1"
-    generate.TABLES.write_text(TABLE.replace("linear@5000_top1, knn_top1", names))
-    ours = {"per-client_personal_top1": 30.0, "per-client_global_top1": 20.0}
-    judged = line("noniid-16-cco-fedavg", None, ours=ours, untrained={"per-client_top1": 25.0})
-    write(rows, judged)
-    page = generate.results("mine")
-    assert list(cells(page, "untrained").values())[:2] == ["25.0", "25.0"]
-    assert cells(page, FAILS)[WORD] == "**does not appear**"
 
 
 def test_a_run_that_failed_is_beaten_and_one_without_the_measure_is_not_measured(
@@ -628,6 +547,7 @@ def test_a_file_that_cannot_run_as_it_is_runs_no_row(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", sorted(ROOT.glob("results/plan-*.txt")), ids=lambda p: p.stem)
 def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: Path) -> None:
     lines = plan.read_text(encoding="utf-8").splitlines()
@@ -653,6 +573,7 @@ def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: P
         ), job.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "data", "names"),
     [

@@ -164,6 +164,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert same_run(tmp_path / "whole", cut)
 
 
+@pytest.mark.slow
 def test_the_machines_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     """Float32, to the bit: the process starts with one thread or with two."""
     code = (
@@ -349,6 +350,7 @@ def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None
     assert "linear@10_top1" in summary
 
 
+@pytest.mark.slow
 def test_compiled_runs_in_one_process_do_not_use_up_torchs_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_data_has_the_papers_moments() -> None:
     assert not np.array_equal(source.x, theory.generate(d, 3, seed=1)[1].x)
 
 
+@pytest.mark.slow
 def test_eigenvectors_are_what_descent_finds() -> None:
     """Eq. E.1 with its expectation over the augmentation noise taken: −tr(w X wᵀ) + ‖wᵀw‖²/2."""
     covariance = theory.generate(24, 2, seed=0)[0].covariance
@@ -126,6 +127,7 @@ def test_features_are_the_factor_of_least_norm() -> None:
     np.testing.assert_allclose(theory.correlation(u), np.diag(u.T @ u))
 
 
+@pytest.mark.slow
 def test_theorem_3_2_self_supervision_learns_all_directions() -> None:
     """1 − O(d^(−4/5)) ≤ r ≤ 1, of a source for all but its own direction, globally for all."""
     for k in range(SOURCES):

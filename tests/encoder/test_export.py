@@ -506,7 +506,7 @@ KINDS = [
     [
         *(("torchscript", *kind) for kind in KINDS),
         ("onnx", "resnet14", "batch", 3, 16),
-        ("onnx", "vit-tiny", "group", 3, 8),
+        pytest.param("onnx", "vit-tiny", "group", 3, 8, marks=pytest.mark.slow),
     ],
 )
 def test_every_encoder_goes_out(

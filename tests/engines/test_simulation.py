@@ -57,6 +57,7 @@ report.write_page_or_warn = lambda run: None
 sys.exit(max(cli.main(["run", *words]) for words in json.loads(sys.argv[1])))"""
 
 
+@pytest.mark.slow
 def test_runs_on_ray_are_local_ones(tmp_path: Path) -> None:
     """In one process, as a table's rows are."""
     out = tmp_path / "far"
@@ -72,6 +73,7 @@ def test_runs_on_ray_are_local_ones(tmp_path: Path) -> None:
         assert {path.name for path in far.iterdir()} == {path.name for path in near.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
     """No round lost or done twice, the clients' states included (SIGKILL, then --resume)."""
     out, words = tmp_path / "far", (*BYOL, "algorithm.name=fedema", "rounds=8")

@@ -185,6 +185,7 @@ def interpreted() -> None:
                 compare(shape, views, kind, torch.float32, "cpu")
 
 
+@pytest.mark.slow
 def test_the_kernels_in_tritons_interpreter() -> None:
     in_tritons_interpreter(
         "import test_batch_norm; test_batch_norm.interpreted()", Path(__file__).parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
+from helpers import engine_of, groups_of, made_split, quick, relative, settings, train, without_code
 from torch import Tensor, nn
 
 from fedssl.models.bf16_weights import BF16Weights
@@ -63,7 +63,7 @@ def test_what_a_loss_does_not_see_has_a_gradient_of_zero() -> None:
     assert [g.tolist() for g in found] == [[[1, 1]], [[0, 0]]]
 
 
-@pytest.mark.parametrize("objective", ["byol", "simclr"])
+@pytest.mark.parametrize("objective", quick(["byol", "simclr"], "simclr"))
 def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far from float32 as plain bf16 is, and much nearer to it than to where it started."""
     without_code(monkeypatch)

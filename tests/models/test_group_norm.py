@@ -229,6 +229,7 @@ def registered(shape: tuple[int, ...], pair: bool) -> None:
     torch.library.opcheck(kernels._residual_backward, given)
 
 
+@pytest.mark.slow
 def test_the_kernels_in_tritons_interpreter() -> None:
     code = (
         "import itertools, torch, test_group_norm as t\n"

@@ -204,6 +204,7 @@ def test_in_bfloat16_the_loss_is_finite() -> None:
 
 
 @pytest.mark.usefixtures("shallow")
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()

@@ -10,6 +10,7 @@ from fedssl.data.places import DEBIAN_FASHION
 from fedssl.runs.build import build_experiment
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")
 def test_label_skew_costs_self_supervision_less_than_supervision() -> None:
     """Ten local epochs, two classes a client or all; each beside its own result with all."""

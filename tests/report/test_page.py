@@ -386,6 +386,7 @@ def lengthened(source: Path, out: Path, rounds: int) -> Path:
     return long
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rounds(browser: Any, trained: Path, tmp_path: Path) -> None:
     long = lengthened(trained, tmp_path / "long", 100_000)
     path = report.write_page([long], None)
@@ -401,6 +402,7 @@ def test_a_hundred_thousand_rounds(browser: Any, trained: Path, tmp_path: Path) 
     assert loss["y"][loss["x"].index(100_000 // 3)] == 1e6
 
 
+@pytest.mark.slow
 def test_fifty_runs(browser: Any, trained: Path, tmp_path: Path) -> None:
     long = lengthened(trained, tmp_path / "r0", 1000)
     runs = [long, *(again(long, tmp_path / f"r{k}", seed=k % 5, rounds=1000 + k // 5)
