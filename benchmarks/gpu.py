@@ -72,7 +72,7 @@ def dcco(clients: int, each: int) -> Row:
     def bare() -> None:
         flat = trainer.flat
         seen = trainer.encode_batch(members, mix(key(0, "augment", 0), members))
-        loss = trainer.objective.loss(seen.encodings, None, None)
+        loss = trainer.objective.loss(seen)
         trainer.differentiate(loss)
         step = optim.step(
             trainer.config.server, rule_state, flat.params, flat.gradient, 1e-3, flat.layers

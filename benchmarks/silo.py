@@ -27,6 +27,7 @@ from fedssl.federation.client import Client
 from fedssl.federation.server import Server
 from fedssl.models.network import Network
 from fedssl.objectives.base import Networks
+from fedssl.objectives.batch import EncodedBatch
 
 PIXELS = 32
 
@@ -57,7 +58,8 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
             )
             with trainer.autocast():
                 encodings = objective.encode(networks, views, state)
-            loss = objective.loss(tuple(e.float() for e in encodings), None, trainer.memory)
+            exact = tuple(e.float() for e in encodings)
+            loss = objective.loss(EncodedBatch(exact, memory=trainer.memory))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -14,6 +14,7 @@ import yaml
 from helpers import load
 
 from fedssl import config
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.cco import CCO
 from fedssl.runs import loop
 from fedssl.util.errors import TrainingError
@@ -610,7 +611,7 @@ def test_the_plain_loss_of_cco_is_ours() -> None:
     """What plain_cco.py finds out is about the loss that the rows have, values and gradients."""
     plain, cco = load("results/plain_cco.py"), CCO(CCO.Params("cco"))
     f, g = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    losses = plain.cco(f, g), cco.loss((f, g), None)
+    losses = plain.cco(f, g), cco.loss(EncodedBatch((f, g)))
     assert torch.allclose(*losses, rtol=1e-5)
     for a, b in zip(*(torch.autograd.grad(loss, (f, g)) for loss in losses), strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)

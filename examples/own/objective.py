@@ -7,6 +7,7 @@ from torch.nn.functional import normalize
 
 from fedssl.config import key
 from fedssl.objectives.base import ProjectorObjective, ProjectorParams
+from fedssl.objectives.batch import EncodedBatch
 
 
 class Uniform(ProjectorObjective):
@@ -20,9 +21,9 @@ class Uniform(ProjectorObjective):
 
         weight: float = key(1.0, ge=0, help="Weight of uniformity beside alignment.")
 
-    def loss(self, encodings, labels, memory=None):  # type: ignore[no-untyped-def]
-        """A pure function of the batch's encodings, one tensor [N, d] for each view."""
-        f, g = (normalize(e, dim=1) for e in encodings)
+    def loss(self, batch: EncodedBatch) -> torch.Tensor:
+        """Return a pure function of the batch's encodings, one tensor [N, d] for each view."""
+        f, g = (normalize(e, dim=1) for e in batch.encodings)
         n = len(f)
         # Of two unit vectors |a - b|² is 2 - 2ab, and each is at distance 0 from itself.
         close = [((4 * e @ e.T - 4).exp().sum() - n) / (n * n - n) for e in (f, g)]

@@ -337,7 +337,7 @@ MISFITS = {
     "algorithm.__init__": (FEDAVG, "self, params", "cannot be called with params, objective (too"),
     "algorithm.round": (FEDAVG, "self, server", "round cannot be called with server, cohort (too"),
     "algorithm.train": (TASK, "self, client", "train does not take the client and 1 arguments"),
-    "objective.loss": (SIMCLR, "self, a", "loss cannot be called with encodings, labels, memory ("),
+    "objective.loss": (SIMCLR, "self", "loss cannot be called with batch ("),
     "objective.heads": (SIMCLR, "self, a, b, c, d", "(missing a required argument: 'd')"),
     "partition.split": (IID, "self, split", "split cannot be called with split, classes, seed ("),
     "partition.__init__": (IID, "self", "cannot be called with params (too many positional"),
@@ -557,18 +557,18 @@ class Slashed(Base):
 
 
 class Vector(SimCLR):
-    def loss(self, encodings, labels, memory=None):
-        return encodings[0].sum(1)
+    def loss(self, batch):
+        return batch.encodings[0].sum(1)
 
 
 class Number(SimCLR):
-    def loss(self, encodings, labels, memory=None):
+    def loss(self, batch):
         return 1.5
 
 
 class Detached(SimCLR):
-    def loss(self, encodings, labels, memory=None):
-        return super().loss(encodings, labels, memory).detach()
+    def loss(self, batch):
+        return super().loss(batch).detach()
 
 
 class Three(SimCLR):

@@ -20,6 +20,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.models.norms import BatchNorm
 from fedssl.objectives import deepcluster
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.deepcluster import DeepCluster, RoundLoss, fill_bank, kmeans
 
 WORDS = ("objective.name=deepcluster", "objective.projector=32,16", "objective.clusters=3,2,4")
@@ -289,7 +290,7 @@ def test_both_engines_agree(tmp_path: Path) -> None:
 def test_there_is_no_loss_of_a_batch() -> None:
     rows: Any = (unit(4), unit(4, seed=1))
     with pytest.raises(NotImplementedError):
-        DeepCluster(DeepCluster.Params("deepcluster")).loss(rows, None)
+        DeepCluster(DeepCluster.Params("deepcluster")).loss(EncodedBatch(rows))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from fedssl.models.norms import Norm
 from fedssl.models.vit import patches
 from fedssl.objectives import mae
 from fedssl.objectives.base import Networks
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.mae import MAE, Decoder, shuffled
 
 EPS = functools.partial(nn.LayerNorm, eps=1e-6)
@@ -114,7 +115,7 @@ def test_the_loss_looks_at_masked_patches_only() -> None:
     network.requires_grad_(False)
     view, state = images(), torch.arange(5)
     rebuilt, pixels = objective().encode(Networks(network, None, {}), (view,), state)
-    loss = objective().loss((rebuilt, pixels), None)
+    loss = objective().loss(EncodedBatch((rebuilt, pixels)))
     order = shuffled(state, 16)
     for chosen, changes in ((order[:, 0], False), (order[:, 4], True), (order[:, -1], True)):
         other = view.clone()
@@ -122,7 +123,7 @@ def test_the_loss_looks_at_masked_patches_only() -> None:
             row, column = 2 * (patch // 4), 2 * (patch % 4)
             other[sample, :, row : row + 2, column : column + 2] += 1
         changed, target = objective().encode(Networks(network, None, {}), (other,), state)
-        again = objective().loss((rebuilt, target), None)
+        again = objective().loss(EncodedBatch((rebuilt, target)))
         assert (float((again - loss).abs()) > 1e-3) == changes
         # And the encoder sees the visible patches only.
         assert torch.equal(changed, rebuilt) == changes
@@ -132,7 +133,9 @@ def test_lightlys_encoder_and_timms_blocks_give_the_loss() -> None:
     """Encoder on kept tokens, decoder of all tokens in their places, the mean squared error."""
     network, tower = tower_of()
     view, state = images(), torch.arange(5) * 3 + 1
-    ours = objective().loss(objective().encode(Networks(network, None, {}), (view,), state), None)
+    ours = objective().loss(
+        EncodedBatch(objective().encode(Networks(network, None, {}), (view,), state))
+    )
     order = shuffled(state, 16)
     keep, mask = order[:, :4], order[:, 4:]
 
@@ -167,7 +170,7 @@ def test_lightlys_encoder_and_timms_blocks_give_the_loss() -> None:
 def test_gradients_reach_all_of_encoder_and_decoder() -> None:
     network, _ = tower_of()
     loss = objective().loss(
-        objective().encode(Networks(network, None, {}), (images(),), torch.arange(5)), None
+        EncodedBatch(objective().encode(Networks(network, None, {}), (images(),), torch.arange(5)))
     )
     loss.backward()
     for name, weight in network.named_parameters():

@@ -10,6 +10,7 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 from lightly.loss import BarlowTwinsLoss, VICRegLoss
 
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.cco import CCO, correlation
 from fedssl.objectives.moments import MomentObjective
 from fedssl.objectives.vicreg import VICReg
@@ -34,7 +35,9 @@ def test_cco_is_equation_1_written_out() -> None:
     expected = sum((1 - c[i, i]) ** 2 for i in range(d)) + 20.0 / (d - 1) * sum(
         c[i, j] ** 2 for i in range(d) for j in range(d) if i != j
     )
-    assert float(CCO(CCO.Params("cco")).loss((f, g), None)) == pytest.approx(expected, rel=1e-12)
+    assert float(CCO(CCO.Params("cco")).loss(EncodedBatch((f, g)))) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_gradient_with_respect_to_encodings_is_equation_7() -> None:
@@ -77,7 +80,7 @@ def test_mean_of_moments_is_the_unions(
 @pytest.mark.parametrize("objective", objectives())
 def test_centre_does_not_change_the_loss(objective: MomentObjective) -> None:
     pair = encodings()
-    own = objective.loss(pair, None)
+    own = objective.loss(EncodedBatch(pair))
     for shift in (0.0, 3.0):
         centre = {k: torch.full((5,), shift, dtype=torch.float64) for k in "fg"}
         other = objective.loss_of(objective.moments(pair, centre), centre)
@@ -88,12 +91,12 @@ def test_centre_does_not_change_the_loss(objective: MomentObjective) -> None:
 def test_means_a_thousand_times_the_spread(objective: MomentObjective) -> None:
     """In float32, moments about zero lose the variance; those about a near centre keep it."""
     f, g = encodings(count=64)
-    truth = float(objective.loss((f, g), None))
+    truth = float(objective.loss(EncodedBatch((f, g))))
     f32, g32 = (f + 1000).float(), (g + 1000).float()
     near = {"f": torch.full((5,), 1001.0), "g": torch.full((5,), 999.5)}
     loss = float(objective.loss_of(objective.moments((f32, g32), near), near))
     assert loss == pytest.approx(truth, rel=2e-3)
-    assert float(objective.loss((f32, g32), None)) == pytest.approx(truth, rel=2e-3)
+    assert float(objective.loss(EncodedBatch((f32, g32)))) == pytest.approx(truth, rel=2e-3)
 
     zero = {"f": torch.zeros(5), "g": torch.zeros(5)}
     naive = float(objective.loss_of(objective.moments((f32, g32), zero), zero))
@@ -105,7 +108,7 @@ def test_a_constant_component_gives_finite_numbers() -> None:
     f[:, 0], g[:, 0] = 7.0, 7.0
     f.requires_grad_()
     for objective in objectives():
-        loss = objective.loss((f, g), None)
+        loss = objective.loss(EncodedBatch((f, g)))
         loss.backward()
         assert torch.isfinite(loss) and torch.isfinite(f.grad).all()
     moments = CCO(CCO.Params("cco")).moments((f, g), CCO(CCO.Params("cco")).centre((f, g)))
@@ -118,7 +121,7 @@ def test_cco_agrees_with_lightly() -> None:
     f, g = f * 100, g * 100  # so that its ε vanishes
     d = f.shape[1]
     theirs = BarlowTwinsLoss(lambda_param=20.0 / (d - 1))(f, g)
-    ours = CCO(CCO.Params("cco")).loss((f, g), None)
+    ours = CCO(CCO.Params("cco")).loss(EncodedBatch((f, g)))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
@@ -131,5 +134,5 @@ def test_vicreg_agrees_with_lightly() -> None:
     theirs = VICRegLoss(lambda_param=25.0, mu_param=25.0, nu_param=1.0)(
         f.repeat(many, 1), g.repeat(many, 1)
     )
-    ours = VICReg(VICReg.Params("vicreg")).loss((f, g), None)
+    ours = VICReg(VICReg.Params("vicreg")).loss(EncodedBatch((f, g)))
     torch.testing.assert_close(ours, theirs, rtol=20 / n, atol=0)

@@ -21,7 +21,7 @@ def pair(count: int, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("temperature", [0.1, 0.5])
 def test_simclr_agrees_with_lightly(temperature: float) -> None:
     f, g = pair(9)
-    ours = SimCLR(SimCLR.Params("simclr", temperature=temperature)).loss((f, g), None)
+    ours = SimCLR(SimCLR.Params("simclr", temperature=temperature)).loss(EncodedBatch((f, g)))
     theirs = NTXentLoss(temperature=temperature)(f, g)
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
@@ -48,5 +48,5 @@ def test_loss_within_clients_is_the_weighted_mean_of_each_clients(
     used = labels if objective.needs_labels else None
     merged = EncodedBatch((f, g), used, np.array(sizes)).mean_over_clients(objective.loss)
     each = zip(f.split(sizes), g.split(sizes), labels.split(sizes), strict=True)
-    one_by_one = sum(len(a) * objective.loss((a, b), y) for a, b, y in each) / 12
+    one_by_one = sum(len(a) * objective.loss(EncodedBatch((a, b), y)) for a, b, y in each) / 12
     torch.testing.assert_close(merged, torch.as_tensor(one_by_one), rtol=1e-10, atol=1e-12)

@@ -22,6 +22,7 @@ from rounds import (
 
 from fedssl.data.dataset import Split
 from fedssl.objectives.base import Networks
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.rotation import Rotation
 
 ROTATION = "objective.name=rotation"
@@ -43,7 +44,9 @@ def test_class_r_is_r_quarter_turns() -> None:
         sure[:, turns] = 50.0
         others = [torch.zeros_like(sure)] * 4
         others[turns] = sure  # right about this one, and knows nothing of the others
-        assert float(objective().loss(tuple(others), None)) == pytest.approx(0.75 * math.log(4))
+        assert float(objective().loss(EncodedBatch(tuple(others)))) == pytest.approx(
+            0.75 * math.log(4)
+        )
 
 
 def test_the_central_square_of_other_images_is_turned() -> None:

@@ -15,6 +15,7 @@ from plain import flat_params
 from torch import Tensor
 
 from fedssl.models.norms import Norm
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.memory import Queue, Target
 from fedssl.objectives.moco import MoCo
@@ -43,14 +44,14 @@ def test_byol_agrees_with_lightly() -> None:
     encodings = p1, p2, t1, t2 = four()
     similarity = NegativeCosineSimilarity()
     theirs = 4 + 2 * (similarity(p1, t2) + similarity(p2, t1))
-    assert_same(BYOL(BYOL.Params("byol")).loss(encodings, None), theirs, encodings)
+    assert_same(BYOL(BYOL.Params("byol")).loss(EncodedBatch(encodings)), theirs, encodings)
 
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_simsiam_agrees_with_lightly(stop: bool) -> None:
     encodings = p1, p2, z1, z2 = four()
     similarity = NegativeCosineSimilarity()
-    ours = SimSiam(SimSiam.Params("simsiam", stop_gradient=stop)).loss(encodings, None)
+    ours = SimSiam(SimSiam.Params("simsiam", stop_gradient=stop)).loss(EncodedBatch(encodings))
     to = Tensor.detach if stop else Tensor.clone
     theirs = 0.5 * (similarity(p1, to(z2)) + similarity(p2, to(z1)))
     assert_same(ours, theirs, encodings)
@@ -70,20 +71,23 @@ def test_moco_agrees_with_lightly(version: Any, temperature: float) -> None:
         loss.memory_bank.bank = memory["queue"].clone()
         return loss(query, key)
 
-    assert_same(moco.loss(encodings, None, memory), theirs(q1, k2) + theirs(q2, k1), encodings)
+    ours = moco.loss(EncodedBatch(encodings, memory=memory))
+    assert_same(ours, theirs(q1, k2) + theirs(q2, k1), encodings)
 
 
 def test_moco_never_sees_places_that_are_not_filled() -> None:
     moco = MoCo(MoCo.Params("moco", projector=(8, 5), queue=10, temperature=0.5))
     encodings = four(count=3)
     memory = moco.memory.start(encodings[0].detach())
-    assert float(moco.loss(encodings, None, memory).detach()) == 0  # its own key is all there is
+    batch = EncodedBatch(encodings, memory=memory)
+    assert float(moco.loss(batch).detach()) == 0  # its own key is the only one
     moco.memory.update(memory, tuple(e.detach()[:2] for e in encodings))
     assert int(memory["seen"]) == 4
     full = MoCo(MoCo.Params("moco", projector=(8, 5), queue=4, temperature=0.5))
-    expected = full.loss(encodings, None, {**memory, "queue": memory["queue"][:4].clone()})
+    first = {**memory, "queue": memory["queue"][:4].clone()}
+    expected = full.loss(EncodedBatch(encodings, memory=first))
     memory["queue"][4:] = torch.randn(6, 5, dtype=torch.float64)
-    assert_same(moco.loss(encodings, None, memory), expected, encodings)
+    assert_same(moco.loss(batch), expected, encodings)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from rounds import (
 from torch import Tensor, nn
 
 from fedssl.models.norms import BatchNorm
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.memory import Queue
 from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
 
@@ -98,7 +99,7 @@ def test_rows_that_do_not_count_change_nothing() -> None:
 @pytest.mark.parametrize("temperature", [0.1, 0.4])
 def test_the_loss_agrees_with_lightly(temperature: float) -> None:
     views = cosines(7, 2), cosines(7, 3)
-    ours = objective(temperature=temperature).loss((*views, *projections()), None, {})
+    ours = objective(temperature=temperature).loss(EncodedBatch((*views, *projections())))
     assert_same(ours, SwaVLoss(temperature)(list(views), []), views)
 
 
@@ -107,7 +108,7 @@ def test_the_loss_with_a_full_queue_agrees_with_lightly() -> None:
     swav = objective(queue=4)
     memory = swav.memory.start(views[0].detach())
     memory["seen"] += 4
-    ours = swav.loss((*views, *queues, *projections()), None, memory)
+    ours = swav.loss(EncodedBatch((*views, *queues, *projections()), memory=memory))
     assert_same(ours, SwaVLoss()(list(views), [], list(queues)), views)
     assert torch.autograd.grad(ours, queues, allow_unused=True) == (None, None)
 
@@ -118,8 +119,14 @@ def test_the_queue_is_not_used_before_it_is_full() -> None:
     without = SwaVLoss()(list(views), [])
     for seen in (0, 1, 3):
         memory = {"seen": torch.tensor(seen)}
-        assert_same(swav.loss((*views, *queues, *projections()), None, memory), without, views)
-    full = swav.loss((*views, *queues, *projections()), None, {"seen": torch.tensor(4)})
+        assert_same(
+            swav.loss(EncodedBatch((*views, *queues, *projections()), memory=memory)),
+            without,
+            views,
+        )
+    full = swav.loss(
+        EncodedBatch((*views, *queues, *projections()), memory={"seen": torch.tensor(4)})
+    )
     assert abs(float(full.detach()) / float(without.detach()) - 1) > 1e-3
 
 
@@ -127,7 +134,7 @@ def test_several_sets_are_averaged() -> None:
     sizes = (6, 3, 4)
     sets = [(cosines(7, s, k), cosines(7, s + 50, k)) for s, k in enumerate(sizes)]
     views = tuple(torch.cat(of, dim=1) for of in zip(*sets, strict=True))
-    ours = objective(prototypes=sizes).loss((*views, *projections()), None, {})
+    ours = objective(prototypes=sizes).loss(EncodedBatch((*views, *projections())))
     theirs = sum(SwaVLoss()(list(pair), []) for pair in sets) / 3
     assert_same(ours, theirs, tuple(leaf for pair in sets for leaf in pair))
 

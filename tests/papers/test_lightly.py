@@ -12,6 +12,9 @@ from lightly import loss as lightly
 from torch import Tensor
 
 from fedssl import config
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.siamese import Siamese
+from fedssl.objectives.swav import SwAV
 
 IMAGES, KEYS = 16, 64
 Loss = Callable[..., Tensor]
@@ -58,8 +61,8 @@ def test_rate_and_decay_fit_the_loss(method: str) -> None:
     encodings = torch.rand((4, IMAGES, width), generator=generator, dtype=torch.float64)
     encodings = encodings.sub(0.5).requires_grad_()
     memory = {"queue": bank(), "seen": torch.tensor(KEYS)} if method == "moco" else {}
-    seen = tuple(encodings[: 4 if objective.siamese else 2])
-    losses = (objective.loss(seen, None, memory), theirs(*encodings))
+    seen = tuple(encodings[: 4 if isinstance(objective, Siamese | SwAV) else 2])
+    losses = (objective.loss(EncodedBatch(seen, memory=memory)), theirs(*encodings))
     ours, lightlys = (torch.autograd.grad(loss, encodings)[0][:2] for loss in losses)
     difference = settings.client.lr * ours - rate * lightlys
     assert difference.norm() <= near * rate * lightlys.norm()

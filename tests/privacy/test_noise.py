@@ -26,6 +26,7 @@ from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies
 from fedssl.federation.algorithm import build_algorithm
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.cco import CCO
 from fedssl.objectives.moments import MomentObjective
 from fedssl.objectives.swav import SwAV
@@ -479,12 +480,13 @@ def test_the_bound_is_reached() -> None:
 def test_encodings_within_the_bound_are_left_alone() -> None:
     f, g = torch.randn(2, 9, 3, dtype=torch.float64)
     for wide, plain in zip(moment_objectives(100.0), moment_objectives(None), strict=True):
-        loss = wide.loss((f, g), None)
-        torch.testing.assert_close(loss, plain.loss((f, g), None))
+        loss = wide.loss(EncodedBatch((f, g)))
+        torch.testing.assert_close(loss, plain.loss(EncodedBatch((f, g))))
     for tight in moment_objectives(0.5):
         scaled = [x * 0.5 / x.norm(dim=1, keepdim=True) for x in (3 + f, 3 + g)]
         torch.testing.assert_close(
-            tight.loss((3 + f, 3 + g), None), tight.loss((scaled[0], scaled[1]), None)
+            tight.loss(EncodedBatch((3 + f, 3 + g))),
+            tight.loss(EncodedBatch((scaled[0], scaled[1]))),
         )
         torch.testing.assert_close(tight.bounded(3 + f), scaled[0])
 

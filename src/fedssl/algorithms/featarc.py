@@ -230,7 +230,7 @@ class FeatARC(Algorithm):
 
     def loss(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
         """Add λ × alignment to the objective's loss (Algorithm 2, line 10)."""
-        loss = self.objective.loss(encoded.encodings, encoded.labels, encoded.memory)
+        loss = self.objective.loss(encoded)
         return loss + self.misalignment(encoded, frozen)
 
     def misalignment(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 from fedssl.data.random import key, mix
 from fedssl.models.norms import STATISTICS_MOMENTUM
 from fedssl.objectives.batch import EncodedBatch, Loss, Steps
-from fedssl.objectives.memory import Tensors
 from fedssl.training.compiled import CompiledStep
 from fedssl.training.optim import Pull
 from fedssl.training.trainer import State, Trainer
@@ -226,11 +225,9 @@ class Client:
         """Return the objective's loss within each client."""
         return batch.mean_over_clients(self._checked_loss)
 
-    def _checked_loss(
-        self, encodings: tuple[Tensor, ...], labels: Tensor | None, memory: Tensors | None
-    ) -> Tensor:
+    def _checked_loss(self, batch: EncodedBatch) -> Tensor:
         """Return the objective's loss of one client; a user's own may return anything."""
-        value: object = self.trainer.objective.loss(encodings, labels, memory)
+        value: object = self.trainer.objective.loss(batch)
         if not isinstance(value, Tensor):
             raise self._no_loss(type(value).__name__)
         if value.ndim:

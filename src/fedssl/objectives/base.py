@@ -95,10 +95,8 @@ class Objective(ABC):
         return networks.online.predict(networks.online(views))
 
     @abstractmethod
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
-        """Return the loss of one client's batch: a pure function."""
+    def loss(self, batch: EncodedBatch) -> Tensor:
+        """Return the loss of one client's batch, a pure function of it."""
 
     def round_loss(self, client: LocalClient, start: Tensor) -> Loss | None:
         """Return the loss of a client's round from the weights ``start``, if a batch is too little.

@@ -14,8 +14,6 @@ from torch import Tensor
 from fedssl.objectives.memory import Tensors
 from fedssl.util.device import to_device
 
-BatchLoss = Callable[[tuple[Tensor, ...], Tensor | None, Tensors | None], Tensor]
-
 
 @dataclass(frozen=True)
 class EncodedBatch:
@@ -25,18 +23,18 @@ class EncodedBatch:
     """
 
     encodings: tuple[Tensor, ...]
-    labels: Tensor | None
-    sizes: NDArray[np.int64]  # samples of each client, in order; one entry for a single client
+    labels: Tensor | None = None
+    sizes: NDArray[np.int64] | None = None  # samples of each client, in order; None: one client
     memory: Tensors = field(default_factory=dict)  # the objective's, of a single client
 
-    def mean_over_clients(self, loss: BatchLoss) -> Tensor:
+    def mean_over_clients(self, loss: Loss) -> Tensor:
         """Average each client's own ``loss`` by samples: what FedAvg of one step descends.
 
         A merged cohort goes through the network as one batch and is taken apart here. Clients of
         the same size are one vectorized call.
         """
-        if len(self.sizes) == 1:
-            return loss(self.encodings, self.labels, self.memory)
+        if self.sizes is None:
+            return loss(self)
         total = self.encodings[0].new_zeros(())
         starts = np.cumsum(self.sizes) - self.sizes
         for size in np.unique(self.sizes):
@@ -44,9 +42,10 @@ class EncodedBatch:
             index = to_device(rows, self.encodings[0].device)
             encodings = tuple(e[index] for e in self.encodings)
             if self.labels is None:
-                losses = torch.vmap(lambda *e: loss(e, None, None))(*encodings)
+                losses = torch.vmap(lambda *e: loss(EncodedBatch(e)))(*encodings)
             else:
-                losses = torch.vmap(lambda y, *e: loss(e, y, None))(self.labels[index], *encodings)
+                labels = self.labels[index]
+                losses = torch.vmap(lambda y, *e: loss(EncodedBatch(e, y)))(labels, *encodings)
             total = total + losses.sum() * float(size)
         return total / float(self.sizes.sum())
 

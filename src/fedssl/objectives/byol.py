@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Encodings
-from fedssl.objectives.memory import Memory, Target, Tensors
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.memory import Memory, Target
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 
@@ -33,9 +33,7 @@ class BYOL(Predictive):
         """The target network; its momentum is m of FedEMA's Algorithm 1, line 22."""
         return Memory(Target(self.params.momentum, learns=not self.params.stop_gradient))
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the sum of both directions' 2 − 2 cos."""
-        p1, p2, t1, t2 = encodings
+        p1, p2, t1, t2 = batch.encodings
         return 4 - 2 * (cosine(p1, t2) + cosine(p2, t1))

@@ -24,7 +24,7 @@ class CCO(MomentObjective):
 
     >>> cco = CCO(CCO.Params("cco"))
     >>> f = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]])
-    >>> cco.loss((f, f), None)
+    >>> cco.loss(EncodedBatch((f, f)))
     tensor(0.)
     """
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.data.random import choose, permutation
 from fedssl.data.random import key as random_key
-from fedssl.objectives.base import Encodings, LocalClient, ProjectorObjective, ProjectorParams
+from fedssl.objectives.base import LocalClient, ProjectorObjective, ProjectorParams
 from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.memory import Tensors
 from fedssl.util.device import to_device
 
 ITERATIONS = 10  # of k-means
@@ -56,9 +55,7 @@ class DeepCluster(ProjectorObjective):
         """Return the loss of a client's round, with a bank of its samples' projections."""
         return RoundLoss(self.params, client, fill_bank(client, start))
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Fail: clusters need all samples of a client (``round_loss``)."""
         raise NotImplementedError
 

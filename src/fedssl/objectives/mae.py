@@ -16,7 +16,7 @@ from fedssl.models.network import Backbone, Heads, Tower
 from fedssl.models.norms import Norm
 from fedssl.models.vit import EPSILON, WIDTH, Layer, ViT, patches, positions
 from fedssl.objectives.base import Encodings, Networks, Objective
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.util.errors import UserError
 
 VISIBLE = 4  # one patch of four is visible, so 75% are masked
@@ -82,11 +82,9 @@ class MAE(Objective):
         tokens = encoder.tokens(pixels[:, :seen], places[:, :seen])
         return tower.head(tokens, places), pixels[:, seen:]
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the mean over all masked pixels."""
-        rebuilt, pixels = encodings
+        rebuilt, pixels = batch.encodings
         return F.mse_loss(rebuilt, pixels)
 
 

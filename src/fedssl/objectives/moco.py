@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedssl.config import key
 from fedssl.objectives.base import Encodings, ProjectorParams
-from fedssl.objectives.memory import Queue, Target, Tensors
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.memory import Queue, Target
 from fedssl.objectives.siamese import Siamese
 
 TEMPERATURES = {1: 0.07, 2: 0.2}
@@ -52,12 +53,10 @@ class MoCo(Siamese):
         width = self.params.projector[-1]
         return Queue(self.params.queue, width, target=Target(self.params.momentum))
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the loss with the queue's keys as negatives."""
-        assert memory is not None
-        return self.contrast(encodings, memory["queue"], self.memory.free_places(memory))
+        negatives, empty = batch.memory["queue"], self.memory.free_places(batch.memory)
+        return self.contrast(batch.encodings, negatives, empty)
 
     def contrast(self, encodings: Encodings, negatives: Tensor, empty: Tensor) -> Tensor:
         """Return the sum of both directions' cross-entropy (He et al. 2020, Eq. 1)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedssl.config import ObjectiveParams, key
 from fedssl.objectives.base import Encodings, ProjectorObjective, ProjectorParams
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.batch import EncodedBatch
 
 Moments = dict[str, Tensor]
 Centre = dict[str, Tensor]
@@ -84,12 +84,10 @@ class MomentObjective(ProjectorObjective):
     def loss_of(self, moments: Moments, centre: Centre) -> Tensor:
         """Return the loss as a function of moments."""
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the loss of a batch from its own moments."""
-        centre = self.centre(encodings)
-        return self.loss_of(self.moments(encodings, centre), centre)
+        centre = self.centre(batch.encodings)
+        return self.loss_of(self.moments(batch.encodings, centre), centre)
 
 
 def off_diagonal_square(matrix: Tensor) -> Tensor:

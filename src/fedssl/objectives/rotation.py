@@ -12,7 +12,7 @@ from fedssl.config import ObjectiveParams
 from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Encodings, Networks, Objective
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.batch import EncodedBatch
 
 ROTATIONS = 4  # by 0, 90, 180 and 270 degrees, counter-clockwise
 
@@ -50,9 +50,8 @@ class Rotation(Objective):
             tuple(torch.rot90(square, turns, (2, 3)) for turns in range(ROTATIONS))
         )
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the mean cross-entropy over images and their rotations (section 3.1)."""
-        turns = torch.arange(ROTATIONS, device=encodings[0].device)
-        return F.cross_entropy(torch.cat(encodings), turns.repeat_interleave(len(encodings[0])))
+        logits = torch.cat(batch.encodings)
+        turns = torch.arange(ROTATIONS, device=logits.device)
+        return F.cross_entropy(logits, turns.repeat_interleave(len(batch.encodings[0])))

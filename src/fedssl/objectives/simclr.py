@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedssl.config import key
 from fedssl.objectives.base import Encodings, ProjectorObjective, ProjectorParams
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.batch import EncodedBatch
 
 PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
 
@@ -48,11 +48,9 @@ class SimCLR(ProjectorObjective):
         assert self.params.temperature is not None
         return self.params.temperature
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return NT-Xent of the batch alone."""
-        return self.contrast(encodings)
+        return self.contrast(batch.encodings)
 
     def contrast(self, encodings: Encodings, negatives: Tensor | None = None) -> Tensor:
         """Return the mean over both directions of −log softmax of the partner's similarity.

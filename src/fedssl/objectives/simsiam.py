@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedssl.objectives.base import Encodings
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.siamese import Predictive, PredictorParams, cosine
 
 
@@ -14,11 +13,9 @@ class SimSiam(Predictive):
 
     Params = PredictorParams
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return minus the mean cosine over both directions."""
-        p1, p2, z1, z2 = encodings
+        p1, p2, z1, z2 = batch.encodings
         if self.params.stop_gradient:
             z1, z2 = z1.detach(), z2.detach()
         return -(cosine(p1, z2) + cosine(p2, z1)) / 2

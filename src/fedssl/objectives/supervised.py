@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from fedssl.config import ObjectiveParams
 from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Encodings, Objective
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.base import Objective
+from fedssl.objectives.batch import EncodedBatch
 
 
 class Supervised(Objective):
@@ -28,9 +28,7 @@ class Supervised(Objective):
         """Return the classifier."""
         return Heads(nn.Linear(encoder.features, classes))
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the mean cross-entropy."""
-        assert labels is not None
-        return F.cross_entropy(encodings[0], labels)
+        assert batch.labels is not None
+        return F.cross_entropy(batch.encodings[0], batch.labels)

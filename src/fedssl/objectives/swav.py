@@ -12,7 +12,8 @@ from fedssl.config import key
 from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Encodings, Networks, ProjectorObjective, ProjectorParams
-from fedssl.objectives.memory import Memory, Queue, Tensors
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.memory import Memory, Queue
 
 
 class SwAV(ProjectorObjective):
@@ -79,14 +80,12 @@ class SwAV(ProjectorObjective):
         queues = networks.memory["queue"].unbind() if networks.memory else ()
         return networks.online.predict(projections + queues) + projections
 
-    def loss(
-        self, encodings: Encodings, labels: Tensor | None, memory: Tensors | None = None
-    ) -> Tensor:
+    def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the mean of Eq. 2 over views and sets of prototypes."""
-        full = memory["seen"] >= self.params.queue if memory else None
-        sets = zip(*(e.split(self.params.prototypes, dim=1) for e in encodings[:-2]), strict=True)
+        full = batch.memory["seen"] >= self.params.queue if batch.memory else None
+        scores = (e.split(self.params.prototypes, dim=1) for e in batch.encodings[:-2])
         losses = []
-        for first, second, *queues in sets:
+        for first, second, *queues in zip(*scores, strict=True):
             code1, code2 = self.codes(first, queues[:1], full), self.codes(second, queues[1:], full)
             losses += [self._cross_entropy(first, code2), self._cross_entropy(second, code1)]
         return torch.stack(losses).mean()

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -149,11 +148,9 @@ class CompiledStep:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         trainer, encodings = self.trainer, self.trainer.encode_samples(members, state)
         labels = None if trainer.labels is None else trainer.labels[members]
-        if self.function is None:
-            return trainer.objective.loss(encodings, labels, trainer.memory), encodings
-        one = np.array([len(members)])
-        batch = EncodedBatch(encodings, labels, one, trainer.memory)
-        return self.function(batch, *inputs), encodings
+        batch = EncodedBatch(encodings, labels, memory=trainer.memory)
+        loss = self.function or trainer.objective.loss
+        return loss(batch, *inputs), encodings
 
     def _update_weights(self) -> None:
         self.trainer.update(self.lr, self.pull)

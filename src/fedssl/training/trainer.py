@@ -146,8 +146,7 @@ class Trainer:
         """Augment and encode some samples; ``state`` seeds each sample's views."""
         encodings = (self._encoder or self.encode_samples)(members, state)
         labels = None if self.labels is None else self.labels[members]
-        one = np.array([len(members)]) if sizes is None else sizes
-        return EncodedBatch(encodings, labels, one, self.memory)
+        return EncodedBatch(encodings, labels, sizes, self.memory)
 
     def encode_samples(self, members: Tensor, state: Tensor) -> Encodings:
         """Return the encodings of some samples' views."""
