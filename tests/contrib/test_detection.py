@@ -24,7 +24,7 @@ from fedssl.models.network import initialize
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
-from fedssl.util.files import save, write_json
+from fedssl.util.files import save_tensors, write_json
 
 pytest.importorskip("pycocotools")
 SIDE = 48
@@ -66,7 +66,9 @@ def a_run(folder: Path, name: str = "resnet18", channels: int = 3, size: int = 3
     folder.mkdir()
     body = encoder(Encoder(name, "batch"), channels, size)
     initialize(body, seed=5)
-    save(folder / "encoder.safetensors", {k: v.clone() for k, v in body.state_dict().items()}, {})
+    save_tensors(
+        folder / "encoder.safetensors", {k: v.clone() for k, v in body.state_dict().items()}, {}
+    )
     made = {"name": name, "norm": "batch", "groups": 32, "towers": 1, "init": None}
     note = {"encoder": made, "channels": [channels], "size": [size] * 2}
     note |= {"model": "global", "features": body.features}

@@ -27,8 +27,7 @@ from fedssl.encoder.search import search
 from fedssl.models.encoders import encoder
 from fedssl.models.network import initialize
 from fedssl.util.errors import UserError
-from fedssl.util.files import write_json
-from fedssl.util.outputs import write_text
+from fedssl.util.files import write_json, write_text
 
 SIZE = 16
 

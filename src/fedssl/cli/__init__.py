@@ -19,7 +19,7 @@ from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
 from fedssl.cli.arguments import Parser
 from fedssl.util.console import protect_streams
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.outputs import FULL
+from fedssl.util.files import FULL
 from fedssl.util.tuning import shorten_thread_waits
 
 EXAMPLES = """examples:

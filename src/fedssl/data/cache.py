@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl.util.errors import UserError
-from fedssl.util.outputs import FULL
+from fedssl.util.files import FULL
 
 Array = NDArray[Any]
 Meta = dict[str, Any]

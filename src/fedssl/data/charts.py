@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from fedssl.data.client_table import count_labels, mean_distance
 from fedssl.data.dataset import Groups
-from fedssl.util import outputs
+from fedssl.util import files
 from fedssl.util.text import name_client
 
 MOST_CLIENTS = 100
@@ -100,7 +100,7 @@ def draw_points(groups: Mapping[str, NDArray[np.float64]]) -> Image.Image:
 
 def save(image: Image.Image, path: Path, option: str = "--out") -> None:
     """Write a PNG file."""
-    with outputs.replacing(path, option) as new:
+    with files.replace_output(path, option) as new:
         image.save(new, "PNG")
 
 

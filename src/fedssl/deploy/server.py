@@ -32,7 +32,7 @@ from fedssl.runs.build import Experiment, assemble
 from fedssl.runs.folder import check_folder, lock
 from fedssl.runs.loop import Interrupted, run_experiment
 from fedssl.util.errors import TrainingError, UserError, resume_hint
-from fedssl.util.files import writing
+from fedssl.util.files import explain_write_errors
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
@@ -85,7 +85,7 @@ def claim_folder(out: Path, resume: bool) -> Iterator[None]:
 def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any]:
     kept, plugin_texts = keep(config, out)
     if resume:
-        with writing(f"out={out}"):
+        with explain_write_errors("out", out):
             bring_back(out, plugin_texts)
     check_folder(kept, out, resume)
     # Otherwise these would be refused only after all sites have come.
@@ -106,7 +106,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     experiment = build_server_experiment(config, transport.sites)
     assert isinstance(experiment.engine, RemoteEngine)
     experiment.engine.transport = transport
-    with writing(f"out={out}"):
+    with explain_write_errors("out", out):
         bring_back(out, plugin_texts)
     return run_experiment(experiment, kept, out, resume)
 

@@ -24,7 +24,7 @@ from fedssl.data.image_files import find_images, image_extensions
 from fedssl.encoder.load import ImageEncoder, load_encoder
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
-from fedssl.util.outputs import replacing
+from fedssl.util.files import replace_output
 
 Rows = NDArray[np.float32]
 Write = Callable[[Sequence[str], Rows], object]  # appends paths and their embeddings to a file
@@ -89,7 +89,7 @@ def embed(run: Path, images: str, to: Path, batch: int, device: str) -> int:
     if to.suffix.lower() == ".parquet":
         _check_pyarrow(to)
     skipped, count = dict[str, str](), 0
-    with replacing(to, "--to", private=True) as new:
+    with replace_output(to, "--to", private=True) as new:
         encoder = open_encoder(run, batch, device)
         files = find_files(images)
         with FORMATS[to.suffix.lower()](new, encoder.features) as write:

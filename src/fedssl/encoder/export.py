@@ -11,7 +11,7 @@ from fedssl.encoder import hub
 from fedssl.encoder.formats import ENDINGS, WRITERS, describe, write_checked
 from fedssl.encoder.load import load_encoder, parse_note, read_note, run_folder
 from fedssl.models.weights import NOTE, SUFFIXES, find_model
-from fedssl.util import outputs
+from fedssl.util import files
 from fedssl.util.errors import UserError
 
 
@@ -35,7 +35,7 @@ def export(run: Path, format: str, out: Path | None) -> Iterator[str]:
         beside = path.with_name(f"{path.name}.json")
         if path.name == "encoder.safetensors":
             beside = path.with_name(NOTE)  # load_encoder then takes the folder
-        outputs.write_text(beside, json.dumps(describe(encoder), indent=2) + "\n", "--out")
+        files.write_output(beside, json.dumps(describe(encoder), indent=2) + "\n", "--out")
         yield f"{beside}: description and preprocessing"
 
 
@@ -59,5 +59,5 @@ def _choose_file(run: Path, format: str, out: Path | None) -> Path:
     path = target if target.suffix == ending else target / f"{name}{ending}"
     if (run_folder(path) / "config.yaml").exists():
         raise UserError("inside a run's folder", key="--out", value=out, fix="Use another folder.")
-    outputs.folder(path.parent, "--out")
+    files.make_output_folder(path.parent, "--out")
     return path

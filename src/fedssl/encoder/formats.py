@@ -23,7 +23,7 @@ from fedssl.data.places import use_local_copy
 from fedssl.encoder.load import HEADER, ImageEncoder, load_encoder, run_folder
 from fedssl.models.norms import StandardizedConv2d, standardize
 from fedssl.runs.reader import RunReader
-from fedssl.util import outputs
+from fedssl.util import files
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.text import format_bytes
 
@@ -36,7 +36,7 @@ Writer = Callable[[ImageEncoder, Path], Infer]
 
 def write_checked(run: Path, encoder: ImageEncoder, path: Path, write: Writer) -> Iterator[str]:
     """Write one file if its embeddings equal the encoder's; yield lines for the console."""
-    with outputs.replacing(path, "--out") as new:
+    with files.replace_output(path, "--out") as new:
         infer = write(encoder, new)
         images, origin = load_check_images(run, encoder)
         difference, line = measure_difference(encoder, infer, images)

@@ -28,7 +28,7 @@ from fedssl.privacy.exchanges import list_exchanges
 from fedssl.privacy.leakage import describe_leaks
 from fedssl.runs.reader import RunReader
 from fedssl.runs.result import format_result
-from fedssl.util import outputs
+from fedssl.util import files
 from fedssl.util.errors import UserError
 from fedssl.util.templates import load_templates
 
@@ -47,13 +47,13 @@ def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iter
     }
     folder = out or run / "export" / "hf"
     _check_free(folder)
-    outputs.folder(folder, "--out")
+    files.make_output_folder(folder, "--out")
     for encoder, suffix in zip(encoders, SUFFIXES, strict=False):
         header = {"format": "pt", HEADER: json.dumps(describe(encoder))}
         path = folder / f"model{suffix}.safetensors"
         yield from write_checked(run, encoder, path, functools.partial(save_weights, header=header))
     for name, text in texts.items():
-        outputs.write_text(folder / name, text, "--out")
+        files.write_output(folder / name, text, "--out")
     yield f"{folder}: read README.md and complete it before you publish it"
 
 

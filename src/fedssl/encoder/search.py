@@ -19,7 +19,7 @@ from fedssl.encoder.embed import (
     report_skipped,
 )
 from fedssl.util.errors import UserError
-from fedssl.util.outputs import check_page, replacing
+from fedssl.util.files import check_html, replace_output
 from fedssl.util.templates import load_templates
 
 THUMBNAIL = 192  # pixels per side
@@ -35,8 +35,8 @@ def search(
     with contextlib.ExitStack() as stack:
         page = None
         if html is not None:
-            check_page(html, "--html")
-            page = stack.enter_context(replacing(html, "--html", private=True))
+            check_html(html, "--html")
+            page = stack.enter_context(replace_output(html, "--html", private=True))
         encoder = open_encoder(run, batch, device)
         direction = F.normalize(encoder.embed([query])[0], dim=0)
         files = [path for path in find_files(images) if not _is_same_file(path, query)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedssl.engines.remote.codec import MalformedError
 from fedssl.training.trainer import State
-from fedssl.util.files import save
+from fedssl.util.files import save_tensors
 from fedssl.util.trees import flatten, leaves, unflatten
 
 
@@ -67,7 +67,7 @@ class Store:
             raise MalformedError("training gave numbers that are not finite")
         flat = {name: leaf.detach().cpu().contiguous() for name, leaf in flatten(state).items()}
         path = self.folder / str(client) / f"{round}-{history.names[-1]}.safetensors"
-        save(path, flat, {}, can_resume=False)
+        save_tensors(path, flat, {}, can_resume=False)
         files = self._files(client)
         counting = [made for _, made, attempt in files if history.counts(made, attempt)]
         needed = max((made for made in counting if made < history.committed), default=0)

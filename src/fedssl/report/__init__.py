@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.runs.reader import find_runs
-from fedssl.util import outputs
+from fedssl.util import files
 from fedssl.util.errors import UserError
 
 SILENT_SECONDS = 3.0  # before progress is printed
@@ -20,15 +20,15 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     from fedssl.report.page import build_page
 
     target = _choose_file(runs) if out is None else out
-    outputs.check_page(target, "--out")
-    outputs.folder(target.parent, "--out")
+    files.check_html(target, "--out")
+    files.make_output_folder(target.parent, "--out")
     started = time.monotonic()
 
     def say(text: str) -> None:
         if time.monotonic() - started > SILENT_SECONDS:
             print(f"report: {text}", file=sys.stderr)
 
-    with outputs.replacing(target, "--out", private=True) as new:  # it shows images
+    with files.replace_output(target, "--out", private=True) as new:  # it shows images
         new.write_text(build_page(find_runs(runs), say), encoding="utf-8")
     return target
 

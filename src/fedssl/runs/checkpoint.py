@@ -15,7 +15,7 @@ from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.runs.build import Experiment
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.files import save
+from fedssl.util.files import save_tensors
 from fedssl.util.trees import Tree, flatten, unflatten
 
 FILE = Path("checkpoint") / "state.safetensors"
@@ -43,7 +43,7 @@ def write(out: Path, experiment: Experiment) -> None:
     for client in sorted(states.changed):
         state = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
         _check_finite(state, experiment, out)
-        save(_client_file(out, client, server.round), state, {})
+        save_tensors(_client_file(out, client, server.round), state, {})
         states.versions[client] = server.round
     states.changed.clear()
     notes = {
@@ -55,7 +55,7 @@ def write(out: Path, experiment: Experiment) -> None:
     }
     if not experiment.of_sites:  # whose images are elsewhere
         notes["files"] = json.dumps(dict(experiment.dataset.files))
-    save(out / FILE, tensors, notes)
+    save_tensors(out / FILE, tensors, notes)
     engine.committed(server.round)
     _remove_old(out, states.versions)
 

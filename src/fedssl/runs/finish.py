@@ -14,7 +14,7 @@ from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, metrics
 from fedssl.runs.build import Experiment
 from fedssl.util.device import name_device
-from fedssl.util.files import save, write_json
+from fedssl.util.files import save_tensors, write_json
 
 MOST_PERSONAL_FILES = 100
 
@@ -121,4 +121,4 @@ def _save_towers(experiment: Experiment, weights: torch.Tensor, out: Path, name:
     for tower, suffix in enumerate(SUFFIXES[: experiment.config.encoder.towers]):
         state = experiment.tower(tower).encoder.state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
-        save(out / f"{name}{suffix}.safetensors", tensors, {})
+        save_tensors(out / f"{name}{suffix}.safetensors", tensors, {})

@@ -16,7 +16,7 @@ from fedssl import config
 from fedssl.config import Config, Recipe
 from fedssl.runs.reader import LOCK, RunReader
 from fedssl.util.errors import UserError, format_resume
-from fedssl.util.files import write_text, writing
+from fedssl.util.files import explain_write_errors, write_text
 
 if TYPE_CHECKING:
     from fedssl.data.dataset import Dataset
@@ -89,7 +89,7 @@ def lock(
     """
     import fcntl
 
-    with writing(f"{key} {folder}"):
+    with explain_write_errors(key, folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a+", encoding="utf-8")
     with file:

@@ -46,7 +46,7 @@ from fedssl.runs.folder import (
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.validate import check_environment, list_warnings
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.files import write_json, writing
+from fedssl.util.files import explain_write_errors, write_json
 
 Say = Callable[[str], None]
 
@@ -112,7 +112,7 @@ class RunInFolder:
 
     def __init__(self, experiment: Experiment, settings: Config, out: Path, resume: bool) -> None:
         self.experiment, self.settings, self.out = experiment, settings, out
-        with writing(f"--out {out}"):
+        with explain_write_errors("--out", out):
             out.mkdir(parents=True, exist_ok=True)
             if resume and is_started(out):
                 update_config(settings, out)

@@ -24,7 +24,7 @@ from fedssl.runs.reader import read_json
 from fedssl.training.trainer import precision_on
 from fedssl.util.device import name_device, pick_device
 from fedssl.util.errors import TrainingError, UserError, resume_hint
-from fedssl.util.files import write_text, writing
+from fedssl.util.files import explain_write_errors, write_text
 from fedssl.util.text import align_columns, name_measure
 
 ROOT = Path("runs") / "reproduce"
@@ -447,6 +447,6 @@ def _write(job: Job, commit: str | None, failed: str = "") -> None:
     rows = _lines(job) | {(job.name, job.choice): job.record(commit, failed)}
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
     path = job.root / job.table / TABLE
-    with writing(f"--out {job.root}"):
+    with explain_write_errors("--out", job.root):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)

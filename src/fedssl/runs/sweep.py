@@ -35,7 +35,7 @@ from fedssl.runs.reader import RunReader
 from fedssl.runs.split import split_clients
 from fedssl.runs.validate import check_environment
 from fedssl.util.errors import TrainingError, UserError, format_resume
-from fedssl.util.files import LONGEST, write_text, writing
+from fedssl.util.files import LONGEST, explain_write_errors, write_text
 from fedssl.util.text import format_measures
 
 Place = tuple[config.Data, int]  # the data and the seed, by which a data set is loaded
@@ -195,7 +195,7 @@ def _placed(tree: Recipe, one: Config) -> Recipe:
 
 
 def _write(tree: Recipe, out: Path) -> None:
-    with writing(f"--out {out}"):
+    with explain_write_errors("--out", out):
         write_text(out / SWEEP, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 
@@ -204,7 +204,7 @@ def update_all_places(begun: Mapping[Path, Config]) -> None:
     for folder, own in begun.items():
         for each in (folder, *(folder / "baselines").glob("*")):
             if is_started(each):
-                with writing(f"--out {each}"):
+                with explain_write_errors("--out", each):
                     update_places(own, each)
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-from fedssl.util.outputs import FULL
+from fedssl.util.files import FULL
 
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF)  # a closed pipe, terminal or descriptor
 

@@ -1,8 +1,9 @@
-"""Files that are there whole or not at all."""
+"""Write files that a reader sees whole or not at all, and explain errors of the disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -14,62 +15,116 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedssl.util.errors import UserError
-from fedssl.util.outputs import FULL
 
-LONGEST = 255  # bytes of a folder's name, wherever one is likely to be
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LONGEST = 255  # bytes of a folder's name, on most file systems
 
 
 @contextlib.contextmanager
-def writing(where: str) -> Iterator[None]:
-    """What the disk refuses of a run's folder is one line."""
+def replace_file(path: Path, private: bool = False) -> Iterator[Path]:
+    """Yield an empty file that takes the place of ``path`` if all goes well.
+
+    Only its owner can read a ``private`` file.
+    """
+    new = path.with_name(f".{path.name}.new")
     try:
-        yield
-    except OSError as error:
-        fix = "make room" if error.errno in FULL else "make it writable"
-        raise UserError(
-            f"{where}: cannot be written ({error.strerror}); {fix}, or choose another folder"
-        ) from None
+        new.unlink(missing_ok=True)  # left by a killed process
+        new.touch(mode=0o600 if private else 0o666)
+        yield new
+        new.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
-def save(
+def write_text(path: Path, text: str) -> None:
+    """Write a small file."""
+    with replace_file(path) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write numbers and names, for people and programs."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def save_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], can_resume: bool = True
 ) -> None:
-    """Write a safetensors file so that a reader sees the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
+    """Write a safetensors file, and wait until it is on the disk."""
     try:
-        save_file(_apart(tensors), new, metadata)
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path, private=True) as new:
+            save_file(_with_own_memory(tensors), new, metadata)
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
     except (SafetensorError, OSError) as error:
-        new.unlink(missing_ok=True)
         raise UserError(
-            f"{path}: cannot be written ({error})",
+            f"{path} cannot be written ({error})",
             "a file cannot be written; make room",
             fix="Make room. What was saved before is kept." if can_resume else "Make room.",
             can_resume=can_resume,
         ) from None
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own, as the format wants it: one may be a part of another."""
+def _with_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory with another, as the format demands."""
     places: set[int] = set()
-    found = {}
+    copies = {}
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in places else tensor
+        copies[name] = tensor.clone() if place in places else tensor
         places.add(place)
-    return found
+    return copies
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Numbers and names, for people and programs."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+@contextlib.contextmanager
+def explain_write_errors(key: str, path: Path) -> Iterator[None]:
+    """Turn errors of the disk into one line about ``path``, which the option ``key`` named."""
+    try:
+        yield
+    except OSError as error:
+        raise _explain(key, path, error) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+def _explain(key: str, path: Path, error: OSError) -> UserError:
+    fix = "Make room" if error.errno in FULL else "Make the folder writable"
+    problem = f"cannot be written ({error.strerror})"
+    return UserError(problem, key=key, value=path, fix=f"{fix}, or choose another place.")
+
+
+@contextlib.contextmanager
+def replace_output(path: Path, key: str, private: bool = False) -> Iterator[Path]:
+    """Replace a file that the option ``key`` named; refuse it before any work is done."""
+    with contextlib.ExitStack() as stack:
+        with explain_write_errors(key, path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if path.exists() and not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            new = stack.enter_context(replace_file(path, private))
+        try:
+            yield new
+        except OSError as error:
+            if error.errno not in FULL:  # not about this file
+                raise
+            raise _explain(key, path, error) from None
+
+
+def write_output(path: Path, text: str, key: str) -> None:
+    """Write a small file that the option ``key`` named."""
+    with replace_output(path, key) as new:
+        new.write_text(text, encoding="utf-8")
+
+
+def make_output_folder(path: Path, key: str) -> None:
+    """Make a folder that the option ``key`` named, unless it exists."""
+    with explain_write_errors(key, path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def check_html(path: Path, key: str) -> None:
+    """Check that a page has the name of an HTML file, as it replaces what has its name."""
+    if path.suffix.lower() not in (".html", ".htm") and not path.is_dir():
+        fix = f"Use a name such as {path.stem}.html."
+        raise UserError("a page is an HTML file", key=key, value=path, fix=fix)

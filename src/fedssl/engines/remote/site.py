@@ -25,7 +25,7 @@ from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
 from fedssl.privacy.checks import survivors_needed
 from fedssl.util.errors import UserError
-from fedssl.util.files import save
+from fedssl.util.files import replace_file, save_tensors
 from fedssl.util.trees import Tree
 
 
@@ -115,7 +115,8 @@ class Site:
             reply = Reply(tensors=pack({"masked": torch.from_numpy(vector)}))
         elif secure.step == "unmask":
             reply = Reply(message=masker.unmask(message))
-        _write_secret(path, masker.to_bytes())
+        with replace_file(path, private=True) as new:
+            new.write_bytes(masker.to_bytes())
         return reply
 
     def _check_threshold(self, clients: int, threshold: int) -> None:
@@ -156,7 +157,7 @@ class Site:
             if int(old.name.split("-")[0]) <= request.round:  # a later round may be at work
                 shutil.rmtree(old, ignore_errors=True)
         if here:
-            save(place / f"{request.exchange}.safetensors", here, {}, can_resume=False)
+            save_tensors(place / f"{request.exchange}.safetensors", here, {}, can_resume=False)
         for exchange in {number for number, _ in request.known.values()}:
             before = load_file(place / f"{exchange}.safetensors")
             for name, (number, there) in request.known.items():
@@ -171,14 +172,6 @@ def _clear_secrets(path: Path, client: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in path.parent.glob(f"{client}-*"):
         old.unlink(missing_ok=True)
-
-
-def _write_secret(path: Path, data: bytes) -> None:
-    """Whole or not at all, and for nobody else to read."""
-    new = path.with_suffix(".new")
-    new.touch(mode=0o600)
-    new.write_bytes(data)
-    new.replace(path)
 
 
 def _to(tree: Tree, device: torch.device) -> Tree:
