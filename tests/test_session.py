@@ -37,7 +37,7 @@ def small(*words: str) -> config.Config:
 
 def test_judging_at_another_size_and_without_labels() -> None:
     same, other = build_experiment(small()), build_experiment(small("evaluate.size=24"))
-    assert other.evaluator.dataset.train.images[0].shape[2:] == (24, 24)
+    assert other.evaluator.data.train.images[0].shape[2:] == (24, 24)
     weights = same.trainer.initial
     assert same.evaluator.evaluate(weights) != other.evaluator.evaluate(weights)
     unlabeled = build_experiment(small("evaluate.size=24", "evaluate.protocols=unlabeled"))
@@ -172,7 +172,9 @@ def test_the_heads_accuracy_by_hand(cases: bool) -> None:
     if cases:  # a case has one label
         labels = labels[::2].repeat_interleave(2)
     made = Split((test.images[0][order],), labels, cases=groups)
-    session.evaluator.dataset = replace(session.dataset, test=made)
+    session.evaluator.data = replace(
+        session.evaluator.data, dataset=replace(session.dataset, test=made)
+    )
     score = session.evaluator.evaluate(session.trainer.initial)["head_top1"]
     with torch.no_grad():
         logits = session.tower().eval()(made.images[0].float() / 255)

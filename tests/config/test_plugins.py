@@ -22,7 +22,7 @@ from fedssl.cli import main
 from fedssl.config import plugins
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
-from fedssl.evaluate import parse
+from fedssl.evaluate.registry import parse_protocol
 from fedssl.runs import loop, metrics
 from fedssl.util.errors import UserError
 
@@ -208,10 +208,10 @@ def test_other_names_that_will_not_do(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             config.resolve(config.read_recipe(None), words)
     with pytest.raises(UserError, match="a protocol is a function"):
-        parse(f"{mine}:Own")
+        parse_protocol(f"{mine}:Own")
     with pytest.raises(UserError, match="whole number above 0"):
-        parse(f"{mine}:f@many")
-    assert parse(f"{mine}:f@10%") == (f"{mine}:f", 0.1)
+        parse_protocol(f"{mine}:f@many")
+    assert parse_protocol(f"{mine}:f@10%").amount == 0.1
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert kind("new") == "their_package" == kind("their_package:Theirs")
     assert kind("fedavg") == "fedssl.algorithms.fedavg"
-    assert parse("theirs@50") == ("theirs", 50)
+    assert parse_protocol("theirs@50").amount == 50
     with pytest.raises(UserError, match=r"algorithm.name=two: first and second both have it"):
         kind("two")
     with pytest.raises(UserError, match=r"algorithm.name=bad: AttributeError"):

@@ -15,8 +15,9 @@ from PIL import Image
 from fedssl import config
 from fedssl.data.dataset import Split
 from fedssl.data.partition import partition
-from fedssl.evaluate import SHARES, collaborative
+from fedssl.evaluate import collaborative
 from fedssl.evaluate.linear import Training
+from fedssl.evaluate.registry import NAMES
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
@@ -103,7 +104,7 @@ def shrunk(name: str) -> dict[str, Any]:
 
 def _fewer(spec: str, labels: int) -> str:
     name, at, _ = spec.partition("@")
-    if name in SHARES:
+    if NAMES[name].option == "share":
         return f"{name}@50%" if name == "collaborative" else f"{name}@10%"
     return f"{name}@{labels}" if at else name
 

@@ -25,7 +25,7 @@ from fedssl.data.dataset import Dataset, Split
 from fedssl.data.heterogeneity import STYLES, Sources, alter_training_images, find_clusters
 from fedssl.data.load import load_dataset
 from fedssl.data.random import key
-from fedssl.evaluate import per_client
+from fedssl.evaluate import linear, per_client
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Heads, Tower, build
 from fedssl.runs.build import build_experiment
@@ -172,7 +172,7 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
     own, test = session.trainer.images[0].cpu(), session.dataset.test
     assert test is not None and plain.test is not None
     assert torch.equal(test.images[0], plain.test.images[0])
-    assert torch.equal(session.evaluator.dataset.train.images[0], own)
+    assert torch.equal(session.evaluator.data.train.images[0], own)
     for k in range(4):
         part = torch.from_numpy(session.engine.groups[k])
         if words is ROTATION:
@@ -200,13 +200,14 @@ def test_each_client_is_judged_on_test_images_like_its_own(size: int) -> None:
         session.evaluator._score_clients(session.trainer.initial),
         session.tower().encoder,
     )
-    train = session.evaluator.dataset.train
+    train = session.evaluator.data.train
     assert train.labels is not None
     features = (
         extract(encoder, x) for x in (train.images[0], session.evaluator.client_test_images)
     )
-    known = (next(features), train.labels, next(features), plain.labels)
-    wanted_scores = per_client.scores(*known, session.evaluator.client_tests, 10, "logistic", 0)
+    head = linear.fit(next(features), train.labels, 10)
+    tests = session.evaluator.client_tests
+    wanted_scores = per_client.accuracies(head, next(features), plain.labels, tests)
     np.testing.assert_allclose(found, wanted_scores)
 
 
@@ -223,7 +224,7 @@ def test_test_images_have_a_clients_sources_in_their_shares() -> None:
 
 def test_other_sizes_to_judge_at_are_altered_alike() -> None:
     config = resolved(*ROTATION, "partition.clients=4", "cohort.size=null", "evaluate.size=12")
-    train = build_experiment(config).evaluator.dataset.train
+    train = build_experiment(config).evaluator.data.train
     plain = load_dataset(config.data, config.seed, 12).train.images[0]
     of = assign(config, load_run_dataset(config)).labels
     assert of is not None and train.images[0].shape[-1] == 12

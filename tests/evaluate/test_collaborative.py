@@ -16,8 +16,8 @@ from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
 from fedssl.deploy.introduction import Introduction
 from fedssl.deploy.server import build_server_experiment
-from fedssl.evaluate import collaborations, collaborative, finetune
-from fedssl.evaluate.collaborative import FineTuning, draw
+from fedssl.evaluate import collaborative, finetune
+from fedssl.evaluate.collaborative import FineTuning, configure, draw_images
 from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.runs import loop
@@ -69,7 +69,7 @@ def owned(drawn, groups):
 def test_each_client_labels_its_share_of_each_of_its_classes(seed):
     train = labels_of(*[0] * 100, *[0] * 30, *[1] * 70, *[c for c in range(10) for _ in range(29)])
     groups = groups_of(100, 100, 290)
-    drawn = draw(settings(f"seed={seed}"), groups, train, 0.1)
+    drawn = draw_images(settings(f"seed={seed}"), groups, train, 0.1)
     assert drawn.sizes.tolist() == [10, 10, 29]
     owned(drawn, groups)
     counts = [np.bincount(train.labels.numpy()[drawn[k]], minlength=10) for k in range(3)]
@@ -81,10 +81,10 @@ def test_each_client_labels_its_share_of_each_of_its_classes(seed):
 def test_shares_are_rounded_down_but_not_to_nothing():
     train = labels_of(*np.arange(146) % 3)
     groups = groups_of(29, 100, 9, 1, 7)
-    sizes = draw(settings(), groups, train, 0.29).sizes.tolist()
+    sizes = draw_images(settings(), groups, train, 0.29).sizes.tolist()
     assert sizes == [8, 29, 2, 1, 2]
-    assert draw(settings(), groups, train, 0.01).sizes.tolist() == [1, 1, 1, 1, 1]
-    batch = draw(settings("encoder.norm=batch"), groups, train, 0.01)
+    assert draw_images(settings(), groups, train, 0.01).sizes.tolist() == [1, 1, 1, 1, 1]
+    batch = draw_images(settings("encoder.norm=batch"), groups, train, 0.01)
     assert batch.sizes.tolist() == [2, 2, 2, 0, 2]
     owned(batch, groups)
 
@@ -92,14 +92,14 @@ def test_shares_are_rounded_down_but_not_to_nothing():
 def test_only_images_with_a_label_count():
     train = labels_of(*[-1] * 30, *np.arange(20) % 2, *[-1] * 10, 0)
     groups = groups_of(50, 10, 1)
-    drawn = draw(settings(), groups, train, 0.5)
+    drawn = draw_images(settings(), groups, train, 0.5)
     assert drawn.sizes.tolist() == [10, 0, 1]
     assert (train.labels.numpy()[drawn.members] >= 0).all()
 
 
 def test_which_images_depends_on_the_seed_alone_and_all_have_the_same_chance():
     train, groups = labels_of(*np.arange(60) % 4), groups_of(40, 20)
-    drawn = [draw(settings(f"seed={s}"), groups, train, 0.1) for s in (0, 0, *range(400))]
+    drawn = [draw_images(settings(f"seed={s}"), groups, train, 0.1) for s in (0, 0, *range(400))]
     assert np.array_equal(drawn[0].members, drawn[1].members)
     seen = np.bincount(np.concatenate([d.members for d in drawn[2:]]), minlength=60)
     assert seen.min() > 15 and seen.max() < 70  # 40 on average
@@ -152,7 +152,7 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     monkeypatch.setattr(collaborative, "BATCH", 5)
     session = made(f"encoder.norm={norm}", "seed=3", sizes=sizes)
     encoder = session.evaluator.tower(session.trainer.initial).encoder
-    drawn = draw(session.config, session.clients, session.dataset.train, 0.5)
+    drawn = draw_images(session.config, session.clients, session.dataset.train, 0.5)
     assert drawn.sizes.tolist() == [n // 2 for n in sizes]
     head = nn.Linear(encoder.features, 4, dtype=torch.float64)
     nn.init.zeros_(head.weight)
@@ -161,7 +161,7 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     start = copy.deepcopy(encoder).double()
     body, top = slow(start, images, session.dataset.train.labels, drawn, head, 3)
     score = session.evaluator.evaluate(session.trainer.initial)[f"{SPEC}_top1"]
-    nested = session.evaluator._federations[SPEC]
+    nested = session.evaluator._protocols[SPEC]._federation
     found = nested.engine.trainer.flat.named(nested.train(encoder))
     expected = FlatWeights(body).named()
     assert (expected["layers.0.weight"] - encoder.layers[0].weight).abs().max() > 1e-4
@@ -189,7 +189,7 @@ def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm
     )  # what was judged before leaves nothing
     assert judged == {f"{SPEC}_top1": 25.0}
     encoder = session.evaluator.tower(weights).encoder
-    nested = session.evaluator._federations[SPEC]
+    nested = session.evaluator._protocols[SPEC]._federation
     nested.train(session.evaluator.tower(session.trainer.initial).encoder)
     found = nested.engine.trainer.flat.named(nested.train(encoder))
     for name, tensor in FlatWeights(encoder).named().items():
@@ -204,9 +204,9 @@ def test_every_judgement_starts_anew_and_changes_nothing_here(short):
     before, random = session.trainer.initial.clone(), torch.get_rng_state()
     first = session.evaluator.evaluate(session.trainer.initial)
     session.evaluator.evaluate(other)
-    nested = session.evaluator._federations[SPEC]
+    nested = session.evaluator._protocols[SPEC]._federation
     assert session.evaluator.evaluate(session.trainer.initial) == first
-    assert session.evaluator._federations[SPEC] is nested
+    assert session.evaluator._protocols[SPEC]._federation is nested
     encoder = session.evaluator.tower(before).encoder
     start = copy.deepcopy(encoder.state_dict())
     weights = [nested.train(encoder) for _ in range(2)]
@@ -224,12 +224,14 @@ def test_a_trained_encoder_is_worth_more_than_a_random_one(monkeypatch):
         untrained.setattr(FineTuning, "accuracy", lambda self, encoder: 0.0)
         session.evaluator.evaluate(session.trainer.initial)
     random = session.evaluator.tower(session.trainer.initial).encoder
-    nested = session.evaluator._federations["collaborative@40%"]
+    nested = session.evaluator._protocols["collaborative@40%"]._federation
     nested.engine.trainer.load(nested.train(random))
     trained = copy.deepcopy(nested.engine.trainer.network.towers[0].encoder).float()
     monkeypatch.setattr(collaborative, "ROUNDS", 4)
     session = build_experiment(digits())
-    scores = [session.evaluator._fine_tune(e, "collaborative@10%", 0.1) for e in (random, trained)]
+    session.evaluator.evaluate(session.trainer.initial)
+    tuning = session.evaluator._protocols["collaborative@10%"]._federation
+    scores = [tuning.accuracy(encoder) for encoder in (random, trained)]
     assert scores[1] > scores[0] + 20
 
 
@@ -243,7 +245,7 @@ def test_of_the_run_only_the_federation_stays():
         "engine.name=flower", "engine.updates=fp16", "engine.max_norm=3", "engine.merge=off",
         "seed=7", "precision=bf16", "evaluate.size=24", "rounds=9",
     )  # fmt: skip
-    own = collaborative.settings(given, clients=12)
+    own = configure(given, clients=12)
     assert (own.algorithm.name, own.objective.name) == ("fedavg", "supervised")
     assert (own.algorithm.norm_policy, own.algorithm.batch) == ("average", 32)
     assert own.algorithm.local_epochs == 2 and own.rounds == 50
@@ -254,7 +256,7 @@ def test_of_the_run_only_the_federation_stays():
     assert (own.client.optimizer, own.client.lr, own.client.momentum) == ("sgd", 0.03, 0.9)
     assert (own.server.optimizer, own.server.lr, own.schedule) == ("sgd", 1.0, "cosine")
     assert (own.seed, own.precision) == (7, "bf16")
-    assert collaborative.settings(settings("cohort.fraction=0.2"), 12).cohort.fraction == 0.2
+    assert configure(settings("cohort.fraction=0.2"), 12).cohort.fraction == 0.2
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_of_the_run_only_the_federation_stays():
     ],
 )
 def test_images_are_flipped_where_the_run_flips_them(words, flip):
-    assert collaborative.settings(settings(*words), 5).augment == config.Augment("none", flip=flip)
+    assert configure(settings(*words), 5).augment == config.Augment("none", flip=flip)
 
 
 @pytest.fixture
@@ -290,7 +292,7 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
     session = assemble(settings(*words, "cohort.size=4"), dataset, groups_of(20, 10, 3, 3))
     assert [note for note in list_warnings(session) if not note.startswith("dcco: ")] == [
         "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
-        "collaborative@10%: small clients label more than their share, in all 15.4 % of the images",
+        "collaborative@10%: small clients label more than their share, in all 15.4% of the images",
     ]
     session.evaluator.evaluate(session.trainer.initial)
     ((own, _),) = nested
@@ -321,7 +323,7 @@ def test_the_judged_tower_sees_its_own_images(nested):
     session = build_experiment(digits(*words))
     session.evaluator.evaluate(session.trainer.initial)
     ((own, encoder),) = nested
-    part = draw(session.config, session.clients, session.dataset.train, 0.1).members
+    part = draw_images(session.config, session.clients, session.dataset.train, 0.1).members
     for ours, whole in ((own.dataset.train, part), (own.dataset.test, slice(None))):
         split = session.dataset.train if ours is own.dataset.train else session.dataset.test
         assert len(ours.images) == 1
@@ -341,7 +343,8 @@ def test_images_have_the_size_of_judging_and_the_network_stays(nested, short):
     large = replace(session.dataset, train=made_split(20, size=96), test=made_split(8, size=96))
     session = assemble(session.config, large, groups_of(20))
     assert session.tower().encoder.stem[0].kernel_size == (7, 7)
-    session.evaluator.dataset = replace(session.dataset, train=made_split(20), test=made_split(8))
+    small = replace(session.dataset, train=made_split(20), test=made_split(8))
+    session.evaluator.data = replace(session.evaluator.data, dataset=small)
     session.evaluator.evaluate(session.trainer.initial)
     assert nested[1][0].engine.trainer.network.towers[0].encoder.stem[0].kernel_size == (7, 7)
 
@@ -397,7 +400,7 @@ def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
     again = evaluate(tmp_path / "a", ["evaluate.protocols=collaborative@10%,collaborative@20%"])
     assert set(again["result"]) == {"collaborative@10%_top1", "collaborative@20%_top1"}
     assert again["result"]["collaborative@10%_top1"] == first["collaborative@10%_top1"]
-    with pytest.raises(UserError, match=r"collaborative@10%: fine-tunes at the run's own clients"):
+    with pytest.raises(UserError, match=r"collaborative@10%: needs the run's own clients"):
         evaluate(tmp_path / "a", ["data.labels=100"])
 
 
@@ -420,7 +423,7 @@ def test_what_could_not_be_tuned_is_refused_before_training(name):
     cases = replace(train, cases=np.arange(40) % 20, labels=torch.arange(40) % 20 % 4)
     for sides in ((cases, test), (train, replace(test, cases=np.arange(8)))):
         text = refusal(Dataset("made", *sides, CLASSES), *words)
-        assert text.startswith(start + "fine-tunes on single images, and this data has cases; use")
+        assert text.startswith(start + "fine-tunes on single images, and this data has cases")
     text = refusal(Dataset("made", train, replace(test, labels=None), CLASSES), *words)
     assert text.startswith(start + "the test split has no labels")
     text = refusal(Dataset("made", train, None, CLASSES), *words)
@@ -429,16 +432,16 @@ def test_what_could_not_be_tuned_is_refused_before_training(name):
     few = Dataset("made", train, test, CLASSES)
     text = refusal(few, *words)
     assert text == start + (
-        "the clients' labelled images would all be of one class; take a larger share"
+        "the clients' labelled images would all be of one class. Use a larger share."
     )
     nobody = Groups(np.arange(4, 40), np.array([0, 36]))
     text = refusal(few, *words, groups=nobody)
-    assert text == start + "no client holds a labelled training image; use semi or linear"
+    assert text == start + "no client holds a labelled training image. Use semi or linear."
     single = Groups(np.array([0, 4, 5, 1, 6, 7]), np.array([0, 3, 6]))
     for algorithm in ("dcco", "centralized"):
         own = (f"algorithm.name={algorithm}", "encoder.norm=batch")
         text = refusal(few, *words, *own, groups=single)
-        assert text == start + "no client holds two labelled training images; use semi or linear"
+        assert text == start + "no client holds two labelled training images. Use semi or linear."
 
 
 def test_a_deployments_server_refuses_before_the_first_round():
@@ -448,15 +451,6 @@ def test_a_deployments_server_refuses_before_the_first_round():
         build_server_experiment(settings(*words), sites)
     assert (caught.value.key, caught.value.value) == ("evaluate.protocols", SPEC)
     assert build_server_experiment(settings(*words[:2]), sites).names == ["ward 0", "ward 1"]
-
-
-def test_collaborations_are_found_in_both_keys():
-    settings = config.Evaluate(protocols=("knn", "collaborative@1%"), monitor=("semi@10%", SPEC))
-    assert collaborations(settings) == {
-        "evaluate.protocols=collaborative@1%": 0.01,
-        f"evaluate.monitor={SPEC}": 0.5,
-    }
-    assert collaborations(config.Evaluate()) == {}
 
 
 def test_a_scaled_layer_learns_faster_by_the_square_of_the_factor():

@@ -7,13 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from evaluation import check, data_of, evaluate
 from torch import nn
 
-from fedssl import config, evaluate
+from fedssl import config
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_share
 from fedssl.evaluate import heldout, linear
+from fedssl.evaluate.features import extract
+from fedssl.evaluate.registry import check_holdout, find_chooser
 from fedssl.runs.build import build_experiment
 from fedssl.runs.split import held_out_images, load_dataset, split_clients
 from fedssl.util.errors import UserError
@@ -42,7 +45,7 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
     assert np.array_equal(labels, dataset.train.labels[kept])
     encoder = session.evaluator.tower(session.trainer.initial).encoder
     images = dataset.train.images[0][kept]
-    expected = evaluate.extract(encoder, images, device=session.trainer.device)
+    expected = extract(encoder, images, device=session.trainer.device)
     torch.testing.assert_close(features, expected)
 
 
@@ -57,7 +60,7 @@ def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyP
     train = session.dataset.train
     assert train.labels is not None
     kept = draw_share(train.labels, 0.2, 10, 5)
-    logits = evaluate.extract(session.evaluator.tower(weights), train.images[0][kept], device="cpu")
+    logits = extract(session.evaluator.tower(weights), train.images[0][kept], device="cpu")
     right = (logits.argmax(1) == train.labels[kept]).double()
     judged = session.evaluator.evaluate(weights)
     assert judged[f"{SPEC}_top1"] == pytest.approx(100 * float(right.mean()))
@@ -92,9 +95,7 @@ def split() -> Split:
 def test_no_test_image_is_needed() -> None:
     settings, encoder = Evaluate(protocols=(SPEC,)), nn.Flatten()
     found = [
-        evaluate.evaluate_encoder(
-            encoder, split(), test, 3, settings, 0, "cpu", views=lambda *_: None, holdout=0.2
-        )
+        evaluate(encoder, data_of(settings, split(), test, 3, holdout=0.2))
         for test in (None, replace(split(), labels=None))
     ]
     assert all(row.keys() == {f"{SPEC}_top1"} for row in found)
@@ -106,30 +107,30 @@ def test_images_that_are_trained_on_do_not_choose(key: str, holdout: float) -> N
     settings = Evaluate(**{"protocols": ("knn",), key: (SPEC,)})
     start = rf"^evaluate\.{key}={SPEC}: data\.holdout={holdout} keeps fewer"
     for refuse in (
-        lambda: evaluate.check_heldout(settings, holdout),
-        lambda: evaluate.check(settings, split(), split(), 3, holdout=holdout),
+        lambda: check_holdout(settings, holdout),
+        lambda: check(settings, split(), split(), 3, holdout=holdout),
     ):
         with pytest.raises(
-            UserError, match=start + r".*; set data\.holdout=0\.2 when the run starts$"
+            UserError, match=start + r".*Set data\.holdout=0\.2 when the run starts\.$"
         ):
             refuse()
-    evaluate.check(settings, split(), split(), 3, holdout=0.2)
+    check(settings, split(), split(), 3, holdout=0.2)
 
 
 def test_halves_that_cannot_be_made_are_refused() -> None:
     settings = Evaluate(protocols=("heldout@1%",))
     with pytest.raises(UserError, match=r"^evaluate\.protocols=heldout@1%: is one image of each"):
-        evaluate.check(settings, split(), split(), 3, holdout=0.1)
-    evaluate.check(Evaluate(protocols=("heldout@2%",)), split(), split(), 3, holdout=0.1)
+        check(settings, split(), split(), 3, holdout=0.1)
+    check(Evaluate(protocols=("heldout@2%",)), split(), split(), 3, holdout=0.1)
     rare = replace(split(), labels=torch.arange(300).clamp(max=2))  # where a larger share fails
-    with pytest.raises(UserError, match=r"compared; there is a class that has no more, so name"):
-        evaluate.check(settings, rare, split(), 3, holdout=0.1)
+    with pytest.raises(UserError, match=r"compared\. Use other protocols"):
+        check(settings, rare, split(), 3, holdout=0.1)
     cases = replace(split(), cases=np.arange(300) % 150)
-    with pytest.raises(UserError, match=r"heldout@20%: labels go by case here"):
-        evaluate.check(Evaluate(protocols=(SPEC,)), cases, split(), 3, holdout=0.2)
+    with pytest.raises(UserError, match=r"heldout@20%: labels are drawn by case here"):
+        check(Evaluate(protocols=(SPEC,)), cases, split(), 3, holdout=0.2)
 
 
 def test_only_this_protocol_chooses() -> None:
-    assert evaluate.chooser(Evaluate(protocols=("knn", SPEC))) == f"{SPEC}_top1"
+    assert find_chooser(Evaluate(protocols=("knn", SPEC))) == f"{SPEC}_top1"
     for protocols in (None, ("knn", "semi@20%", "linear@20%")):
-        assert evaluate.chooser(Evaluate(protocols=protocols)) == ""
+        assert find_chooser(Evaluate(protocols=protocols)) == ""

@@ -4,13 +4,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from evaluation import check, data_of, evaluate
 from torch import nn
 
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_labels, draw_share
-from fedssl.evaluate import check, evaluate_encoder, finetune, linear, semi
+from fedssl.evaluate import finetune, linear, semi
 from fedssl.evaluate.features import Labelled, extract, units
+from fedssl.evaluate.registry import check_protocols
 from fedssl.util.errors import UserError
 
 HEADS = ("mlp", "linear")
@@ -229,9 +231,9 @@ def sides(n=300, unlabelled=0):
 
 def run(specs, train, test, holdout=0.0, **settings):
     settings = Evaluate(protocols=specs, **settings)
-    return evaluate_encoder(
-        blind(), train, test, 3, settings, 5, "cpu", views=None, holdout=holdout
-    )
+    data = data_of(settings, train, test, 3, holdout, seed=5)
+    check_protocols(data)
+    return evaluate(blind(), data)
 
 
 def test_the_labels_are_part_of_what_no_client_was_given(monkeypatch):
@@ -269,7 +271,7 @@ def test_shares_count_cases(monkeypatch):
     run(("semi@10%",), cases, test)
     (part,) = seen
     assert len(part.groups) == 15 and part.groups.sizes.tolist() == [2] * 15
-    with pytest.raises(UserError, match=r"^evaluate.protocols=semi@10%: .* set data\.holdout=0$"):
+    with pytest.raises(UserError, match=r"^evaluate.protocols=semi@10%: .*Set data\.holdout=0"):
         run(("semi@10%",), cases, test, holdout=0.1)
 
 
@@ -279,7 +281,7 @@ def test_shares_count_cases(monkeypatch):
         (
             "10%",
             0.01,
-            "data.holdout=0.01 keeps fewer images out of pretraining; set data.holdout=0.1",
+            "data.holdout=0.01 keeps fewer images out of training. Set data.holdout=0.1",
         ),
         ("0.9%", 0.0, "less than one of the 300 labelled samples for each of the 3 classes."),
     ],

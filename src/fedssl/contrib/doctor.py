@@ -147,7 +147,7 @@ def _list_disk() -> Iterator[Line]:
 def _list_plugins() -> Iterator[Line]:
     """List the algorithms, objectives, partitions and protocols of installed packages."""
     from fedssl.config import VARIANTS, plugins
-    from fedssl.evaluate import NAMES
+    from fedssl.evaluate.registry import NAMES
 
     for section in plugins.GROUPS:
         built_in = NAMES if section == "protocol" else tuple(VARIANTS[section])

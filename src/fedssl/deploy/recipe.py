@@ -15,12 +15,12 @@ from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.load import load_dataset
 from fedssl.deploy.estimate import Traffic, estimate_traffic
 from fedssl.deploy.introduction import Introduction, empty_dataset
-from fedssl.evaluate import collaborations
 from fedssl.federation.algorithm import build_algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.aggregators import build_aggregator
 from fedssl.runs.build import assemble
 from fedssl.runs.split import public_images
+from fedssl.runs.validate import check_deployment
 from fedssl.util.errors import UserError
 
 MANY = 1024  # images, of a site of which nothing is known
@@ -109,12 +109,7 @@ def check_recipe(config: Config) -> Traffic | None:
     check_initial_weights(config)
     if config.data.root is None:
         check_public_images(config, None)
-    if "per-client" in (*(config.evaluate.protocols or ()), *(config.evaluate.monitor or ())):
-        raise UserError(
-            "evaluate.protocols=per-client: the server has no client's test images; leave it out"
-        )
-    for words in collaborations(config.evaluate):
-        raise UserError(f"{words}: the server has no client's images; leave it out")
+    check_deployment(config)
     if config.evaluate.drift:
         raise UserError(
             "evaluate.drift=true: compares clients' models, and these never come to the server "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -19,6 +18,7 @@ from fedssl.data import random
 from fedssl.data.augment import PRESETS
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.engines.base import Engine
+from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import extract, pool_cases, top1
 from fedssl.evaluate.linear import zero_head
 from fedssl.federation.driver import run_round
@@ -27,7 +27,6 @@ from fedssl.federation.server import Server
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
-from fedssl.util.errors import UserError
 
 Ints = NDArray[np.int64]
 
@@ -42,8 +41,65 @@ RULE = Optimizer("sgd", 0.03, momentum=0.9)
 HEAD = 20.0
 
 
-def settings(config: Config, clients: int) -> Config:
-    """Supervised FedAvg in the run's own federation.
+class Collaborative(Protocol):
+    """Accuracy after supervised fine-tuning at the run's clients."""
+
+    name = "collaborative"
+    option = "share"
+    needs = "clients"
+    _federation: FineTuning | None = None  # built once, and used for every model
+
+    def check(self, data: EvaluationData) -> None:
+        """Check that some clients hold labelled images of two classes."""
+        self.check_test(data)
+        self.check_train(data)
+        train, test = data.train, data.test
+        if train.cases is not None or (test is not None and test.cases is not None):
+            problem = "fine-tunes on single images, and this data has cases"
+            raise self.error(problem, "Use semi or linear, which pool a case's images.")
+        members = self._draw_images(data).members
+        if not len(members):
+            two = count_least(data.config) > 1
+            images = "two labelled training images" if two else "a labelled training image"
+            raise self.error(f"no client holds {images}", "Use semi or linear.")
+        if len(train.full_labels[torch.from_numpy(members)].unique()) < 2:
+            problem = "the clients' labelled images would all be of one class"
+            raise self.error(problem, "Use a larger share.")
+
+    def list_warnings(self, data: EvaluationData) -> list[str]:
+        """Warn of clients without labels, and of clients that label more than their share."""
+        drawn, warnings = self._draw_images(data), []
+        if without := int(np.count_nonzero(drawn.sizes == 0)):
+            count = f"{without} of {len(data.clients)} clients"
+            warnings.append(f"{self.spec}: {count} have too few labelled images and are left out")
+        labels = data.train.full_labels.numpy()[data.clients.members]
+        labelled = int(np.count_nonzero(labels >= 0))
+        if len(drawn.members) > self.share * labelled + 1e-9:
+            percent = 100 * len(drawn.members) / labelled
+            warnings.append(
+                f"{self.spec}: small clients label more than their share, in all {percent:.1f}% "
+                "of the images"
+            )
+        return warnings
+
+    def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
+        """Fine-tune a copy of the encoder."""
+        if self._federation is None:
+            data = model.data
+            assert data.build_engine is not None
+            few, groups = select_images(data, self._draw_images(data))
+            config = configure(data.config, len(groups))
+            network = build_classifier(model.encoder, len(few.classes))
+            engine = data.build_engine(config, few, groups, network)
+            self._federation = FineTuning(engine, few)
+        return {self.measure: self._federation.accuracy(model.encoder)}
+
+    def _draw_images(self, data: EvaluationData) -> Groups:
+        return draw_images(data.config, data.clients, data.train, self.share)
+
+
+def configure(config: Config, clients: int) -> Config:
+    """Return the configuration of supervised FedAvg in the run's own federation.
 
     Its cohorts stay: as many clients as in a round of the run. Privacy, robust means and Flower do
     not: they are about how the encoder was trained. Images are flipped where the run's own
@@ -69,19 +125,19 @@ def settings(config: Config, clients: int) -> Config:
     )
 
 
-def least(config: Config) -> int:
-    """The fewest labelled images of a client: batch norm needs two in a batch."""
+def count_least(config: Config) -> int:
+    """Return the fewest labelled images of a client: batch norm needs two in a batch."""
     return 2 if config.encoder.norm == "batch" else 1
 
 
-def draw(config: Config, groups: Groups, train: Split, share: float) -> Groups:
-    """The images that each client has labels of; a client with too few has none.
+def draw_images(config: Config, groups: Groups, train: Split, share: float) -> Groups:
+    """Draw the images that each client labels; a client with too few labels none.
 
-    They are the ``share`` of its images that have a label at all, rounded down but no fewer than
-    ``least``, and of each of its classes that share, rounded up or down: in a row sorted by class,
-    places of equal distance from a random start.
+    They are the ``share`` of its labelled images, rounded down but no fewer than ``count_least``,
+    and that share of each of its classes, rounded up or down: in a row sorted by class, places of
+    equal distance from a random start.
     """
-    labels, fewest, seed = train.full_labels.numpy(), least(config), config.seed
+    labels, fewest, seed = train.full_labels.numpy(), count_least(config), config.seed
     known = labels[groups.members] >= 0
     owners = np.repeat(np.arange(len(groups)), groups.sizes)[known]
     members = groups.members[known]
@@ -100,55 +156,20 @@ def draw(config: Config, groups: Groups, train: Split, share: float) -> Groups:
     return Groups(chosen, np.concatenate(([0], np.cumsum(counts))))
 
 
-def check(where: str, config: Config, groups: Groups, dataset: Dataset, share: float) -> None:
-    """Refuse, before any training, what could not be judged after it."""
-    train, test = dataset.train, dataset.test
-    if train.cases is not None or (test is not None and test.cases is not None):
-        raise UserError(
-            f"{where}: fine-tunes on single images, and this data has cases; use semi or linear, "
-            "which pool a case's images"
-        )
-    drawn = draw(config, groups, train, share)
-    if not len(drawn.members):
-        two = least(config) > 1
-        images = "two labelled training images" if two else "a labelled training image"
-        raise UserError(f"{where}: no client holds {images}; use semi or linear")
-    if len(np.unique(train.full_labels.numpy()[drawn.members])) < 2:
-        raise UserError(
-            f"{where}: the clients' labelled images would all be of one class; take a larger share"
-        )
-
-
-def notes(spec: str, config: Config, groups: Groups, train: Split, share: float) -> Iterator[str]:
-    """What a user should know before the first round."""
-    drawn = draw(config, groups, train, share)
-    without = int(np.count_nonzero(drawn.sizes == 0))
-    if without:
-        yield (
-            f"{spec}: {without} of {len(groups)} clients have too few labelled images and are "
-            "left out"
-        )
-    known = int(np.count_nonzero(train.full_labels.numpy()[groups.members] >= 0))
-    if len(drawn.members) > share * known + 1e-9:
-        yield (
-            f"{spec}: small clients label more than their share, in all "
-            f"{100 * len(drawn.members) / known:.1f} % of the images"
-        )
-
-
-def data(
-    dataset: Dataset, train: Split, test: Split, modality: int, drawn: Groups
-) -> tuple[Dataset, Groups]:
-    """The labelled images as a data set of their own, and which of them are whose."""
-    index, labels = torch.from_numpy(drawn.members), train.full_labels.numpy()[drawn.members]
-    few = Split((train.images[modality][index],), torch.from_numpy(labels))
-    part = Dataset(dataset.name, few, Split((test.images[modality],), test.labels), dataset.classes)
+def select_images(data: EvaluationData, drawn: Groups) -> tuple[Dataset, Groups]:
+    """Return the drawn images as a data set, with the test images, and each client's part."""
+    train, test, modality = data.train, data.test, data.modality
+    assert test is not None
+    index = torch.from_numpy(drawn.members)
+    few = Split((train.images[modality][index],), train.full_labels[index])
+    rest = Split((test.images[modality],), test.labels)
     sizes = drawn.sizes[drawn.sizes > 0]
-    return part, Groups(np.arange(len(index)), np.concatenate(([0], np.cumsum(sizes))))
+    groups = Groups(np.arange(len(index)), np.concatenate(([0], np.cumsum(sizes))))
+    return Dataset(data.dataset.name, few, rest, data.dataset.classes), groups
 
 
 class Scaled(nn.Module):
-    """A layer's output times a factor: steps of SGD then act as if the rate had its square."""
+    """Scale a layer's output: steps of SGD then act as if the rate had the factor's square."""
 
     def __init__(self, layer: nn.Module, factor: float) -> None:
         super().__init__()
@@ -156,19 +177,19 @@ class Scaled(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scaled output."""
+        """Return the scaled output."""
         return self.layer(x) * self.factor
 
 
-def classifier(encoder: nn.Module, classes: int) -> Network:
-    """A copy of the encoder with a new linear classifier, which starts from zero."""
+def build_classifier(encoder: nn.Module, classes: int) -> Network:
+    """Return a copy of the encoder with a new linear classifier of zeros."""
     like = next(encoder.parameters()).detach()
     head = zero_head(cast(int, encoder.features), classes, like)
     return Network([Tower(copy.deepcopy(encoder), Scaled(head, math.sqrt(HEAD)))])
 
 
 class FineTuning:
-    """The federation in which clients fine-tune; ``dataset`` has their labelled images."""
+    """The federation in which clients fine-tune. ``dataset`` has their labelled images."""
 
     def __init__(self, engine: Engine, dataset: Dataset) -> None:
         self.engine = engine
@@ -187,7 +208,9 @@ class FineTuning:
     def train(self, encoder: nn.Module) -> Tensor:
         """Return the weights after all rounds from this encoder."""
         engine, config = self.engine, self.engine.trainer.config
-        engine.trainer.load(FlatWeights(classifier(encoder, len(self.dataset.classes))).vector)
+        engine.trainer.load(
+            FlatWeights(build_classifier(encoder, len(self.dataset.classes))).vector
+        )
         server = Server(engine.trainer)
         while server.round < config.rounds:
             ids = draw_cohort(config, len(engine.groups), server.round)

@@ -87,8 +87,8 @@ def extract_features(models: TrainedModels, evaluator: ModelEvaluator) -> dict[s
     """Return features of the same training images, by the name of the global or local model."""
     trainer = evaluator.trainer
     assert trainer.watched is not None
-    images = trainer.images[evaluator.modality]
-    chosen = choose(key(evaluator.config.seed, "drift"), len(images), IMAGES)
+    images = trainer.images[evaluator.data.modality]
+    chosen = choose(key(evaluator.data.config.seed, "drift"), len(images), IMAGES)
     part = images[torch.as_tensor(chosen, device=images.device)]
     weights = _global_models(models, trainer.watched)
     weights |= {str(client): own for client, own in trainer.watched.items()}

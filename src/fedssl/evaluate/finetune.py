@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedssl.config import Optimizer
 from fedssl.data import random
+from fedssl.evaluate.base import EvaluatedModel, Protocol
 from fedssl.evaluate.features import (
     Labelled,
     average,
@@ -33,6 +34,21 @@ from fedssl.training import optim
 RATES = {"dcco": 5e-3, "logistic": 1e-3, "fedema": 1e-3, "ccl": 1e-3}
 MANY_LABELS = Training(Optimizer("adam", 5e-3), steps=100, batch=256)
 FEW_LABELS = Training(Optimizer("adam", 5e-3), steps=40, batch=128)
+
+
+class FineTuned(Protocol):
+    """Accuracy after training a classifier and the encoder on labelled images."""
+
+    name = "finetune"
+    option = "labels"
+
+    def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
+        """Fine-tune a copy of the encoder."""
+        data = model.data
+        train, test = model.train.labelled.take(self.draw(data)), model.test.labelled
+        seed, preset = data.config.seed, data.settings.preset
+        score = accuracy(model.encoder, train, test, data.classes, seed, model.device, preset)
+        return {self.measure: score}
 
 
 class Classifier(nn.Module):

@@ -1,4 +1,4 @@
-"""Test in Client (PerFCL, section III): each client's accuracy on test images of its own."""
+"""Evaluate on each client's own test images (Test in Client: PerFCL, section III)."""
 
 from __future__ import annotations
 
@@ -12,61 +12,77 @@ from torch import Tensor
 from fedssl.data import random
 from fedssl.data.dataset import Groups, Split
 from fedssl.evaluate import linear
+from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.util.errors import UserError
+from fedssl.util.text import shorten_list
 
 Ints = NDArray[np.int64]
 Mode = Literal["folder", "matched", "iid"]
 
 
-def check(
-    mode: Mode | None, groups: Groups, train: Split, test: Split | None, classes: int, seed: int
-) -> None:
-    """Refuse, before any training, what could not be judged after it."""
-    where = "evaluate.protocols=per-client"
-    if test is None or not (test.full_labels.numpy() >= 0).any():
-        missing = "there is no test split" if test is None else "the test split has no labels"
-        raise UserError(f"{where}: {missing}; use evaluate.protocols=[unlabeled]")
-    if train.cases is not None or test.cases is not None:
-        raise UserError(
-            f"{where}: judges single images, and this data has cases; use linear or knn, which "
-            "pool a case's images"
-        )
-    if mode == "folder" and test.clients is None:
-        raise UserError(
-            "evaluate.client_test=folder: the test split has no client folders; use matched or "
-            "iid, or put test images into test/<client>/…"
-        )
-    if mode == "folder" and _folders(groups, train) is None:
-        raise UserError(
-            "evaluate.client_test=folder: the clients are not the training split's client folders; "
-            "use matched or iid, or partition.name=folder"
-        )
-    labels = train.full_labels.numpy()
-    if not (labels >= 0).any():
-        raise UserError(
-            f"{where}: the training split has no labels; use evaluate.protocols=[unlabeled]"
-        )
-    mode = _mode(mode, groups, train, test)
-    if mode == "matched" and not (labels[groups.members] >= 0).any():
-        raise UserError(
-            "evaluate.client_test=matched: no client holds a labelled training image; use iid"
-        )
-    if not len(deal(mode, groups, train, test, classes, seed).members):
-        raise UserError(
-            f"evaluate.client_test={mode}: no client would get a labelled test image; use iid"
-        )
+class PerClient(Protocol):
+    """Accuracy of models on each client's own test images; measured over all clients."""
+
+    name = "per-client"
+    needs = "clients"
+
+    def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
+        """Measure nothing of one model: the evaluator measures all clients' models together."""
+        return {}
+
+    def check(self, data: EvaluationData) -> None:
+        """Check that clients get labelled test images, and that there are some to train on."""
+        self.check_test(data)
+        train, test, mode = data.train, data.test, data.settings.client_test
+        assert test is not None
+        if train.cases is not None or test.cases is not None:
+            problem = "evaluates single images, and this data has cases"
+            raise self.error(problem, "Use linear or knn, which pool a case's images.")
+        fix = "Use evaluate.client_test=matched or iid."
+        if mode == "folder" and test.clients is None:
+            raise _refuse(mode, "the test split has no client folders", fix)
+        if mode == "folder" and _find_folders(data.clients, train) is None:
+            problem = "the clients are not the client folders of the training split"
+            raise _refuse(mode, problem, f"{fix[:-1]}, or partition.name=folder.")
+        if not (train.full_labels >= 0).any():
+            raise self.error("the training split has no labels", f"Use {self.key}=[unlabeled].")
+        mode, fix = choose_mode(mode, data.clients, train, test), "Use evaluate.client_test=iid."
+        if mode == "matched" and not (train.full_labels[data.clients.members] >= 0).any():
+            raise _refuse(mode, "no client holds a labelled training image", fix)
+        if not len(deal_tests(data).members):
+            raise _refuse(mode, "no client would get a labelled test image", fix)
+
+    def list_warnings(self, data: EvaluationData) -> list[str]:
+        """Name the clients without test images."""
+        without = [data.names[int(k)] for k in np.flatnonzero(deal_tests(data).sizes == 0)]
+        if not without:
+            return []
+        count = f"{len(without)} of {len(data.names)} clients"
+        names = shorten_list(without, 5)
+        return [f"per-client: {count} have no test images and are left out ({names})"]
+
+
+def _refuse(mode: Mode, problem: str, fix: str) -> UserError:
+    return UserError(problem, key="evaluate.client_test", value=mode, fix=fix)
+
+
+def deal_tests(data: EvaluationData) -> Groups:
+    """Return the labelled test images of each client."""
+    assert data.test is not None
+    mode, seed = data.settings.client_test, data.config.seed
+    return deal(mode, data.clients, data.train, data.test, data.classes, seed)
 
 
 def deal(
     mode: Mode | None, groups: Groups, train: Split, test: Split, classes: int, seed: int
 ) -> Groups:
-    """The labelled test images of each client, of which a client may have none.
+    """Return the labelled test images of each client; a client may have none.
 
-    ``matched`` gives a client, of each class, its share of the training images; ``iid`` equally
-    many images; ``folder`` those of its own folder. None: folder where there are client folders
-    on both sides and they are the clients, else matched.
+    ``matched`` gives a client its share of the training images of each class, ``iid`` equally
+    many images, ``folder`` those of its own folder. ``None`` is ``folder`` if the client folders
+    of both splits are the clients, else ``matched``.
     """
-    mode = _mode(mode, groups, train, test)
+    mode = choose_mode(mode, groups, train, test)
     order = random.permutation(random.key(seed, "client test"), len(test))
     order = order[test.full_labels.numpy()[order] >= 0]
     if mode == "iid":
@@ -76,13 +92,13 @@ def deal(
             groups, train.full_labels.numpy(), test.full_labels.numpy()[order], classes, seed
         )
     else:
-        owners = _own_folder(groups, train, test)[order]
+        owners = _match_folders(groups, train, test)[order]
     dealt = Groups.from_labels(owners[owners >= 0], len(groups))
     return Groups(order[owners >= 0][dealt.members], dealt.offsets)
 
 
 def sources(tests: Groups, groups: Groups, of: Ints, total: int, seed: int) -> Ints:
-    """A source for each of ``total`` test images, given those of the training images; -1: nobody's.
+    """Return a source for each of ``total`` test images, given those of training images; else -1.
 
     A client's test images have its sources in the shares that its training images have them in.
     """
@@ -94,31 +110,15 @@ def sources(tests: Groups, groups: Groups, of: Ints, total: int, seed: int) -> I
     return found
 
 
-def scores(
-    train_features: Tensor,
-    train_labels: Tensor,
-    test_features: Tensor,
-    test_labels: Tensor,
-    tests: Groups,
-    classes: int,
-    preset: str,
-    seed: int,
+def accuracies(
+    head: linear.Head, test_features: Tensor, test_labels: Tensor, tests: Groups
 ) -> NDArray[np.float64]:
-    """Each client's top-1 in percent on its own test images; nan where it has none.
+    """Return each client's top-1 in percent on its own test images; nan if it has none.
 
     One linear probe on all labelled training images serves all clients. PerFCL does not say so, but
     its clients of two classes score as a probe on ten does (Table II); one on a client's own images
     would choose between two.
     """
-    known = train_labels >= 0
-    head = linear.fit(train_features[known], train_labels[known], classes, preset, seed)
-    return accuracies(head, test_features, test_labels, tests)
-
-
-def accuracies(
-    head: linear.Head, test_features: Tensor, test_labels: Tensor, tests: Groups
-) -> NDArray[np.float64]:
-    """The same of a probe that is there already."""
     right = (linear.predict(head, test_features) == test_labels).cpu().numpy()
     clients = np.repeat(np.arange(len(tests)), tests.sizes)
     hits = np.bincount(clients, weights=right[tests.members], minlength=len(tests))
@@ -126,7 +126,7 @@ def accuracies(
 
 
 def summary(name: str, scores: NDArray[np.float64]) -> dict[str, float]:
-    """Mean, minimum and standard deviation over the clients that have test images, if any has."""
+    """Return mean, minimum and standard deviation over the clients that have test images."""
     known = scores[~np.isnan(scores)]
     if not len(known):
         return {}
@@ -137,15 +137,16 @@ def summary(name: str, scores: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def _mode(mode: Mode | None, groups: Groups, train: Split, test: Split) -> Mode:
+def choose_mode(mode: Mode | None, groups: Groups, train: Split, test: Split) -> Mode:
+    """Return the given mode; by default ``folder`` if possible, else ``matched``."""
     if mode is not None:
         return mode
-    folders = test.clients is not None and _folders(groups, train) is not None
+    folders = test.clients is not None and _find_folders(groups, train) is not None
     return "folder" if folders else "matched"
 
 
-def _folders(groups: Groups, train: Split) -> Ints | None:
-    """The folder of each client, -1 for one without images; none if the clients are no folders."""
+def _find_folders(groups: Groups, train: Split) -> Ints | None:
+    """Return the folder of each client, or -1; ``None`` if clients are not folders."""
     if train.clients is None:
         return None
     held = train.clients[groups.members]
@@ -157,17 +158,17 @@ def _folders(groups: Groups, train: Split) -> Ints | None:
     return folders if same else None
 
 
-def _own_folder(groups: Groups, train: Split, test: Split) -> Ints:
-    """The client of each test image, -1 where its folder is none of the clients'."""
-    folders = _folders(groups, train)
-    assert folders is not None and test.clients is not None  # see check
+def _match_folders(groups: Groups, train: Split, test: Split) -> Ints:
+    """Return the client of each test image, or -1 if its folder belongs to none."""
+    folders = _find_folders(groups, train)
+    assert folders is not None and test.clients is not None  # PerClient.check
     client_of = np.full(max(folders.max(), test.clients.max()) + 1, -1)
     client_of[folders[folders >= 0]] = np.flatnonzero(folders >= 0)
     return client_of[test.clients]
 
 
 def _matched(groups: Groups, held: Ints, wanted: Ints, classes: int, seed: int) -> Ints:
-    """The client of each test image, given the labels; -1 for classes that no client holds.
+    """Return the client of each test image by its label, or -1 for classes that no client holds.
 
     The clients' images of a class stand in a row, and its test images point at places of equal
     distance in it from a random start: a client gets its share, rounded up or down.

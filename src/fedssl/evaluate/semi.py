@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import Optimizer
+from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import Labelled
 from fedssl.evaluate.finetune import Classifier, descent, features_like, score
+from fedssl.evaluate.heldout import check_held_out
 from fedssl.evaluate.linear import Training, stairs, zero_head
 from fedssl.models.network import initialize
 from fedssl.training import optim
@@ -34,6 +36,27 @@ LINEAR = Training(
     schedule=functools.partial(stairs, factor=0.2),
     head=20.0,
 )
+
+
+class SemiSupervised(Protocol):
+    """Accuracy after training a new head and the encoder on a share of the labels."""
+
+    name = "semi"
+    option = "share"
+
+    def check(self, data: EvaluationData) -> None:
+        """Check that its images were not trained on (FedEMA, appendix B.3)."""
+        super().check(data)
+        if data.config.data.holdout:
+            check_held_out(self, data)
+
+    def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
+        """Fine-tune a copy of the encoder."""
+        data = model.data
+        train, test = model.train.labelled.take(self.draw(data)), model.test.labelled
+        head, seed = data.settings.head, data.config.seed
+        score = accuracy(model.encoder, train, test, data.classes, head, seed, model.device)
+        return {self.measure: score}
 
 
 def accuracy(

@@ -1,20 +1,35 @@
-"""What can be said of an encoder without any label."""
+"""Measure an encoder without any label."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedssl.data import random
+from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol, Views
 from fedssl.evaluate.features import encode
 
-# (uint8 images, their numbers, view 0 or 1) → the float images of that augmented view
-Views = Callable[[Tensor, Tensor, int], Tensor]
-
 SAMPLES = 2048  # images that alignment and uniformity look at: two million pairs
+
+
+class Unlabeled(Protocol):
+    """Measures of the training images' features that need no label."""
+
+    name = "unlabeled"
+
+    def check(self, data: EvaluationData) -> None:
+        """Check that there are two images."""
+        if len(data.train) < 2:
+            problem = f"needs at least two training images, not {len(data.train)}"
+            raise self.error(problem, "Use a folder with more.")
+
+    def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
+        """Measure training images, which there are with and without a test split."""
+        train, seed = model.train, model.data.config.seed
+        return measures(
+            model.encoder, train.images, train.features, model.views, seed, model.device
+        )
 
 
 def measures(
@@ -26,7 +41,7 @@ def measures(
     device: torch.device | str,
     batch: int = 512,
 ) -> dict[str, float]:
-    """The three measures; ``features`` are those of the plain ``images``."""
+    """Return three measures; ``features`` are those of the plain ``images``."""
     index = torch.as_tensor(random.choose(random.key(seed, "unlabeled"), len(images), SAMPLES))
     first, second = (
         encode(
@@ -43,7 +58,7 @@ def measures(
 
 
 def effective_rank(features: Tensor) -> float:
-    """exp of the entropy of the normalized singular values of the centred features.
+    """Return exp of the entropy of the normalized singular values of the centred features.
 
     Roy and Vetterli 2007; RankMe (Garrido et al. 2023). From 1, a line, to the number of
     features, a cloud that is equally wide everywhere; 0 when all features are the same point.
@@ -59,12 +74,18 @@ def effective_rank(features: Tensor) -> float:
 
 
 def alignment(first: Tensor, second: Tensor) -> float:
-    """Mean squared distance of the normalized features of two views (Wang and Isola 2020, 4.1)."""
+    """Return the mean squared distance of two views' normalized features.
+
+    (Wang and Isola 2020, section 4.1.)
+    """
     apart = F.normalize(first.double()) - F.normalize(second.double())
     return apart.square().sum(dim=1).mean().item()
 
 
 def uniformity(features: Tensor) -> float:
-    """log mean exp(-2 d²) over pairs of normalized features (Wang and Isola 2020, 4.2, t = 2)."""
+    """Return log mean exp(-2 d²) over pairs of normalized features.
+
+    (Wang and Isola 2020, section 4.2, t = 2.)
+    """
     distances = torch.pdist(F.normalize(features.double()))
     return distances.square().mul(-2).exp().mean().log().item()

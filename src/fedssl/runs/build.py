@@ -24,9 +24,10 @@ from fedssl.engines.base import Engine
 from fedssl.engines.flower.simulation import SimulatedEngine
 from fedssl.engines.local import LocalEngine
 from fedssl.engines.remote.engine import RemoteEngine
-from fedssl.evaluate import parse
+from fedssl.evaluate.base import EvaluationData
 from fedssl.evaluate.evaluator import ModelEvaluator
 from fedssl.evaluate.models import TrainedModels
+from fedssl.evaluate.registry import list_protocols
 from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.sampling import cohort_size, draw_cohort
@@ -85,10 +86,9 @@ class Experiment:
     @cached_property
     def evaluator(self) -> ModelEvaluator:
         """The evaluation of models by the configured protocols."""
-        data = self._resized_dataset()
-        return ModelEvaluator(
-            self.config, self.trainer, data, self.clients, self.names, build_federation
-        )
+        dataset = self._resized_dataset()
+        data = EvaluationData(self.config, dataset, self.clients, self.names, build_federation)
+        return ModelEvaluator(data, self.trainer)
 
     @cached_property
     def public(self) -> Client | None:
@@ -129,8 +129,9 @@ class Experiment:
 
 def build_experiment(config: Config, dataset: Dataset | None = None) -> Experiment:
     """Load the data, unless it is given, and build a run whose clients are simulated."""
-    for spec in config.evaluate.protocols or ():
-        parse(spec)  # before images are decoded, which may take long
+    list_protocols(
+        config.evaluate
+    )  # their errors come before images are decoded, which may be long
     if dataset is None:
         dataset = load_run_dataset(config)
     else:
@@ -192,7 +193,8 @@ def assemble(
         network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
     validate.check_norms(config, network)
     if len(dataset.train):
-        validate.check_evaluation(config, dataset, algorithm.objective, clients)
+        data = EvaluationData(config, dataset, clients, names)
+        validate.check_evaluation(data, algorithm.objective)
     trainer = build_trainer(config, algorithm.objective, dataset, network)
     engine = build_engine(trainer, algorithm, groups)
     validate.check_engine(engine)

@@ -18,7 +18,7 @@ import torch
 
 from fedssl import __version__, config
 from fedssl.config import Config
-from fedssl.evaluate import check_heldout, chooser
+from fedssl.evaluate.registry import check_holdout, find_chooser
 from fedssl.runs import loop, metrics, sweep
 from fedssl.runs.reader import read_json
 from fedssl.training.trainer import precision_on
@@ -86,7 +86,7 @@ class Job:
     @cached_property
     def chooser(self) -> str:
         """The measure that rounds and values are chosen by; empty: nothing is chosen."""
-        return chooser(self.settings.evaluate)
+        return find_chooser(self.settings.evaluate)
 
     @cached_property
     def candidates(self) -> list[Mapping[str, Any]]:
@@ -195,13 +195,13 @@ def _choices(tree: config.Recipe) -> dict[str, Config]:
     for key, values in lists.items():
         if key == "seed":
             raise UserError(f"seed={values}: a seed is not chosen; run each, with its own --out")
-        if not all(chooser(settings.evaluate) for settings in found.values()):
+        if not all(find_chooser(settings.evaluate) for settings in found.values()):
             raise UserError(
                 f"{key}={values}: one of several values is chosen on held-out images; set "
                 "data.holdout=0.1, and add heldout@10% to evaluate.protocols"
             )
     for settings in found.values():
-        check_heldout(settings.evaluate, settings.data.holdout)
+        check_holdout(settings.evaluate, settings.data.holdout)
     return found
 
 

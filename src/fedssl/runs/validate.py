@@ -15,9 +15,8 @@ from fedssl.data.folders import describe_unused
 from fedssl.data.partition import Folder
 from fedssl.engines.base import Engine
 from fedssl.engines.flower.environment import require_flower
-from fedssl.evaluate import check as check_protocols
-from fedssl.evaluate import collaborations, collaborative, parse, per_client
-from fedssl.evaluate import notes as evaluation_notes
+from fedssl.evaluate.base import EvaluationData
+from fedssl.evaluate.registry import check_protocols, list_protocols, parse_protocol
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import check_client_sizes, cohort_size
 from fedssl.models.network import Network
@@ -65,14 +64,10 @@ def check_deployment(config: Config) -> None:
             value=source,
             fix="Leave it out.",
         )
-    for words in collaborations(config.evaluate):
-        key, _, spec = words.partition("=")
-        raise UserError(
-            "the server of real sites does not have the clients' images",
-            key=key,
-            value=spec,
-            fix="Leave it out.",
-        )
+    for protocol in list_protocols(config.evaluate):
+        if protocol.needs == "clients":
+            problem = "the server of real sites does not have the clients' images"
+            raise protocol.error(problem, "Leave it out.")
 
 
 def check_clients(
@@ -167,31 +162,15 @@ def check_norms(config: Config, network: Network) -> None:
         )
 
 
-def check_evaluation(
-    config: Config, dataset: Dataset, objective: Objective, clients: Groups
-) -> None:
+def check_evaluation(data: EvaluationData, objective: Objective) -> None:
     """Check that the data allows the protocols, before any training."""
-    settings, names = config.evaluate, dataset.classes
-    train, test, holdout = dataset.train, dataset.test, config.data.holdout
-    check_protocols(settings, train, test, len(names), holdout=holdout, names=names)
-    specs = (*(settings.protocols or ()), *(settings.monitor or ()))
-    if "per-client" in specs:
-        per_client.check(settings.client_test, clients, train, test, len(names), config.seed)
-    for words, share in collaborations(settings).items():
-        collaborative.check(words, config, clients, dataset, share)
-    if settings.tower == "second" and config.encoder.towers == 1:
+    check_protocols(data, has_head=objective.needs_labels)
+    if data.settings.tower == "second" and data.config.encoder.towers == 1:
         raise UserError(
             "the network has one tower",
             key="evaluate.tower",
             value="second",
             fix="Set encoder.towers=2.",
-        )
-    if any(parse(spec)[0] == "head" for spec in specs) and not objective.needs_labels:
-        raise UserError(
-            f"objective {config.objective.name} trains no classifier",
-            key="evaluate.protocols",
-            value="head",
-            fix="Use linear.",
         )
 
 
@@ -245,14 +224,14 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
 
 def list_evaluation_warnings(experiment: Experiment) -> Iterator[str]:
     """List what a user should know before an evaluation."""
-    if experiment.evaluator.is_possible:
-        data, settings = experiment.dataset, experiment.config.evaluate
-        yield from evaluation_notes(settings, data.train, data.test, len(data.classes))
+    evaluator, monitor = experiment.evaluator, experiment.config.evaluate.monitor
+    if evaluator.is_possible:
+        for spec in dict.fromkeys((*evaluator.protocols, *(monitor or ()))):
+            yield from parse_protocol(spec).list_warnings(evaluator.data)
 
 
 def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
-    config, evaluator = experiment.config, experiment.evaluator
-    clients, names = experiment.clients, experiment.names
+    config, clients = experiment.config, experiment.clients
     if config.data.name == "folder":
         yield _describe_folders(experiment)
         yield from describe_unused(config.data)
@@ -263,17 +242,6 @@ def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
             f"{len(clients)} others of it; partition.name=folder follows the folders"
         )
     yield from describe_imbalance(config.partition, clients.sizes)
-    if "per-client" in (*evaluator.protocols, *(config.evaluate.monitor or ())):
-        without = [names[k] for k in np.flatnonzero(evaluator.client_tests.sizes == 0)]
-        if without:
-            yield (
-                f"per-client: {len(without)} of {len(names)} clients have no test images "
-                f"and are left out ({_shorten(without)})"
-            )
-    shares = collaborations(config.evaluate).items()
-    train = experiment.dataset.train
-    for spec, share in {words.partition("=")[2]: share for words, share in shares}.items():
-        yield from collaborative.notes(spec, config, clients, train, share)
 
 
 def _describe_folders(experiment: Experiment) -> str:
