@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn import functional
 
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
@@ -20,21 +20,22 @@ class Shared(Algorithm):
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Send the model with the others' projections; average; collect new projections."""
-        shared = server.state.get("shared", {})
-        others = {k: join_features(shared, WIDTH, server.weights, without=k) for k in cohort.ids}
+        old, like = server.state.get("shared", {}), server.weights
+        others = {k: join_features(old, WIDTH, like, without=k) for k in cohort.ids}
         server.apply(cohort.mean(self.train, server.model, per_client(others, "share")))
-        server.state["shared"] = {**shared, **accept_features(server, cohort.gather(self.share))}
+        server.state["shared"] = {**old, **accept_features(server, cohort.gather(self.share))}
 
     @client_task(seen="mean", reveals="update")
     def train(self, client: Client, model: Tensor, others: Tensor) -> dict[str, Tensor]:
         """The change that training makes with these negatives."""
-        return client.train(model, lambda b: self.objective.contrast(b.encodings, others))
+        update = client.train(model, lambda b: self.objective.contrast(b.encodings, others))
+        with torch.no_grad():  # by the weights that training ends with
+            images = scale_pixels(client.trainer, client.trainer.images[0][client.members[:MOST]])
+            client.state["features"] = functional.normalize(client.trainer.encode((images,))[0])
+        return update
 
     @client_task(seen="each", reveals="features", reply=lambda self, trainer: {
         "features": trainer.initial.new_empty(MOST, WIDTH)})  # fmt: skip
     def share(self, client: Client) -> dict[str, Tensor]:
         """Projections of single images, for all other clients too."""
-        images = client.trainer.images[0][client.members[:MOST]]
-        with torch.no_grad():
-            (encodings,) = client.trainer.encode((scale_pixels(client.trainer, images),))
-        return {"features": normalize(encodings, dim=1)}
+        return {"features": client.state["features"]}

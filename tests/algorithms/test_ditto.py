@@ -280,7 +280,7 @@ def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
     one, other = ((tmp_path / n / "encoder.safetensors").read_bytes() for n in summaries)
     assert one == other
     trained = load_file(tmp_path / "ditto" / "encoder.safetensors")
-    untrained = build_experiment(settings).encoder().encoder.state_dict()
+    untrained = build_experiment(settings).tower().encoder.state_dict()
     assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
     lines = [json.loads(line) for line in (tmp_path / "ditto" / "metrics.jsonl").open()]
     assert all({"knn_top1", "global_knn_top1"} <= line.keys() for line in lines)

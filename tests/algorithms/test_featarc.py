@@ -24,10 +24,10 @@ from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import AlgorithmParams, Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.algorithm import build_algorithm
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
-from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint, loop, reevaluate
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
@@ -353,11 +353,13 @@ def test_other_objectives_are_aligned_too(objective: str) -> None:
     assert relative(results[1], results[0]) > 1e-4
 
 
-def test_what_has_no_projection_cannot_be_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimCLR, "project", lambda *_: (), raising=False)
-    with pytest.raises(UserError, match=r"objective.name=simclr: it has no .* algorithm.lambda=0$"):
-        made()
-    made("algorithm.lambda=0")
+def test_what_has_no_projection_cannot_be_aligned() -> None:
+    mae = ("objective.name=mae", "encoder.name=vit-tiny", "encoder.patch=4")
+    config = settings("algorithm.name=featarc", *mae, "algorithm.lambda=0")
+    build_algorithm(config)
+    with pytest.raises(UserError) as error:
+        build_algorithm(settings("algorithm.name=featarc", *mae))
+    assert error.value.key == "algorithm.lambda"
 
 
 SMALL = (
@@ -438,7 +440,9 @@ def test_images_that_are_looked_at_by_themselves_go_in_passes_of_any_size(
     seen: list[int] = []
     encoder = cast(Any, engine.trainer.network.towers[0]).encoder
     encoder.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
-    whole, goal = (look(client, server.weights) for look in (module.features, module.goal))
+    whole, goal = (
+        look(client, server.weights) for look in (module.compute_features, module.compute_targets)
+    )
     monkeypatch.setattr("fedssl.data.dataset.PIXELS_PER_PASS", 3 * 8 * 8)
     assert relative(module.compute_features(client, server.weights), whole) < 1e-12
     assert torch.equal(module.compute_targets(client, server.weights), goal)
@@ -480,20 +484,17 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "key", "value"),
     [
-        ("algorithm.clusters=6", "algorithm.clusters=6: more than the 5 clients; take at most 5"),
-        ("algorithm.clusters=0", "algorithm.clusters=0:"),
-        ("algorithm.lambda=-1", "algorithm.lambda=-1.0:"),
-        ("algorithm.lambda=.inf", "algorithm.lambda=inf:"),
-        ("cohort.average=median", "cohort.average=median with algorithm.name=featarc"),
-        ("privacy.noise=1", "privacy.noise=1.0 with algorithm.name=featarc: it needs exact sums"),
+        ("algorithm.clusters=6", "algorithm.clusters", 6),  # of 5 clients
+        ("cohort.average=median", "cohort.average", "median"),
+        ("privacy.noise=1", "privacy.noise", 1),
     ],
 )
-def test_refusals(words: str, says: str) -> None:
+def test_bad_settings_are_refused(words: str, key: str, value: object) -> None:
     with pytest.raises(UserError) as error:
         build_experiment(small(*words.split()))
-    assert says in str(error.value) and "\n" not in str(error.value)
+    assert error.value.key == key and error.value.value == value
 
 
 def test_secure_sums_are_enough_for_one_cluster(tmp_path: Path) -> None:

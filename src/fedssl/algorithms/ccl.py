@@ -115,8 +115,10 @@ class CCL(Algorithm):
         super().__init__(params, objective)
         if not isinstance(objective, MoCo):
             raise UserError(
-                f"algorithm.name=ccl with objective.name={objective.params.name}: it is made of "
-                "MoCo's queue and momentum model; use objective.name=moco"
+                "ccl needs MoCo's queue and momentum model",
+                key="objective.name",
+                value=objective.params.name,
+                fix="Use objective.name=moco.",
             )
         self.moco = objective
         given = self.params.features
@@ -124,13 +126,17 @@ class CCL(Algorithm):
         self.width = objective.params.projector[-1]
         if self.features < 2:
             raise UserError(
-                f"algorithm.features={self.features}: must be at least 2; a bank's images are "
-                "encoded together"
+                "too few: the images of a bank are encoded together",
+                key="algorithm.features",
+                value=self.features,
+                fix="Use at least 2.",
             )
         if self.params.lambda_ and self.params.neighbours >= self.features:
             raise UserError(
-                f"algorithm.neighbours={self.params.neighbours}: must be below the "
-                f"{self.features} candidates (algorithm.features, else objective.queue)"
+                f"there are only {self.features} candidates",
+                key="algorithm.neighbours",
+                value=self.params.neighbours,
+                fix=f"Use at most {self.features - 1}, or raise algorithm.features.",
             )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:

@@ -77,9 +77,10 @@ class FeatARC(Algorithm):
         super().__init__(params, objective)
         if self.params.lambda_ and isinstance(objective, MAE):
             raise UserError(
-                f"algorithm.lambda={self.params.lambda_} with objective.name="
-                f"{objective.params.name}: it has no projection of an image to align; set "
-                "algorithm.lambda=0"
+                f"objective.name={objective.params.name} has no projection of an image to align",
+                key="algorithm.lambda",
+                value=self.params.lambda_,
+                fix="Set algorithm.lambda=0.",
             )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:

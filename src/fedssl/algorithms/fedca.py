@@ -101,8 +101,10 @@ class FedCA(Algorithm):
         super().__init__(params, objective)
         if not isinstance(objective, SimCLR):
             raise UserError(
-                f"algorithm.name=fedca with objective.name={objective.params.name}: its dictionary "
-                "adds to SimCLR's negatives; use objective.name=simclr"
+                "fedca's dictionary adds to SimCLR's negatives",
+                key="objective.name",
+                value=objective.params.name,
+                fix="Use objective.name=simclr.",
             )
         self.simclr = objective
         self.width = objective.params.projector[-1]

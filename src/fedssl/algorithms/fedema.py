@@ -85,7 +85,7 @@ class FedEMA(DivergenceAware):
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
         if self.params.parts == "predictor":
-            require_predictor(objective, "algorithm.parts=predictor")
+            require_predictor(objective, "algorithm.parts", "predictor")
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """As above; clients that never meet again are worth a word."""

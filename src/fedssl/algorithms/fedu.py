@@ -43,7 +43,7 @@ class FedU(DivergenceAware):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
-        require_predictor(objective, "algorithm.name=fedu")
+        require_predictor(objective, "algorithm.name", "fedu")
 
     def start(self, client: Client, network: Tensor) -> Tensor:
         """Its own predictor, or the global one."""
@@ -68,11 +68,12 @@ class FedU(DivergenceAware):
         }
 
 
-def require_predictor(objective: Objective, key: str) -> None:
+def require_predictor(objective: Objective, key: str, value: str) -> None:
     """Refuse an objective without a predictor, or with its predictor switched off."""
     if getattr(objective.params, "predictor", "off") == "off":
         raise UserError(
-            f"{key}: acts on the predictor, and objective.name={objective.params.name} has none"
-            + (" (objective.predictor=off)" if hasattr(objective.params, "predictor") else "")
-            + "; use objective.name=byol or simsiam"
+            f"needs a predictor, and objective.name={objective.params.name} has none",
+            key=key,
+            value=value,
+            fix="Use objective.name=byol or simsiam, with a predictor.",
         )

@@ -160,22 +160,20 @@ def read_graph(path: Path, clients: int) -> Graph:
     """Read a graph from a file with an edge a line, as in ``0 1``; # starts a comment."""
     import networkx as nx
 
-    where = f"algorithm.topology={path}"
+    def error(problem: str, fix: str) -> UserError:
+        return UserError(problem, key="algorithm.topology", value=path, fix=fix)
+
     if not path.is_file():
-        raise UserError(
-            f"{where}: no such file; name one with an edge a line, or {', '.join(TOPOLOGIES)}"
-        )
+        raise error("no such file", f"Use a file with an edge a line, or {', '.join(TOPOLOGIES)}.")
     graph = nx.empty_graph(clients)
     for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         if len(words) != 2 or not all(word.isdecimal() for word in words):
-            raise UserError(f"{where}: line {number}: expected two clients' numbers, as in 0 1")
+            raise error(f"line {number} is not an edge", "Write two clients' numbers, as in 0 1.")
         if max(map(int, words)) >= clients:
-            raise UserError(
-                f"{where}: line {number}: client {max(map(int, words))} is unknown; there are "
-                f"{clients} clients, numbered from 0"
-            )
+            problem = f"line {number} names client {max(map(int, words))}"
+            raise error(problem, f"Use the numbers from 0 to {clients - 1}.")
         graph.add_edge(*map(int, words))
     return graph

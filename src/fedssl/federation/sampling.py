@@ -71,6 +71,5 @@ def check_client_sizes(
             f"objective.name={loss} every client needs at least {needed}",
             key="algorithm.name",
             value=method,
-            fix="Use a partition with larger clients, or algorithm.name=dcco with "
-            "objective.name=cco.",
+            fix="Use larger clients, or an algorithm that needs fewer images of each.",
         )

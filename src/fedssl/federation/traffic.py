@@ -81,6 +81,18 @@ class Traffic:
                 self.count_down(item.exchange, count)
                 self.count_clients(item.exchange, (), clients)
 
+    def by_exchange(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each exchange, and how many clients they came from or went to."""
+        return {
+            exchange: {
+                "up": self.up[exchange],
+                "down": down,
+                "replied": len(self.replied[exchange]),
+                "reached": len(self.reached[exchange]),
+            }
+            for exchange, down in self.down.items()
+        }
+
     def _argument_bytes(self, item: Argument, clients: Sequence[int]) -> int:
         if item.differs:
             return sum(count_bytes(item.of(client)) for client in clients)

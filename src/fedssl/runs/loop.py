@@ -232,13 +232,7 @@ def _make_line(
 def count_bytes(done: RoundResult) -> dict[str, Any]:
     """Count bytes over all clients, for one that took part in every exchange, and by exchange."""
     moved, clients = done.traffic, len(done.asked)
-    exchanges = {
-        task: {
-            **{"up": moved.up[task], "down": moved.down[task]},
-            **{"replied": len(moved.replied[task]), "reached": len(moved.reached[task])},
-        }
-        for task in moved.down
-    }
+    exchanges = moved.by_exchange()
     one = {
         way: round(sum(metrics.for_one(each, way, clients) for each in exchanges.values()))
         for way in ("up", "down")
