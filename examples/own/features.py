@@ -1,8 +1,7 @@
 """SimCLR whose clients share projections of their images, as negatives for all others."""
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
@@ -31,7 +30,7 @@ class Shared(Algorithm):
         update = client.train(model, lambda b: self.objective.contrast(b.encodings, others))
         with torch.no_grad():  # by the weights that training ends with
             images = scale_pixels(client.trainer, client.trainer.images[0][client.members[:MOST]])
-            client.state["features"] = functional.normalize(client.trainer.encode((images,))[0])
+            client.state["features"] = nn.functional.normalize(client.trainer.encode((images,))[0])
         return update
 
     @client_task(seen="each", reveals="features", reply=lambda self, trainer: {
