@@ -19,6 +19,7 @@ from fedssl import __version__, config
 from fedssl.cli import main
 from fedssl.runs import checkpoint, loop, reproduce
 from fedssl.runs import folder as run_folder
+from fedssl.runs.paper_table import format_tables
 from fedssl.util import files
 from fedssl.util.errors import TrainingError, UserError
 
@@ -144,13 +145,13 @@ def test_a_full_disk_is_told_as_what_goes_on_here(
 def test_other_data_and_other_keys_are_named(table: str) -> None:
     words = ["data.name=fashion-mnist", "objective.projector=8,8", "seed=3"]
     jobs = reproduce.plan(table, words, "1", Path("a"))
-    caption = reproduce.report(jobs, words).splitlines()[-3:-1]
+    caption = format_tables(jobs, words).splitlines()[-3:-1]
     assert caption == [
         "data fashion-mnist for digits; other objective.projector: not comparable with the "
         "paper's numbers",
         "with data.name=fashion-mnist objective.projector=8,8 seed=3",
     ]
-    assert "not comparable" not in reproduce.report(reproduce.plan(table, ["seed=3"], "1", None))
+    assert "not comparable" not in format_tables(reproduce.plan(table, ["seed=3"], "1", None))
 
 
 def test_a_run_that_diverges_is_said_and_the_others_go_on(
@@ -176,7 +177,7 @@ def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
         job.folder.mkdir(parents=True)
         summary = {"result": {}, "rounds_to_70": 7, "rounds_to_80": reached}
         (job.folder / "summary.json").write_text(json.dumps(summary))
-    shown = [line.split("  ") for line in reproduce.report(jobs).splitlines()]
+    shown = [line.split("  ") for line in format_tables(jobs).splitlines()]
     assert [line[0] for line in shown[1:9]] == [
         "ours (paper's)", "epochs-1", "epochs-5, rounds to 70", "epochs-5, rounds to 80",
         "epochs-10, rounds to 70", "epochs-10, rounds to 80", "epochs-20, rounds to 70",
@@ -193,7 +194,7 @@ def test_a_figure_without_numbers_shows_what_was_measured(tmp_path: Path) -> Non
     job.folder.mkdir(parents=True)
     result = {"linear_top1": 61.234, "knn_top1": 50.0}
     (job.folder / "summary.json").write_text(json.dumps({"result": result, **result}))
-    assert "61.23 (–)" in reproduce.report([job])
+    assert "61.23 (–)" in format_tables([job])
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def test_recipes_with_a_file_of_their_own(tmp_path: Path) -> None:
     assert job.folder == tmp_path / "default"
     jobs = reproduce.plan("dcco/cifar100-noniid-4*", [], "1", tmp_path)
     assert [str(j.folder.relative_to(tmp_path)) for j in jobs] == [j.name for j in jobs]
-    shown = reproduce.report(jobs).splitlines()
+    shown = format_tables(jobs).splitlines()
     assert shown[0] == "dcco"
     assert "failed (49.6)" in "\n".join(shown)
 
@@ -362,10 +363,10 @@ def test_values_and_rounds_are_chosen_on_held_out_images_alone(table: str) -> No
     assert jobs[1].folder == Path("a/mine/cco/noniid/server.lr=1.0")
     finished(jobs[0], (60.0, 40.0), (62.0, 30.0), (61.0, 70.0))
     finished(jobs[1], (50.0, 99.0), (51.0, 98.0))
-    shown = reproduce.report(jobs)
+    shown = format_tables(jobs)
     assert "30.00 (70.5)" in shown and shown.count("chosen") == 1
     assert "noniid: server.lr=0.1, round 1, chosen on held-out images (62.00)" in shown
-    assert reproduce.report(jobs[::-1]) == shown
+    assert format_tables(jobs[::-1]) == shown
     record = jobs[0].record()
     assert record["ours"] == {"knn_top1": 30.0} and record["last"] == {"knn_top1": 40.0}
     assert (record["round"], record["heldout"]) == (1, 62.0)
@@ -388,7 +389,7 @@ def test_without_held_out_images_the_last_round_counts(table: str) -> None:
     (job.folder / "summary.json").write_text(json.dumps({"result": result, **result, "rounds": 2}))
     record = job.record()
     assert (record["round"], record["ours"], record["heldout"]) == (2, result, None)
-    assert "20.00 (70.5)" in reproduce.report([job]) and "held-out" not in reproduce.report([job])
+    assert "20.00 (70.5)" in format_tables([job]) and "held-out" not in format_tables([job])
 
 
 def test_where_nothing_was_to_be_chosen_nothing_is_called_so(table: str) -> None:
@@ -396,18 +397,18 @@ def test_where_nothing_was_to_be_chosen_nothing_is_called_so(table: str) -> None
     (job,) = reproduce.plan("mine.yaml/cco", [*SEARCH, "evaluate.every=1"], "0.1", Path("a"))
     finished(job, (50.0, 40.0))
     (job.folder / "metrics.jsonl").write_text(json.dumps({"round": 0, "knn_top1": 90.0}) + "\n")
-    shown = reproduce.report([job])
+    shown = format_tables([job])
     assert "40.00 (70.5)" in shown and "chosen" not in shown and "round 1" not in shown
     (job,) = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1]"], "0.1", Path("b"))
     finished(job, (50.0, 40.0))
-    assert "\nmine.yaml/cco/noniid: server.lr=0.1\n" in reproduce.report([job])
+    assert "\nmine.yaml/cco/noniid: server.lr=0.1\n" in format_tables([job])
     both = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1,1.0]"], "0.1", Path("c"))
     finished(both[1], (50.0, 40.0))  # the other one has failed
-    assert "\nmine.yaml/cco/noniid: server.lr=1.0\n" in reproduce.report(both)
+    assert "\nmine.yaml/cco/noniid: server.lr=1.0\n" in format_tables(both)
     finished(both[0], (40.0, 50.0))
     jobs = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1,1.0]"], "0.1", Path("c"))
     line = "\nmine.yaml/cco/noniid: server.lr=1.0, chosen on held-out images (50.00)\n"
-    assert line in reproduce.report(jobs)
+    assert line in format_tables(jobs)
 
 
 def test_a_round_is_chosen_among_those_that_have_every_number(table: str) -> None:

@@ -148,6 +148,7 @@ def _sweep(
 
 def _reproduce(options: argparse.Namespace) -> int:
     from fedssl.runs import loop, reproduce
+    from fedssl.runs.paper_table import format_tables
 
     jobs = reproduce.plan(options.pattern, options.words, options.scale, options.out)
     try:
@@ -155,10 +156,10 @@ def _reproduce(options: argparse.Namespace) -> int:
     except (loop.Interrupted, KeyboardInterrupt):
         finished = [job for job in jobs if job.summary() is not None]
         if finished:
-            print(reproduce.report(finished, options.words))
+            print(format_tables(finished, options.words))
         print("fedssl: stopped. The same command continues from here.", file=sys.stderr)
         return 130
-    print(reproduce.report(jobs, options.words))
+    print(format_tables(jobs, options.words))
     return 1 if failed else 0
 
 

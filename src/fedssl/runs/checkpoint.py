@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,10 +13,12 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
-from fedssl.runs.build import Experiment
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import save_tensors
 from fedssl.util.trees import Tree, flatten, unflatten
+
+if TYPE_CHECKING:
+    from fedssl.runs.build import Experiment
 
 FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
@@ -81,9 +83,9 @@ def _check_finite(tensors: dict[str, Tensor], experiment: Experiment, out: Path)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         settings = experiment.config
         raise TrainingError(
-            f"round {experiment.server.round}: the weights are no longer finite. Lower server.lr "
-            f"(now {settings.server.lr}) or client.lr (now {settings.client.lr})"
-            f"{_list_large_weights(settings)}. {describe_kept(out)}"
+            f"round {experiment.server.round}: the weights are no longer finite",
+            f"Lower server.lr (now {settings.server.lr}) or client.lr (now {settings.client.lr})"
+            f"{_list_large_weights(settings)}. {describe_kept(out)}.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go beside ``metrics.jsonl``: TensorBoard always, others where ``log`` names them.
+"""Loggers beside ``metrics.jsonl``: TensorBoard always, others if ``log`` names them.
 
 A logger is opened before the first round and gets lines of numbers by name, each with its round.
 """
@@ -44,19 +44,19 @@ Line = tuple[int, Numbers]  # a round and its numbers
 
 
 class Logger(ABC):
-    """One place that metrics go to."""
+    """A place for metrics."""
 
     @abstractmethod
     def write(self, lines: Sequence[Line]) -> None:
-        """Some rounds' numbers."""
+        """Write the numbers of some rounds."""
 
     @abstractmethod
     def close(self, finished: bool) -> None:
-        """Nothing more comes: the run is finished, or it was stopped and may go on."""
+        """Close the logger: the run is finished, or it was stopped and may continue."""
 
 
 class TensorBoard(Logger):
-    """Events in the run's folder ``tensorboard``."""
+    """Write events in the folder ``tensorboard`` of the run."""
 
     def __init__(self, out: Path, round: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -64,18 +64,18 @@ class TensorBoard(Logger):
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=round + 1)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Scalars."""
+        """Write scalars."""
         for round, numbers in lines:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, round)
 
     def close(self, finished: bool) -> None:
-        """The events are complete."""
+        """Close the file of events."""
         self._board.close()
 
 
 class WandB(Logger):
-    """Weights & Biases: kept in the run's folder, unless ``WANDB_MODE`` says otherwise.
+    """Weights & Biases, in the run's folder unless ``WANDB_MODE`` is set.
 
     ``wandb sync RUN/wandb/offline-run-…`` sends it later.
     """
@@ -101,12 +101,12 @@ class WandB(Logger):
         write_json(out / self.FILE, {"run": known})
 
     def write(self, lines: Sequence[Line]) -> None:
-        """A step a round."""
+        """Log a step a round."""
         for round, numbers in lines:
             self._run.log(numbers, step=round)
 
     def close(self, finished: bool) -> None:
-        """A run that did not finish is marked as failed."""
+        """Mark a run that did not finish as failed."""
         self._run.finish(exit_code=0 if finished else 1)
 
 
@@ -132,7 +132,7 @@ class MLflow(Logger):
         return True
 
     def _new(self, config: Config, out: Path) -> str:
-        """A run with the configuration as its parameters."""
+        """Create a run with the configuration as its parameters."""
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedssl")
@@ -146,7 +146,7 @@ class MLflow(Logger):
         return str(run)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """A step a round; MLflow takes no ``@`` or ``%`` in a name."""
+        """Log a step a round; MLflow takes no ``@`` or ``%`` in a name."""
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 
@@ -160,12 +160,12 @@ class MLflow(Logger):
             self._client.log_batch(self._id, metrics=some)
 
     def close(self, finished: bool) -> None:
-        """Its state is seen in MLflow's list."""
+        """Set the run's state in MLflow's list."""
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
 class Behind(Logger):
-    """A logger in a thread of its own: training neither waits for it nor fails with it."""
+    """A logger in its own thread: training neither waits for it nor fails with it."""
 
     def __init__(self, name: str, logger: Logger) -> None:
         self.name = name
@@ -175,13 +175,13 @@ class Behind(Logger):
         self._thread.start()
 
     def write(self, lines: Sequence[Line]) -> None:
-        """At once."""
+        """Queue the lines."""
         for line in lines:
             if self._thread.is_alive():
                 self._lines.put(line)
 
     def close(self, finished: bool) -> None:
-        """Waits for what is on its way, but not for ever."""
+        """Wait for queued lines, but not for ever."""
         self._lines.put(finished)
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
@@ -200,7 +200,7 @@ class Behind(Logger):
             self._warn(" ".join(str(error).split())[:200] or type(error).__name__)
 
     def _waiting(self) -> tuple[list[Line], bool | None]:
-        """All lines that wait, at least one; and how the run ended, if it has."""
+        """Return all queued lines, at least one, and how the run ended, if it has."""
         lines: list[Line] = []
         item = self._lines.get()
         while not isinstance(item, bool):
@@ -219,16 +219,19 @@ NAMED: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow
 
 
 def require(config: Config) -> None:
-    """Refuse, before the run leaves anything on the disk, what is known not to work."""
+    """Check that the loggers work, before the run leaves anything on the disk."""
     for name in config.log:
         if not installed(name):
-            raise UserError(f"log={name}: not installed; pip install 'fedssl[{name}]'")
+            fix = f"pip install 'fedssl[{name}]'"
+            raise UserError("not installed", key="log", value=name, fix=fix)
     if config.log:
         os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     if "wandb" in config.log and _wandb_mode() not in WANDB_MODES:
         raise UserError(
-            f"log=wandb: WANDB_MODE={_wandb_mode()}: unknown; choose one of "
-            f"{', '.join(WANDB_MODES)}"
+            "unknown",
+            key="WANDB_MODE",
+            value=_wandb_mode(),
+            fix=f"Choose one of {', '.join(WANDB_MODES)}.",
         )
     server = os.environ.get("MLFLOW_TRACKING_URI")
     if "mlflow" in config.log and server:
@@ -237,13 +240,15 @@ def require(config: Config) -> None:
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"log=mlflow: MLFLOW_TRACKING_URI={server} does not answer ({reason}); start the "
-                "server, set it to another, or leave log out"
+                f"the server does not answer ({reason})",
+                key="MLFLOW_TRACKING_URI",
+                value=server,
+                fix="Start it, set another one, or leave log out.",
             ) from None
 
 
 def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
-    """The loggers of a run that goes on after ``round``."""
+    """Open the loggers of a run that continues after ``round``."""
     found: list[Logger] = []
     if installed("tensorboard"):
         found.append(TensorBoard(out, round))
@@ -265,7 +270,7 @@ def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
 
 
 def installed(name: str) -> bool:
-    """Whether a package is; a mere folder of that name, as wandb makes them, is none."""
+    """Return whether a package is installed; a folder of its name, as wandb makes it, is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 
@@ -287,7 +292,7 @@ def _database(out: Path) -> str:
 
 
 def _known(path: Path) -> str | None:
-    """The logger's own name of this run, if it has been there before."""
+    """Return the logger's name of this run, if it was logged before."""
     return str(json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None
 
 

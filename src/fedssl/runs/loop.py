@@ -203,8 +203,9 @@ def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]
     if loss is not None and not math.isfinite(loss):
         rates = experiment.config
         raise TrainingError(
-            f"round {done.number}: the loss is {loss}. Lower server.lr (now {rates.server.lr}) or "
-            f"client.lr (now {rates.client.lr}). {checkpoint.describe_kept(out)}"
+            f"round {done.number}: the loss is {loss}",
+            f"Lower server.lr (now {rates.server.lr}) or client.lr (now {rates.client.lr}). "
+            f"{checkpoint.describe_kept(out)}.",
         )
     return _make_line(experiment, done, loss, time.perf_counter() - started)
 

@@ -1,4 +1,4 @@
-"""Run every cell of a paper's table, and show what came out beside what the paper prints."""
+"""Run every cell of a paper's table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from fedssl.training.trainer import precision_on
 from fedssl.util.device import name_device, pick_device
 from fedssl.util.errors import TrainingError, UserError, resume_hint
 from fedssl.util.files import explain_write_errors, write_text
-from fedssl.util.text import align_columns, name_measure
 
 ROOT = Path("runs") / "reproduce"
 # Keys that may differ between a finished run and the one that is asked for.
@@ -56,12 +55,12 @@ class Job:
 
     @property
     def label(self) -> str:
-        """Its name on the screen."""
+        """The name on the screen."""
         return " ".join(filter(None, (self.name, self.choice)))
 
     @property
     def folder(self) -> Path:
-        """Where its run is."""
+        """The folder of its run."""
         return self.root / self.table / self.row / self.column / self.choice
 
     @property
@@ -71,21 +70,21 @@ class Job:
 
     @cached_property
     def changed(self) -> list[str]:
-        """Keys that make the result another one than the paper's."""
+        """Keys that make the result differ from the paper's."""
         return _differences(self.published, self.settings, COMPARABLE)
 
     def summary(self) -> dict[str, Any] | None:
-        """What the finished run reports; none: it is not finished."""
+        """Return the summary of the run; ``None`` if it is not finished."""
         return read_json(self.folder / "summary.json", {}) or None
 
     @property
     def failed(self) -> bool:
-        """Whether its table's file says that it diverged."""
+        """Whether the run diverged, according to the table's file."""
         return "failed" in _lines(self).get((self.name, self.choice), {})
 
     @cached_property
     def chooser(self) -> str:
-        """The measure that rounds and values are chosen by; empty: nothing is chosen."""
+        """The measure that rounds and values are chosen by; empty if nothing is chosen."""
         return find_chooser(self.settings.evaluate)
 
     @cached_property
@@ -106,17 +105,17 @@ class Job:
 
     @property
     def heldout(self) -> float | None:
-        """Its accuracy on held-out images; none: nothing is chosen."""
+        """The accuracy on held-out images; ``None`` if nothing is chosen."""
         return self.judged.get(self.chooser)
 
     @property
     def tops(self) -> list[str]:
-        """Every accuracy of the result but those that choose."""
+        """Every accuracy of the result except those that choose."""
         found = [m for m in (self.summary() or {}).get("result", {}) if m.endswith("_top1")]
         return [m for m in found if not self.chooser or not m.endswith(self.chooser)]
 
     def record(self, commit: str | None = None, failed: str = "") -> dict[str, Any]:
-        """A line of table.jsonl: what was measured, and everything it depends on."""
+        """Return a line of table.jsonl: the measures, and everything they depend on."""
         summary = self.summary() or {}
         values = config.flatten(config.to_tree(self.settings))
         ours = dict.fromkeys((*self.measures, *self.tops))
@@ -148,7 +147,7 @@ class Job:
 
     @property
     def measures(self) -> list[str]:
-        """What is compared; where the paper prints no number, the first accuracy there is.
+        """The measures to compare; by default the first accuracy.
 
         Of personal and global models both are shown; the paper's number stands at the one that is
         compared.
@@ -161,14 +160,14 @@ class Job:
 
     @property
     def date(self) -> str:
-        """When the run came to its end; today where it has not."""
+        """The date of the run's end, or today."""
         path = self.folder / "summary.json"
         end = time.localtime(path.stat().st_mtime if path.exists() else None)
         return time.strftime("%Y-%m-%d", end)
 
 
 def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
-    """What there is to run; refuses, before the first run, whatever can be refused cheaply."""
+    """List the runs, and check before the first one what can be checked cheaply."""
     share = _scale(scale)
     root = out or (ROOT if share == 1 else ROOT / f"scale-{share:g}")
     jobs = []
@@ -182,23 +181,26 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
                 place = (*_place(name), own, config.resolve(recipe), root, command, choice)
                 jobs.append(Job(name, *place))
         except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+            raise sweep.name_error(error, name, "recipe") from None
     for job in jobs:
         _check_folder(job)
     return jobs
 
 
 def _choices(tree: config.Recipe) -> dict[str, Config]:
-    """A run for each combination of the lists' values; what chooses among them is no test image."""
+    """Return a run for each combination of values; no test image may choose among them."""
     lists = config.find_sweep(tree)
     found = sweep.list_runs(tree) if lists else {"": config.build(tree)}
     for key, values in lists.items():
         if key == "seed":
-            raise UserError(f"seed={values}: a seed is not chosen; run each, with its own --out")
+            fix = "Run each with its own --out."
+            raise UserError("a seed is not chosen", key=key, value=values, fix=fix)
         if not all(find_chooser(settings.evaluate) for settings in found.values()):
             raise UserError(
-                f"{key}={values}: one of several values is chosen on held-out images; set "
-                "data.holdout=0.1, and add heldout@10% to evaluate.protocols"
+                "one of several values is chosen on held-out images",
+                key=key,
+                value=values,
+                fix="Set data.holdout=0.1, and add heldout@10% to evaluate.protocols.",
             )
     for settings in found.values():
         check_holdout(settings.evaluate, settings.data.holdout)
@@ -206,14 +208,14 @@ def _choices(tree: config.Recipe) -> dict[str, Config]:
 
 
 def _values(settings: Config, keys: Iterable[str]) -> dict[str, str]:
-    """Some of a run's settings, as words that say them."""
+    """Return some of a run's settings as they are written on the command line."""
     values = config.flatten(config.to_tree(settings))
     plain = {key: values.get(key) for key in keys}
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in plain.items()}
 
 
 def _command(name: str, words: Sequence[str], share: float, own: Mapping[str, str]) -> str:
-    """What does one run of these again, with its ``own`` values, wherever the images are."""
+    """Return the command that repeats one run, with its ``own`` values."""
     given = {**dict(word.split("=", 1) for word in words), **own}
     if "data.root" in given:
         given["data.root"] = "DIR"
@@ -223,7 +225,7 @@ def _command(name: str, words: Sequence[str], share: float, own: Mapping[str, st
 
 
 def described(data: config.Data) -> str:
-    """What the images are, as their folder says it; without a word there, the data set's name."""
+    """Describe the images: in the words of their folder, or by the data set's name."""
     about = Path(data.root or "").expanduser() / ABOUT
     if data.root is None or not about.is_file():
         return data.name
@@ -231,7 +233,7 @@ def described(data: config.Data) -> str:
 
 
 def work(jobs: Sequence[Job]) -> list[Job]:
-    """Run what is not finished; a run that diverges is said and passed over. Returns those."""
+    """Run what is not finished, skip runs that diverge, and return these."""
     begun = {job.folder: job.settings for job in jobs if _started(job)}
     waiting = {job.label: job.settings for job in jobs if job.summary() is None}
     sweep.check_same_images(begun, sweep.check_runs(waiting))
@@ -250,15 +252,14 @@ def work(jobs: Sequence[Job]) -> list[Job]:
         except TrainingError as error:
             print(f"{label}: {error}", file=sys.stderr)
             failed.append(job)
-            # Without the next sentence, which says where the run is on this machine.
-            _write(job, commit, str(error).partition(". ")[0])
+            _write(job, commit, error.problem)
         else:
             _write(job, commit)
     return failed
 
 
 def _so_far(job: Job) -> dict[str, Any]:
-    """What a run that failed can say of itself, as a summary says it."""
+    """Return the facts about a failed run that a summary would have."""
     device = pick_device(job.settings.device)
     return {
         **(metrics.totals(job.folder, {}) if any(metrics.read(job.folder)) else {}),
@@ -270,7 +271,7 @@ def _so_far(job: Job) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the code that runs; none: it is no checkout of fedssl."""
+    """Return the commit of the code; ``None`` if it is not a checkout of fedssl."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *words]
@@ -285,98 +286,11 @@ def _commit() -> str | None:
 
 
 def scaled(settings: Config, share: float) -> Config:
-    """The same run with a share of its rounds, judged as often in between."""
+    """Return the run with a share of its rounds and as many evaluations."""
     every = settings.evaluate.every
     evaluate = dataclasses.replace(settings.evaluate, every=every and max(1, round(every * share)))
     rounds = max(1, round(settings.rounds * share)) if settings.rounds else 0
     return dataclasses.replace(settings, rounds=rounds, evaluate=evaluate)
-
-
-def report(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
-    """For each table: its name, ours beside the paper's, and in what they differ."""
-    groups: dict[str, list[Job]] = {}
-    for job in best(jobs):
-        groups.setdefault(job.table, []).append(job)
-    blocks = []
-    for name, group in groups.items():
-        known = config.find_table(group[0].name)
-        head = name or "recipes" if known is None else f"{known.title}: {known.about}"
-        folder = str(group[0].root / name)
-        chosen = [line for job in group for line in _chosen(job, jobs)]
-        given = [f"with {' '.join(words)}"] if words else []
-        blocks.append("\n".join([head, _grid(group), *_caption(group), *chosen, *given, folder]))
-    return "\n\n".join(blocks)
-
-
-def best(jobs: Sequence[Job]) -> list[Job]:
-    """One run of each recipe: of several, the best on held-out images."""
-    found: dict[str, Job] = {}
-    for job in jobs:
-        before = found.setdefault(job.name, job)
-        if job.summary() and (not before.summary() or (job.heldout or 0) > (before.heldout or 0)):
-            found[job.name] = job
-    return list(found.values())
-
-
-def _grid(jobs: Sequence[Job]) -> str:
-    """Rows and columns, the longer side downwards."""
-    cells: dict[tuple[str, str], str] = {}
-    for job in jobs:
-        for measure in job.measures or [""]:
-            label = ", ".join(filter(None, (job.column, _label(job, measure))))
-            cells[job.row, label] = _cell(job, measure)
-    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-    if len(columns) > len(rows):
-        rows, columns = columns, rows
-        cells = {(column, row): text for (row, column), text in cells.items()}
-    body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
-    return align_columns([["ours (paper's)", *columns], *body])
-
-
-def _label(job: Job, measure: str) -> str:
-    """A measure's name where the column alone does not say what is meant."""
-    return "" if job.column and len(job.measures) < 2 else name_measure(measure)
-
-
-def _cell(job: Job, measure: str) -> str:
-    """Only what was measured: a run that came to no end has no number."""
-    numbers = job.judged
-    if job.summary() is None:
-        ours = "failed"
-    elif numbers.get(measure) is None:  # an accuracy that was never looked for is not there
-        ours = "not reached" if measure in numbers else "–"
-    else:
-        ours = f"{numbers[measure]:.0f}" if "rounds_to" in measure else f"{numbers[measure]:.2f}"
-    return f"{ours} ({job.paper.get(measure, '–')})"
-
-
-def _caption(jobs: Sequence[Job]) -> list[str]:
-    """In what these runs differ from the paper's."""
-    reasons = [
-        *_unlike(jobs, lambda s: s.rounds, "scaled: {} of {} rounds"),
-        *_unlike(jobs, lambda s: s.data.name, "data {} for {}"),
-    ]
-    other = dict.fromkeys(k for j in jobs for k in j.changed if k not in ("rounds", "data.name"))
-    if other:
-        reasons.append("other " + ", ".join(other))
-    return [f"{'; '.join(reasons)}: not comparable with the paper's numbers"] if reasons else []
-
-
-def _chosen(job: Job, jobs: Sequence[Job]) -> Iterable[str]:
-    """Which value and which round are shown; called chosen only where there was another."""
-    if job.heldout is None:
-        return
-    values = sum(other.name == job.name and other.heldout is not None for other in jobs)
-    which = f"round {job.judged['round']}" if len(job.candidates) > 1 else ""
-    why = f"chosen on held-out images ({job.heldout:.2f})" if which or values > 1 else ""
-    said = ", ".join(filter(None, (job.choice, which, why)))
-    if said:
-        yield f"{job.name}: {said}"
-
-
-def _unlike(jobs: Sequence[Job], value: Any, text: str) -> Iterable[str]:
-    pairs = dict.fromkeys((value(j.settings), value(j.published)) for j in jobs)
-    return [text.format(ours, papers) for ours, papers in pairs if ours != papers]
 
 
 def _scale(text: str) -> float:
@@ -385,12 +299,13 @@ def _scale(text: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise UserError(f"--scale={text}: expected a share of the rounds, above 0 and at most 1")
+        fix = "Use a share of the rounds, above 0 and at most 1."
+        raise UserError("not a share", key="--scale", value=text, fix=fix)
     return share
 
 
 def _place(name: str) -> tuple[str, str, str]:
-    """Table, row and column of a recipe; one with a file of its own is a row of its folder."""
+    """Return table, row and column; a recipe with its own file is a row of its folder."""
     table = config.find_table(name)
     if table is None:
         folder, _, stem = name.removesuffix(".yaml").rpartition("/")
@@ -406,7 +321,7 @@ def _started(job: Job) -> bool:
 
 
 def _check_folder(job: Job) -> None:
-    """A folder that holds a run holds this one; ``work`` compares images that were moved."""
+    """Check that a folder with a run holds this run; ``work`` compares moved images."""
     if not _started(job):
         return
     before = config.with_absolute_paths(config.build(config.read_yaml(job.folder / "config.yaml")))
@@ -414,19 +329,21 @@ def _check_folder(job: Job) -> None:
     for key in _differences(before, now, SAME_RUN):
         old, new = (config.flatten(config.to_tree(c)).get(key) for c in (before, now))
         raise UserError(
-            f"{key}={new}: the run in {job.folder} has {old}; choose another folder with --out, "
-            "or remove that one"
+            f"the run in {job.folder} has {old}",
+            key=key,
+            value=new,
+            fix="Choose another folder with --out, or remove that one.",
         )
 
 
 def _differences(a: Config, b: Config, free: Set[str]) -> list[str]:
-    """Keys in which two configurations differ, but for those that do not matter."""
+    """Return the keys in which two configurations differ, except ``free`` ones."""
     left, right = (config.flatten(config.to_tree(c)) for c in (a, b))
     return [key for key in {**left, **right} if left.get(key) != right.get(key) and key not in free]
 
 
 def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
-    """What its table's file has, by recipe and choice."""
+    """Read the table's file, by recipe and choice."""
     path = job.root / job.table / TABLE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -436,14 +353,14 @@ def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
             found[row["recipe"], row.get("choice", "")] = row
         except (ValueError, LookupError, TypeError):
             raise UserError(
-                f"{path}: line {number} is no run's; mend it or remove it: finished runs are "
-                "written there again"
+                f"{path}: line {number} is not about a run",
+                fix="Remove it: finished runs are written there again.",
             ) from None
     return found
 
 
 def _write(job: Job, commit: str | None, failed: str = "") -> None:
-    """Put a run's line into its table's file, in the place of an older one."""
+    """Write a run's line into its table's file, in place of an older one."""
     rows = _lines(job) | {(job.name, job.choice): job.record(commit, failed)}
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
     path = job.root / job.table / TABLE

@@ -53,7 +53,7 @@ def list_runs(tree: Recipe) -> dict[str, Config]:
         try:
             settings = config.build(config.with_values(tree, values))
         except UserError as error:
-            raise _name_error(error, name) from None
+            raise name_error(error, name) from None
         for other, before in runs.items():
             if before == settings:
                 raise UserError(f"{name} is the same run as {other}", fix="Leave one out.")
@@ -236,7 +236,7 @@ def check_runs(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
                 for each in (own, *(config.with_algorithm(own, other) for other in baselines)):
                     assemble(each, dataset, clients, weights=_needs_weights(each))
         except UserError as error:
-            raise _name_error(error, name) from None
+            raise name_error(error, name) from None
     return loaded
 
 
@@ -268,9 +268,9 @@ def _summary(folder: Path) -> dict[str, Any] | None:
     return (RunReader(folder).summary or None) if is_started(folder) else None
 
 
-def _name_error(error: UserError, name: str) -> UserError:
+def name_error(error: UserError, name: str, kind: str = "run") -> UserError:
     """Return an error that also names the run, unless there is only one."""
-    problem = f"{error.problem} (run {name})" if name else error.problem
+    problem = f"{error.problem} ({kind} {name})" if name else error.problem
     if error.key is None:
         return UserError(problem, fix=error.fix)
     return UserError(problem, key=error.key, value=error.value, fix=error.fix)

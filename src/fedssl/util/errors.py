@@ -58,6 +58,10 @@ def _format_value(value: object) -> str:
 class TrainingError(Exception):
     """Training cannot go on, as with a loss that is not finite; what was saved is kept."""
 
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(f"{problem}. {fix}" if fix else problem)
+        self.problem, self.fix = problem, fix
+
 
 @contextlib.contextmanager
 def resume_hint(sentence: str) -> Iterator[None]:

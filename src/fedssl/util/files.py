@@ -8,13 +8,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fedssl.util.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST = 255  # bytes of a folder's name, on most file systems
@@ -52,6 +51,9 @@ def save_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], can_resume: bool = True
 ) -> None:
     """Write a safetensors file, and wait until it is on the disk."""
+    from safetensors import SafetensorError  # imported with torch, which takes a second
+    from safetensors.torch import save_file
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path, private=True) as new:
