@@ -150,7 +150,7 @@ def test_another_process_may_finish_first(folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
 def test_a_full_disk_names_the_cache(tmp_path: Path) -> None:
     with (
-        refused("data.cache", tmp_path, "the disk is full"),
+        refused("data.cache", tmp_path, "No space left"),
         caches.ArrayFile(Path("/dev/full"), tmp_path) as file,
     ):
         file.append(np.zeros((4, 3, 64, 64), np.uint8))
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(
 
     monkeypatch.setattr(os, "fsync", full)
     cache = folder.parent / "cache"
-    with refused("data.cache", cache, "the disk is full"):
+    with refused("data.cache", cache, "No space left"):
         load(folder, cache)
     assert not list(cache.iterdir())
 

@@ -596,7 +596,7 @@ SIZE = "data.size is not set, and the images are not of one square size"
         (
             no_cache,
             "the cache cannot be written",
-            "FEDSSL_CACHE={cache}: cannot write there (File exists). Set FEDSSL_CACHE to",
+            "FEDSSL_CACHE={cache}: cannot be written (File exists). Set FEDSSL_CACHE to",
         ),
         (
             no_training,

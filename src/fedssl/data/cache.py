@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.util.errors import UserError
-from fedssl.util.files import FULL
+from fedssl.util.files import explain_write_errors, write_json
 
 Array = NDArray[Any]
 Meta = dict[str, Any]
@@ -50,8 +49,8 @@ def load_or_build(
     with replace_folder(folder, cache) as new:
         meta = build(new)
         names = sorted(path.stem for path in new.glob("*.npy"))
-        with explain_write_errors(cache):
-            (new / "meta.json").write_text(json.dumps({**meta, "arrays": names}, indent=1))
+        with _writing(cache):
+            write_json(new / "meta.json", {**meta, "arrays": names})
         # Opened before it is moved, so that it stays whatever another process does to the folder.
         built = _open(new)
     assert built is not None
@@ -68,17 +67,21 @@ def _open(folder: Path) -> Cached | None:
     return Cached(arrays, meta)
 
 
+def _writing(cache: Path) -> contextlib.AbstractContextManager[None]:
+    return explain_write_errors("data.cache", cache, "the cache cannot be written")
+
+
 @contextlib.contextmanager
 def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
     """Yield a new empty folder that takes the place of ``folder`` if the block succeeds."""
     new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
-    with explain_write_errors(cache):
+    with _writing(cache):
         new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
     try:
         yield new
-        with explain_write_errors(cache):
+        with _writing(cache):
             _move(new, folder, old)
     finally:
         for left in (new, old):
@@ -109,7 +112,7 @@ class ArrayFile:
         self.cache = cache
         self.count = 0
         self.like: Array | None = None
-        with explain_write_errors(cache):
+        with _writing(cache):
             self.file = path.open("wb")
 
     def __enter__(self) -> ArrayFile:
@@ -117,7 +120,7 @@ class ArrayFile:
 
     def append(self, block: Array) -> None:
         """Write ``block`` behind the blocks before it."""
-        with explain_write_errors(self.cache):
+        with _writing(self.cache):
             if self.like is None:
                 self.like = block[:0]
                 self.file.write(self._header())
@@ -144,28 +147,9 @@ class ArrayFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with explain_write_errors(self.cache), self.file:
+        with _writing(self.cache), self.file:
             if kind is None and self.like is not None:
                 self.file.seek(0)
                 self.file.write(self._header())
                 self.file.flush()
                 os.fsync(self.file.fileno())  # some disks report only now that they are full
-
-
-@contextlib.contextmanager
-def explain_write_errors(cache: Path) -> Iterator[None]:
-    """Turn what goes wrong while writing below ``cache`` into an error for the user."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            problem, place = "the disk is full", "on a disk with room"
-        else:
-            problem, place = f"cannot write there ({error.strerror or error})", "that is writable"
-        raise UserError(
-            problem,
-            "the cache cannot be written",
-            key="data.cache",
-            value=cache,
-            fix=f"Set data.cache to a folder {place}.",
-        ) from None

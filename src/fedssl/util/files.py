@@ -81,18 +81,18 @@ def _with_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def explain_write_errors(key: str, path: Path) -> Iterator[None]:
+def explain_write_errors(key: str, path: Path, public: str | None = None) -> Iterator[None]:
     """Turn errors of the disk into one line about ``path``, which the option ``key`` named."""
     try:
         yield
     except OSError as error:
-        raise _explain(key, path, error) from None
+        raise _explain(key, path, error, public) from None
 
 
-def _explain(key: str, path: Path, error: OSError) -> UserError:
+def _explain(key: str, path: Path, error: OSError, public: str | None = None) -> UserError:
     fix = "Make room" if error.errno in FULL else "Make the folder writable"
     problem = f"cannot be written ({error.strerror})"
-    return UserError(problem, key=key, value=path, fix=f"{fix}, or choose another place.")
+    return UserError(problem, public, key=key, value=path, fix=f"{fix}, or choose another place.")
 
 
 @contextlib.contextmanager
