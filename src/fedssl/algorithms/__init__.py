@@ -1,1 +1,1 @@
-"""What server and clients tell each other: one file each, both halves."""
+"""Methods of federated learning: one file each, with the server's and the clients' half."""

@@ -293,7 +293,7 @@ class CCL(Algorithm):
 
 
 class Step(Steps):
-    """A client's steps: which remote features there are, and the candidates drawn for each step."""
+    """The loss of a client's steps, with remote features and the candidates drawn for each step."""
 
     def __init__(self, ccl: CCL, client: Client, remote: Tensor) -> None:
         self.ccl, self.client, self.remote = ccl, client, remote
@@ -316,14 +316,14 @@ class Step(Steps):
         return self.remote, to_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
-        """The keys of both views are in the queue."""
+        """Note that the keys of both views are in the queue."""
         if self.client.trainer.census is not None:
             self.follow()
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
 
     def follow(self) -> None:
-        """Which images' keys enter the queue: both views', as MoCo's ``remember`` has it."""
+        """Note whose keys enter the queue: both views', as MoCo's ``remember`` has it."""
         client, size = self.client, len(self.origins)
         _, chosen = client.positions(self.number)
         entering = client.members[chosen].repeat(2)
@@ -332,7 +332,7 @@ class Step(Steps):
         self.origins.index_copy_(0, arrival % size, entering[skipped:])
 
     def count_false_negatives(self) -> dict[str, Tree]:
-        """How many of the queue's keys a sample of the client is alike on average, and of all."""
+        """Count the queue's keys: all, and those of a sample's class, on average over samples."""
         census, client = self.client.trainer.census, self.client
         if census is None:
             return {}
@@ -363,7 +363,7 @@ def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: fl
 
 
 def momentum_places(trainer: Trainer) -> Tensor:
-    """Where in the momentum model the numbers are that travel: not those of kept layers (FedBN)."""
+    """Return the places of the momentum model that travel: not those of kept layers (FedBN)."""
     every = torch.arange(len(trainer.initial), device=trainer.device)
     sent = every if trainer.shared is None else trainer.shared
     return sent[sent < trainer.flat.parameter_count]

@@ -1,4 +1,4 @@
-"""How far a client's network is from the global one: FedU and FedEMA decide by that."""
+"""Distance of a client's network from the global one, by which FedU and FedEMA decide."""
 
 from __future__ import annotations
 

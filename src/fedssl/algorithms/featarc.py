@@ -35,7 +35,7 @@ MOVES = 3  # the same, where they change
 
 
 def _update_like(featarc: FeatARC, trainer: Trainer) -> dict[str, Tree]:
-    """A slot for each cluster, the slot in use, and the loss."""
+    """Return a slot for each cluster, the slot in use, and the loss."""
     update, count = update_like(trainer), featarc.params.clusters
     change = cast(Tensor, update["change"])
     return {**update, "change": change.expand(count, -1), "members": change.new_zeros(count)}

@@ -220,7 +220,7 @@ class Step:
         return loss
 
     def alignment(self, batch: int) -> Tensor:
-        """The mean squared distance to the base model's features, of as many images as a batch."""
+        """Compute the mean squared distance to the base model's features, on a batch of images."""
         client, trainer = self.client, self.client.trainer
         assert self.public is not None and self.base is not None
         state = random_key(trainer.config.seed, "public", client.round, client.id, self.number)
@@ -230,7 +230,7 @@ class Step:
 
 
 def encode(trainer: Trainer, images: Tensor) -> Tensor:
-    """The first encoder's features of plain images, of length 1."""
+    """Compute the first encoder's features of plain images, of length 1."""
     encoder, half = cast(Tower, trainer.network.towers[0]).encoder, trainer.precision == "bf16"
     with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half), unseen(encoder):
         features = encoder(scale_pixels(trainer, images))

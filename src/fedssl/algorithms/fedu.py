@@ -46,7 +46,7 @@ class FedU(DivergenceAware):
         require_predictor(objective, "algorithm.name", "fedu")
 
     def start(self, client: Client, network: Tensor) -> Tensor:
-        """Its own predictor, or the global one."""
+        """Keep the client's predictor, or take the global one."""
         divergence = self.divergence(client, network)
         client.state["kept"] = torch.tensor(0.0)
         if divergence is None:

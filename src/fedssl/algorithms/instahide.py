@@ -18,7 +18,7 @@ BOUND = 0.65  # c₁, the most that one image weighs: our reading of that paper'
 
 @dataclass(frozen=True)
 class Key:
-    """What encrypts some images; whoever draws it must keep it, and use it once.
+    """A key that encrypts some images. Keep it secret, and use it once.
 
     ``members [n, k]``: which of the client's images are mixed, the encrypted one first;
     ``weights [n, k]``: λ; ``signs [n, …]``: σ, one for every number of an image.
@@ -37,7 +37,7 @@ class Key:
         shape: Sequence[int],
         generator: np.random.Generator,
     ) -> Key:
-        """For the images ``own`` among ``count``, with k − 1 different others each, any of them."""
+        """Draw a key for the images ``own`` among ``count``, each with k − 1 different others."""
         others = distinct(len(own), count - 1, k - 1, generator)
         others += others >= own[:, None]  # past the image itself
         signs = generator.integers(0, 2, (len(own), *shape), dtype=np.int8) * 2 - 1
@@ -46,7 +46,7 @@ class Key:
 
 
 def distinct(rows: int, count: int, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """In each row k different numbers below ``count``, any set as likely (Floyd's algorithm)."""
+    """Draw k different numbers below ``count`` in each row, evenly (Floyd's algorithm)."""
     drawn = np.empty((rows, k), dtype=np.int64)
     for column, last in enumerate(range(count - k, count)):
         new = generator.integers(0, last + 1, rows)

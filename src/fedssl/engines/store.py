@@ -1,8 +1,8 @@
-"""What clients keep between rounds, on the disk of whoever the client is.
+"""The clients' states between rounds, on the client's own disk.
 
-A state is tagged with the round that it came out of and with the attempt: a server that is killed
-and started again goes on from its last checkpoint, which may be rounds ago, so what a client kept
-from later rounds must not count, and what it had before must still be there.
+A state is tagged with the round that made it, and with the attempt. A server that is killed and
+started again continues from its last checkpoint, which may be rounds ago. Then states from later
+rounds must not count, and the earlier state must still be there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedssl.util.trees import flatten, leaves, unflatten
 
 @dataclass(frozen=True)
 class History:
-    """Which attempt of a run did which rounds: attempt ``names[i]`` from round ``starts[i]`` on.
+    """The attempts of a run: attempt ``names[i]`` did the rounds from ``starts[i]`` on.
 
     ``committed`` rounds are in the server's checkpoint: they will not be done again.
     """
@@ -34,7 +34,7 @@ class History:
     committed: int
 
     def counts(self, round: int, attempt: str) -> bool:
-        """Whether what came out of a round in an attempt is part of the run."""
+        """Return whether the round of an attempt is part of the run."""
         ends = (*self.starts[1:], None)
         return any(
             name == attempt and start <= round and (end is None or round < end)
@@ -49,7 +49,7 @@ class Store:
         self.folder = folder
 
     def load(self, client: int, round: int, history: History) -> State:
-        """The state that a client enters a task of ``round`` with; reading changes nothing."""
+        """Return the state with which a client enters a task of ``round``; it stays."""
         files = self._files(client)
         counting = [(made, path) for path, made, attempt in files if history.counts(made, attempt)]
         if not counting:
@@ -60,7 +60,7 @@ class Store:
         return unflatten(load_file(path))
 
     def save(self, client: int, state: State, round: int, history: History) -> None:
-        """Keep a state, and those before it as far back as the server may have to go."""
+        """Keep a state, and earlier ones as far back as the server may have to go."""
         if not state:
             return
         if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
@@ -76,15 +76,15 @@ class Store:
                 old.unlink(missing_ok=True)
 
     def _files(self, client: int) -> list[tuple[Path, int, str]]:
-        found = []
+        files = []
         for path in (self.folder / str(client)).glob("*.safetensors"):
             made, _, attempt = path.stem.partition("-")
-            found.append((path, int(made), attempt))
-        return found
+            files.append((path, int(made), attempt))
+        return files
 
 
 class Stored:
-    """The clients' states as a simulation's server may look at them (a real one cannot)."""
+    """The clients' states as a simulation's server reads them (a real server cannot)."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -100,16 +100,16 @@ class Stored:
         return iter(sorted(int(name) for name in names if name.isdecimal()))
 
     def on_host(self, client: int) -> dict[str, Tensor]:
-        """The flat state of a client."""
+        """Return a client's state: tensors by path."""
         if self.folder is None:
             return {}
         return flatten(Store(self.folder).load(client, self.round, self.history))
 
     def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
-        """A checkpoint holds no states of these clients."""
+        """Fail: a checkpoint holds no states of these clients."""
         raise AssertionError
 
     def forget(self) -> None:
-        """After the last round: nothing will be read from them."""
+        """Delete the states after the last round."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""What algorithms are written in: server, clients, cohort."""
+"""Server, clients and cohort: the language that algorithms are written in."""

@@ -23,7 +23,7 @@ from fedssl.util.trees import Tree, find_unsavable
 
 @dataclass(frozen=True)
 class Result:
-    """Which models a run ends with: the global one, one for each client, or both."""
+    """The models that a run ends with: the global one, one for each client, or both."""
 
     evaluated: Literal["global", "personal"] = "global"
     has_global: bool = True

@@ -17,7 +17,7 @@ from fedssl.federation.traffic import Traffic
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What happened in one round. Tensors may still be computed on the GPU: reading them waits."""
+    """The outcome of one round. Tensors may still be computed on the GPU: reading them waits."""
 
     number: int  # counted from 1
     asked: NDArray[np.int64]  # clients

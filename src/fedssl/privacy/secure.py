@@ -67,14 +67,14 @@ class NotEnough(SumLost):
 
 
 class Spoiled(SumLost):
-    """The masks did not cancel: a client told a false share, or sent no masked vector."""
+    """The masks did not cancel: a client sent a false share, or no masked vector."""
 
 
 # The vector
 
 
 def size(like: Tree) -> int:
-    """The numbers in the vector of a tree: its weight and its leaves'."""
+    """Count the numbers in the vector of a tree: its weight and its leaves."""
     return 1 + sum(leaf.numel() for leaf in flatten(like).values())
 
 
@@ -125,7 +125,7 @@ def _derive(secret: bytes, label: bytes) -> bytes:
 
 
 def _agree(private: bytes, public: bytes, label: bytes) -> bytes:
-    """The key that two clients have in common, from the one's private and the other's public."""
+    """Derive the key that two clients share, from one's private and the other's public key."""
     key = X25519PrivateKey.from_private_bytes(private)
     return _derive(key.exchange(X25519PublicKey.from_public_bytes(public)), label)
 
@@ -135,7 +135,7 @@ def _public(private: bytes) -> bytes:
 
 
 def _mask_private(context: str, client: int, secret: bytes) -> bytes:
-    """The private key of pairwise masks: derived, since Shamir's scheme takes 16 bytes, not 32."""
+    """Derive the private key of pairwise masks: Shamir's scheme takes 16 bytes, not 32."""
     return _derive(secret, _label(context, "mask key", client))
 
 
@@ -156,7 +156,7 @@ def _add_self_mask(vector: Vector, context: str, client: int, seed: bytes, sign:
 def _add_pair_mask(
     vector: Vector, context: str, private: bytes, public: bytes, mine: int, peer: int, sign: int
 ) -> None:
-    """The mask of a pair as ``mine`` has it: the smaller number adds it, the larger takes it off.
+    """Add the mask of a pair for ``mine``: the smaller number adds it, the larger subtracts it.
 
     ``private`` is the one's and ``public`` the other's; which of them is whose does not matter.
     """
@@ -203,7 +203,7 @@ def _check_threshold(threshold: int, clients: int) -> None:
 
 @dataclass
 class Masker:
-    """A client's side of one sum: a method a step, each once, in order.
+    """A client's side of one sum: one method for each step, called once, in order.
 
     A step may run in another process than the one before: the state between them is
     :meth:`to_bytes`, and is to be stored before the reply is sent (a client that answers a step
@@ -221,12 +221,12 @@ class Masker:
     held: dict[int, bytes] = field(default_factory=dict, repr=False)  # shares, of mine too
 
     def to_bytes(self) -> bytes:
-        """The state, to be kept as carefully as the client's data."""
+        """Return the state, to be kept as carefully as the client's data."""
         return json.dumps(asdict(self), default=bytes.hex).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Masker:
-        """The inverse of :meth:`to_bytes`."""
+        """Restore the state of :meth:`to_bytes`."""
         state: dict[str, Any] = json.loads(data)
         for name in ("box", "secret", "seed"):
             state[name] = bytes.fromhex(state[name])
@@ -238,7 +238,7 @@ class Masker:
 
     @property
     def participants(self) -> int:
-        """How many vectors the sum may have, known after the step ``shares``."""
+        """Number of vectors that the sum may have, known after the step ``shares``."""
         return len(self.peers)
 
     def keys(self) -> Message:
@@ -304,13 +304,13 @@ class Masker:
             raise ValueError("survivors and dropped are not the participants of this sum")
         if len(survivors) < self.threshold:
             raise ValueError(f"{len(survivors)} survivors, fewer than the threshold")
-        told = []
+        shares = []
         for peer in sorted(self.peers):
             share = self.held.get(peer, b"")
-            told.append(share[:SECRET] if peer in survivors else share[SECRET:])
+            shares.append(share[:SECRET] if peer in survivors else share[SECRET:])
         self.held = {}
         self.step += 1
-        return {"shares": told}
+        return {"shares": shares}
 
     def _expect(self, step: str) -> None:
         if STEPS[self.step : self.step + 1] != (step,):
@@ -326,7 +326,7 @@ class Masker:
         return nonce + ChaCha20Poly1305(key).encrypt(nonce, share, label)
 
     def _open(self, peer: int, bundle: bytes) -> bytes | None:
-        """The shares that a peer sent me; none if they are not from it, or no shares."""
+        """Return the shares that a peer sent me, ``None`` if they are not from it, or no shares."""
         if len(bundle) != BUNDLE:
             return None
         label = _label(self.context, "share", peer, self.me)
@@ -357,11 +357,11 @@ class Unmasker:
 
     @property
     def like(self) -> Tensor:
-        """A masked vector, as far as its shape and type go."""
+        """A tensor with the shape and type of a masked vector."""
         return torch.from_numpy(self._sum)
 
     def ask(self) -> dict[int, Message]:
-        """The next step's message to each client that is still in; :class:`NotEnough` if too few.
+        """Return the next step's message to each remaining client; :class:`NotEnough` if too few.
 
         Replies of the step before are no longer taken.
         """
@@ -382,7 +382,7 @@ class Unmasker:
         }
 
     def take(self, client: int, reply: object) -> None:
-        """A client's reply; ``ValueError`` with the reason if it is none, and the client is out."""
+        """Take a client's reply. If it is wrong, ``ValueError`` says why, and the client is out."""
         asked = self._replies[self._step - 1] if self._step else self.clients
         if client not in asked or client in self._replies[self._step]:
             raise ValueError(f"client {client} was not asked, or answers twice")
@@ -390,7 +390,7 @@ class Unmasker:
         self._replies[self._step][client] = read[self._step](reply)
 
     def total(self) -> Vector:
-        """The sum of the vectors that came; :class:`SumLost` if it cannot be had."""
+        """Return the sum of the vectors that came; :class:`SumLost` if there is none."""
         total = self._sum.copy()
         for client in self._masked:
             _add_self_mask(total, self.context, client, self._rebuild(client), -1)
@@ -408,7 +408,7 @@ class Unmasker:
             raise NotEnough(have, self.threshold)
 
     def _forward(self, client: int) -> Message:
-        """The bundles for one client; a sender's are in the order of its peers."""
+        """Collect the bundles for one client; a sender's are in the order of its peers."""
         senders = sorted(self._bundles.keys() - {client})
         bundles = []
         for sender in senders:
@@ -417,12 +417,12 @@ class Unmasker:
         return {"senders": senders, "bundles": bundles}
 
     def _rebuild(self, client: int) -> bytes:
-        """A client's secret, from as many shares of it as are needed."""
+        """Rebuild a client's secret from as many of its shares as are needed."""
         place, numbers = sorted(self._bundles).index(client), sorted(self._keys)
         shares = [
-            (1 + numbers.index(holder), told[place])
-            for holder, told in self._shares.items()
-            if told[place]
+            (1 + numbers.index(holder), held[place])
+            for holder, held in self._shares.items()
+            if held[place]
         ]
         self._check(len(shares))
         return Shamir.combine(shares[: self.threshold], False)

@@ -36,7 +36,7 @@ def split_clients(config: Config, dataset: Dataset, known: Sources | None = None
         raise UserError(
             f"no image of {len(train)} is left for the clients",
             key="algorithm.public",
-            value=len(public),
+            value=getattr(config.algorithm, "public", len(public)),
             fix="Use fewer, or set algorithm.align=0 and algorithm.public=0.",
         )
     known = known or find_sources(config, dataset, pick_device(config.device))
