@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from far import far_session, one_round, small
 from fedssl import config as configuration
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import Config
-from fedssl.deploy import estimate, instructions
+from fedssl.deploy import estimate
 from fedssl.deploy.recipe import adapt_recipe, check_recipe
 from fedssl.deploy.write import write_app
 from fedssl.runs import loop, metrics
@@ -148,60 +147,25 @@ def test_a_site_is_told(tmp_path: Path) -> None:
     assert (
         f"a site sends about {format_bytes(up)} ({parts}), and `locate` "
         f"{format_bytes(moved.first['locate'])} more in the run's first round. It receives about "
-        f"{format_bytes(down)}. In all 1,000 rounds these are {format_bytes(1000 * up)} and "
-        f"{format_bytes(1000 * down)}."
+        f"{format_bytes(down)}. All 1,000 rounds together: {format_bytes(1000 * up)} sent and "
+        f"{format_bytes(1000 * down)} received."
     ) in text
-    assert "drawn at random" not in text and "keys of the sums" not in text
+    assert "drawn at random" not in text and "keys of the secure" not in text
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("cohort.size=2", "that it takes part in (sites are drawn at random), a site sends about"),
-        ("privacy.secure=true", "own messages, encryption, the keys of the sums and what is done"),
+        ("privacy.secure=true", "own messages, encryption, the keys of the secure sums and rounds"),
         ("algorithm.name=ccl objective.name=moco", "a site sends at most"),
-        ("data.size=null", "**How much** a round moves is not known beforehand;"),
+        ("data.size=null", "**How much** a round moves is not known beforehand."),
     ],
 )
 def test_what_goes_with_the_number(words: str, said: str, tmp_path: Path) -> None:
     given = [*SMALL, f"engine.sites={SITES}", *words.split()]
     write_app(tmp_path, "default", given)
     assert said in " ".join((tmp_path / "SITES.md").read_text().split())
-
-
-@pytest.mark.parametrize(
-    ("words", "leave"),
-    [
-        ("", True),
-        ("algorithm.name=ccl objective.name=moco objective.projector=32,16", True),
-        ("algorithm.name=fedavg objective.name=byol", False),
-    ],
-)
-def test_what_an_encoding_is_where_any_leave(words: str, leave: bool) -> None:
-    given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    text = " ".join(instructions.sites(adapt_recipe("default", given), "default").split())
-    assert (
-        "is a list of 16 numbers that the network computes from an image. It is not" in text
-    ) == leave
-    assert ("**encoding**" in text) == leave
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "the next model, and the means of `locate` and `encode` over a round's sites. Sites"),
-        ("", "what is left is the others'. If a round's sites use at most 10 images together"),
-        ("privacy.secure=true", "the next model, and the means of `encode` over a round's sites."),
-        ("cohort.size=2", "out of a mean: with two sites a round each may find the other's."),
-        ("objective.bound=1 privacy.noise=1", "a round's sites, all with the noise. An **encoding"),
-        ("algorithm.name=ccl objective.name=moco", "the next model, and each site's own `share`."),
-        ("algorithm.name=fedavg", "the next model. Sites that put their parts together may take"),
-    ],
-)
-def test_what_the_other_sites_get(words: str, said: str) -> None:
-    given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    text = " ".join(instructions.sites(adapt_recipe("default", given), "default").split())
-    assert said in re.sub(r".*\*\*What the other sites get", "", text)
 
 
 def test_an_algorithm_that_takes_no_zeros_costs_only_the_number(

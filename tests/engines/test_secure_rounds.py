@@ -162,7 +162,7 @@ def test_a_site_is_not_summed_twice(tmp_path: Path) -> None:
         session = build_experiment(small("engine.name=flower", *words))
         request = Request("locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", secure=asks)
         (reply,) = Site(session.engine, tmp_path).answer(request).values()
-        assert reply.fault is not None and "not among what this site answers" in reply.fault
+        assert reply.fault is not None and "this site answers only" in reply.fault
 
 
 def test_a_site_does_not_agree_to_smaller_sums_than_its_own_threshold(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedssl import config as configuration
 from fedssl.config import Config
-from fedssl.deploy import instructions
+from fedssl.deploy.instructions import write_site_instructions
 from fedssl.deploy.introduction import Introduction
 from fedssl.deploy.recipe import adapt_recipe
 from fedssl.deploy.server import build_server_experiment
@@ -398,28 +398,34 @@ def test_a_deployments_server_names_the_sites() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "A site with at most 66 images sends single images' encodings**: in `locate` and"),
+        ("", "A site with at most 66 images sends single images' encodings**: `locate` and"),
         ("", "A site with one image sends changes of the weights that are made of one image**, in"),
         ("objective.bound=1", "A site with at most 66 images sends single images' encodings**"),
         ("objective.name=vicreg", "A site with at most 1025 images sends single images'"),
         ("algorithm.batch=50 algorithm.local_epochs=1", "A site with at most 99 images sends"),
         ("algorithm.batch=50 algorithm.local_steps=2", "A site with at most 99 images sends"),
-        ("cohort.average=median", "attacks. Take part with more than 66 images. Secure sums are"),
+        ("cohort.average=median", "attacks. Take part with more than 66 images. **Secure sums are"),
         ("algorithm.batch=66", "With `algorithm.batch=66` every site sends single images'"),
         ("algorithm.batch=1", "With `algorithm.batch=1` every site sends changes of the weights"),
         ("algorithm.batch=2", "A site with one image sends changes of the weights"),
-        ("engine.sites=2", "attacks. Take part with more than 66 images. Secure sums are off (and"),
-        ("", "learns only sums over the sites (which hide this where they are over more than 66"),
+        (
+            "engine.sites=2",
+            "with more than 66 images. **Secure sums are off** (and",
+        ),
+        ("", "learns only sums over the sites (which hide this if they are over more than 66"),
         (
             "privacy.secure=true",
-            "(below). But a sum may be over 3 sites: if a round uses at most 66 images of these",
+            "But a sum may be over 3 sites: if a round uses at most 66 images of these",
         ),
         (
             f"{OTHER} algorithm.batch=1",
             "of one image**, in `train`: they may reveal the image itself",
         ),
-        (f"{OTHER} privacy.secure=true", "attacks. This leaves masked, and the server learns only"),
-        (f"{OTHER} {GOSSIP}", "attacks. Take part with more than one image. Secure sums are not"),
+        (
+            f"{OTHER} privacy.secure=true",
+            "These replies are masked, and the server learns only",
+        ),
+        (f"{OTHER} {GOSSIP}", "attacks. Take part with more than one image. **Secure sums are not"),
     ],
 )
 def test_sites_are_told(words: str, said: str) -> None:
@@ -449,4 +455,4 @@ def test_sites_are_not_told_what_cannot_be(words: str, said: str) -> None:
 
 def told(words: str) -> str:
     config = adapt_recipe("default", [*SITES, *words.split()])
-    return " ".join(instructions.sites(config, "default").split())
+    return " ".join(write_site_instructions(config, "default", None).split())

@@ -1,4 +1,4 @@
-"""The user's own files: modules of the app at the sites, files of the run's folder afterwards."""
+"""Carry the user's plug-in files: to the sites as modules, and into the run's folder as files."""
 
 from __future__ import annotations
 
@@ -16,75 +16,74 @@ from fedssl.runs.folder import PACKAGE
 from fedssl.util.files import write_text
 
 
-def ship(config: Config) -> tuple[Config, dict[str, str]]:
-    """The user's own files as modules of the app, and the names they have so.
+def pack_plugins(config: Config) -> tuple[Config, dict[str, str]]:
+    """Turn plug-in files into modules of the app; return the new names and the files' texts.
 
-    The sites get them with the app; no path of this machine means anything there.
+    Sites receive the modules with the app. A path of this machine means nothing to them.
     """
     modules: dict[str, str] = {}
 
-    def moved(name: str) -> str:
+    def rename(name: str) -> str:
         if not plugins.is_file(name):
             return name
-        path, _, own = name.rpartition(":")
-        return f"{PACKAGE}.{modules.setdefault(path, f'own_{len(modules) + 1}')}:{own}"
+        path, _, member = name.rpartition(":")
+        return f"{PACKAGE}.{modules.setdefault(path, f'own_{len(modules) + 1}')}:{member}"
 
-    shipped = _renamed(config, moved)
+    packed = _rename_plugins(config, rename)
     texts = {
         f"{PACKAGE}/{module}.py": Path(path).read_text(encoding="utf-8")
         for path, module in modules.items()
     }
-    return shipped, texts
+    return packed, texts
 
 
-def keep(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
-    """The app's modules of the user's own as files of the run's folder, and their names so.
+def unpack_plugins(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
+    """Turn the app's modules into files of the run's folder; return the new names and the texts.
 
-    Only while Flower runs the app there are modules; the run is judged and reported on later.
+    The modules exist only while Flower runs the app. The run is evaluated and reported on later.
     """
     texts: dict[Path, str] = {}
 
-    def moved(name: str) -> str:
-        module, _, own = name.rpartition(":")
+    def rename(name: str) -> str:
+        module, _, member = name.rpartition(":")
         if not module.startswith(f"{PACKAGE}."):
             return name
         path = out.resolve() / f"{module.removeprefix(f'{PACKAGE}.')}.py"
         texts[path] = plugins.read_source(module)
-        return f"{path}:{own}"
+        return f"{path}:{member}"
 
-    return _renamed(config, moved), texts
+    return _rename_plugins(config, rename), texts
 
 
-def bring_back(out: Path, texts: Mapping[Path, str]) -> None:
-    """What ``keep`` found as files, and their names in the configuration of a run that goes on.
+def write_plugins(out: Path, texts: Mapping[Path, str]) -> None:
+    """Write unpacked plug-ins, and their paths into the configuration of a run in ``out``.
 
-    It may have been started elsewhere, or by a version that left them as modules of the app.
+    The folder of the run may have been moved since it was written.
     """
     for path, text in texts.items():
         write_text(path, text)
-    known = out / "config.yaml"
-    if texts and known.is_file():
-        before = configuration.read_yaml(known)
-        now = _renewed(before, out.resolve())
+    recorded = out / "config.yaml"
+    if texts and recorded.is_file():
+        before = configuration.read_yaml(recorded)
+        now = _correct_paths(before, out.resolve())
         if now != before:
-            write_text(known, yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
+            write_text(recorded, yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
 
 
-def _renewed(tree: Any, out: Path) -> Any:
+def _correct_paths(tree: Any, out: Path) -> Any:
     if isinstance(tree, dict):
-        return {key: _renewed(value, out) for key, value in tree.items()}
+        return {key: _correct_paths(value, out) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_renewed(value, out) for value in tree]
-    named = rf"(?:.*/|{PACKAGE}\.)(own_\d+)(?:\.py)?:(.+)"
-    found = re.fullmatch(named, tree) if isinstance(tree, str) else None
-    return f"{out}/{found[1]}.py:{found[2]}" if found else tree
+        return [_correct_paths(value, out) for value in tree]
+    match = re.fullmatch(r".*/(own_\d+\.py:.+)", tree) if isinstance(tree, str) else None
+    return f"{out}/{match[1]}" if match else tree
 
 
-def _renamed(config: Config, moved: Callable[[str], str]) -> Config:
-    """The same with other names of what may be the user's own."""
+def _rename_plugins(config: Config, rename: Callable[[str], str]) -> Config:
+    """Rename the algorithm, the objective and the protocols."""
     sections: dict[str, Any] = {}
     for section in ("algorithm", "objective"):
         params = getattr(config, section)
-        sections[section] = dataclasses.replace(params, name=moved(params.name))
-    sections["evaluate"] = configuration.rename_protocols(config.evaluate, moved)
+        sections[section] = dataclasses.replace(params, name=rename(params.name))
+    sections["evaluate"] = configuration.rename_protocols(config.evaluate, rename)
     return dataclasses.replace(config, **sections)

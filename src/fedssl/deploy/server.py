@@ -21,7 +21,7 @@ from fedssl.deploy.introduction import (
     read_sites,
     write_sites,
 )
-from fedssl.deploy.plugin_files import bring_back, keep
+from fedssl.deploy.plugin_files import unpack_plugins, write_plugins
 from fedssl.deploy.recipe import check_initial_weights, check_public_images
 from fedssl.deploy.site import read_config
 from fedssl.deploy.transport import SiteTransport, say
@@ -45,11 +45,13 @@ def server_app(recipe: Path) -> ServerApp:
         out, resume = Path(str(run_config["out"])), run_config["resume"]
         try:
             if not isinstance(resume, bool):
-                raise UserError(f"resume={json.dumps(resume)}: must be true or false, unquoted")
+                problem, value = "not a truth value", json.dumps(resume)
+                fix = "Write resume=true or resume=false, unquoted."
+                raise UserError(problem, key="resume", value=value, fix=fix)
             with resume_hint("Then continue with --run-config 'resume=true'."):
                 serve(grid, read_config(recipe.read_text(encoding="utf-8")), out, resume)
         except Interrupted:
-            say(f"stopped, with a checkpoint in {out}; go on with --run-config 'resume=true'")
+            say(f"stopped with a checkpoint in {out}. Continue with --run-config 'resume=true'.")
             raise
         except (UserError, TrainingError) as error:
             say(error)
@@ -72,8 +74,11 @@ def claim_folder(out: Path, resume: bool) -> Iterator[None]:
     started = (out / "config.yaml").exists()
     if started and not resume:
         raise UserError(
-            f"out={out}: holds a run; continue it with --run-config 'resume=true', or name another "
-            "folder with --run-config 'out=\"/another/folder\"'"
+            "holds a run",
+            key="out",
+            value=out,
+            fix="Continue it with --run-config 'resume=true', or name another folder with "
+            "--run-config 'out=\"/another/folder\"'.",
         )
     if resume and not started:
         raise UserError(f"resume=true: {out} holds no run; leave it out")
@@ -83,10 +88,10 @@ def claim_folder(out: Path, resume: bool) -> Iterator[None]:
 
 
 def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any]:
-    kept, plugin_texts = keep(config, out)
+    kept, plugin_texts = unpack_plugins(config, out)
     if resume:
         with explain_write_errors("out", out):
-            bring_back(out, plugin_texts)
+            write_plugins(out, plugin_texts)
     check_folder(kept, out, resume)
     # Otherwise these would be refused only after all sites have come.
     check_initial_weights(config)
@@ -107,7 +112,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     assert isinstance(experiment.engine, RemoteEngine)
     experiment.engine.transport = transport
     with explain_write_errors("out", out):
-        bring_back(out, plugin_texts)
+        write_plugins(out, plugin_texts)
     return run_experiment(experiment, kept, out, resume)
 
 
@@ -122,8 +127,8 @@ def build_server_experiment(config: Config, sites: Sequence[Introduction]) -> Ex
             ours, theirs = getattr(first, fact), getattr(other, fact)
             if ours != theirs:
                 raise UserError(
-                    f"site {other.name}: its images have {fact} {theirs} where those of "
-                    f"{first.name} have {ours}; set data.size, or mend the site's folder"
+                    f"site {other.name}: the images' {fact} is {theirs}, at {first.name} {ours}",
+                    fix="Set data.size, or correct the site's folder.",
                 )
     dataset = empty_dataset(first) if config.data.root is None else _load_own(config, first)
     sizes = np.array([site.samples for site in sites])
@@ -148,9 +153,12 @@ def _load_own(config: Config, site: Introduction) -> Dataset:
     shape = [tuple(i.shape[1:]) for i in dataset.train.images]
     wanted = [(c, site.height, site.width) for c in site.channels]
     if shape != wanted:
-        raise UserError(
-            f"data.root={config.data.root}: images of shape {shape} where the sites have {wanted}"
-        )
+        raise _root_error(config, f"images of shape {shape}, but the sites have {wanted}")
     if site.classes and dataset.classes != site.classes:
-        raise UserError(f"data.root={config.data.root}: not the sites' classes {site.classes}")
+        raise _root_error(config, f"the sites have other classes: {', '.join(site.classes)}")
     return dataset
+
+
+def _root_error(config: Config, problem: str) -> UserError:
+    fix = "Name a folder like the sites'."
+    return UserError(problem, key="data.root", value=config.data.root, fix=fix)

@@ -209,7 +209,7 @@ def _record(
     except Exception as error:  # Flower would send its text, which may tell of the site
         reason = error.strerror if isinstance(error, OSError) else type(error).__name__
         text = f"cannot be written ({reason})"
-        return refuse(UserError(f"{RECORD}: {text}", f"the site's record {text}"))
+        return refuse(UserError(f"{RECORD} {text}", f"the site's record {text}"))
     return content
 
 

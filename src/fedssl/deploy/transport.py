@@ -48,8 +48,8 @@ class SiteTransport(GridTransport):
         if site.name not in {member.name for member in self.sites}:
             return line
         return (
-            f"{line}, and their {site.name} is another; if it is the same, its FEDSSL_STATE is new "
-            "or its folder was moved: bring that back, or start a new run"
+            f"{line}, and one of them is another {site.name}. If it should be the same, restore "
+            "its FEDSSL_STATE or the place of its folder, or start a new run."
         )
 
     def greet_new_nodes(self, timeout: float = GREETING_TIMEOUT) -> None:
@@ -89,11 +89,12 @@ class SiteTransport(GridTransport):
             if time.monotonic() > end:
                 names = ", ".join(sorted(site.name for site in sites.values())) or "none"
                 twice = len(present) - len(sites)
+                same = f"; {twice} more with the same folder on the same machine" if twice else ""
                 raise UserError(
-                    f"{len(sites)} of {count} sites came within engine.timeout={timeout:g} seconds "
-                    f"({names}"
-                    + (f"; {twice} more with the same folder on the same machine" if twice else "")
-                    + f"); {self._suggest_fix(count - len(sites))}, then run again"
+                    f"only {len(sites)} of {count} sites connected in time ({names}{same})",
+                    key="engine.timeout",
+                    value=f"{timeout:g}",
+                    fix=f"{self._suggest_fix(count - len(sites))}, then run again.",
                 )
             time.sleep(1.0)
 
@@ -101,8 +102,8 @@ class SiteTransport(GridTransport):
         nodes = set(self.grid.get_node_ids())
         refused = [node for node in self.refused if node in nodes]
         if len(refused) < missing:
-            return "start the others"
-        return f"{len(refused)} cannot take part, as said above; mend that"
+            return "Start the others"
+        return f"Correct what the lines above say of {len(refused)} nodes"
 
 
 def say(line: object) -> None:
@@ -118,7 +119,7 @@ def _read_introduction(content: RecordDict | str) -> Introduction | str:
         facts = read_greeting(content)
         version = facts.get("version", "of an older version")[:40]
         if version != __version__:
-            return f"has fedssl {version}, the server {__version__}: install the same"
+            return f"has fedssl {version}, the server {__version__}: install the same version"
         if "fault" in facts:
             return facts["fault"][:LONGEST_FAULT]
         return Introduction.from_dict(json.loads(facts["facts"]))

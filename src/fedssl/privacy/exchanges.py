@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedssl.config import Config, Privacy, plugins
+from fedssl.config import Config, Privacy
 from fedssl.federation.algorithm import Algorithm, build_algorithm
-from fedssl.federation.sampling import cohort_size
 from fedssl.federation.task import ClientTask
-from fedssl.privacy import checks
 
 # A client's own reply, its numbers for the log, a reply that a robust mean compares with others, a
 # reply that the server averages but could read, a masked reply of which only the sum is readable.
@@ -116,60 +114,6 @@ def _beside(privacy: Privacy) -> str:
     return "its weight in the mean (the images it is made of, or 1), and with a change the loss"
 
 
-def describe_protection(config: Config) -> str:
-    """Describe the protection of replies, and its limits, as Markdown."""
-    privacy, algorithm = config.privacy, build_algorithm(config)
-    gathered = algorithm.asked(privacy.secure, "each")
-    lines = []
-    if privacy.secure:
-        lines.append(
-            "Secure sums are on (`privacy.secure`): what a site sends is masked with keys that the "
-            "sites agree on,\nand the server can only unmask the sum, if at least "
-            f"{_answering(config)} answer."
-        )
-    elif config.cohort.average != "mean":
-        lines.append(
-            f"Secure sums are not possible with `cohort.average={config.cohort.average}`: **the "
-            "server has to look at what each\nsite sends**. Updates and moments of a model are not "
-            "images, but they can tell things about them."
-        )
-    elif any(task.reveals == "features" for task in gathered):
-        lines.append(
-            f"Secure sums are not possible with `{plugins.short_name(config.algorithm.name)}`: "
-            "**the "
-            "server sees what stands above for each site by itself, one\nrow for an image, and "
-            "passes it on to all sites**. It keeps the last of each site, also in the run's "
-            "folder.\nFeatures are not images, but they can tell much about them. "
-            + describe_mixing(config)
-        )
-    elif gathered:
-        lines.append(
-            f"Secure sums are not possible with `{plugins.short_name(config.algorithm.name)}`: "
-            "**the "
-            f"server sees each site's own reply to {', '.join(task.name for task in gathered)}**. "
-            "Models are not "
-            "images, but they can tell\nthings about them."
-        )
-    else:
-        switch = "`privacy.secure=true` turns them on"
-        if not checks.allows_secure_sums(config, algorithm, config.engine.sites):
-            switch = "and not possible with these settings"
-        lines.append(
-            f"Secure sums are off ({switch}): whoever runs the server can look at what\n"
-            "each site sends. Updates and moments of a model are not images, but they can tell "
-            "things about them."
-        )
-    if privacy.noise is not None:
-        lines.append(
-            f"Differential privacy is on (`privacy.noise={privacy.noise:g}`): ε for "
-            f"δ = {privacy.delta:g} is written to the run's summary.\nThe server adds the noise: "
-            "it protects from those who see the model, not from the server."
-        )
-    else:
-        lines.append("Differential privacy is off (`privacy.noise`).")
-    return "\n\n".join(lines)
-
-
 def describe_mixing(config: Config) -> str:
     """Say whether images are mixed before they are encoded, where there is a choice of it."""
     mix = getattr(config.algorithm, "mix", None)
@@ -181,11 +125,3 @@ def describe_mixing(config: Config) -> str:
         f"Before that, each image is mixed with {mix - 1} others and signs are flipped (InstaHide)."
         "\nThis is no proof of privacy: published attacks recover images from mixtures."
     )
-
-
-def _answering(config: Config) -> str:
-    """Describe how many clients a secure sum needs; as a number if that of the sites is known."""
-    if config.engine.sites is None:
-        return f"{config.privacy.threshold:.0%} of a round's clients, and three,"
-    size = cohort_size(config, config.engine.sites)
-    return f"{checks.survivors_needed(config.privacy.threshold, size)} of a round's {size} sites"

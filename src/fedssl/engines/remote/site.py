@@ -55,14 +55,15 @@ class Site:
         privacy, task = self.config.privacy, request.task
         if (request.secure is not None) != privacy.secure:
             how = "in secure sums" if privacy.secure else "without secure sums"
-            raise UserError(f"task {task}: this site answers only {how}")
+            raise MalformedError(f"task {task}: this site answers only {how}")
         if self.is_real and len(request.clients) != 1:
-            raise UserError(f"task {task}: this site is one client, not {len(request.clients)}")
+            asked = len(request.clients)
+            raise MalformedError(f"task {task}: this site is one client, not {asked}")
         averaged = request.weight is not None
         allowed = [each.name for each in self._tasks() if (each.seen == "mean") == averaged]
         if task not in allowed:
             listed = ", ".join(allowed) or "nothing"
-            raise UserError(f"task {task}: not among what this site answers ({listed})")
+            raise MalformedError(f"task {task}: this site answers only {listed}")
 
     def _tasks(self) -> Iterator[ClientTask]:
         """Yield the declared tasks, without those whose numbers must not leave."""

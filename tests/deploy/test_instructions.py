@@ -1,0 +1,137 @@
+"""SITES.md and SERVER.md: the commands, what leaves a site, and how it is protected."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedssl.deploy.instructions import write_server_instructions, write_site_instructions
+from fedssl.deploy.recipe import adapt_recipe
+from fedssl.federation.algorithm import build_algorithm
+from fedssl.privacy.aggregators import build_aggregator
+from fedssl.privacy.exchanges import list_exchanges
+from fedssl.util.errors import UserError
+
+WORDS = ["engine.sites=3", "cohort.size=null"]
+CCL = "algorithm.name=ccl objective.name=moco"
+NOISE = "privacy.noise=1 privacy.clip=3 objective.bound=1"
+
+
+def exchanges(words: str = "") -> str:
+    return list_exchanges(adapt_recipe("default", [*WORDS, *words.split()]))
+
+
+def sites(words: str = "") -> str:
+    config = adapt_recipe("default", [*WORDS, *words.split()])
+    return " ".join(write_site_instructions(config, "default", None).split())
+
+
+def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
+    plain, secure, bounded = (
+        exchanges(),
+        exchanges("privacy.secure=true"),
+        exchanges("objective.bound=1"),
+    )
+    for task in ("locate", "encode", "descend"):
+        assert f"- `{task}`" in plain
+    assert "Means of the client's encodings and of their products" in plain
+    assert "could see each site's own" in plain and "could see" not in secure
+    assert "learns only the sum" in secure
+    assert "public keys" in secure and "public keys" not in plain
+    assert "`locate`" not in secure + bounded
+    encode, descend = (
+        next(line for line in exchanges(NOISE).splitlines() if f"`{task}`" in line)
+        for task in ("encode", "descend")
+    )
+    assert "clipped at the site to norm 2.24" in encode  # √(2B² + 3B⁴)
+    assert "clipped at the site to norm 3," in descend
+
+
+def test_what_goes_beside_a_reply_is_listed_too() -> None:
+    plain, noisy = exchanges(), exchanges("privacy.noise=1 objective.bound=1")
+    assert "its weight in the mean" in plain and "the loss" in plain and "random number" in plain
+    assert "its weight in the mean" in noisy and "loss" not in noisy  # which stays at the site
+    assert "the classes' names" not in plain
+    assert "the classes' names" in exchanges("algorithm.name=fedavg objective.name=supervised")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "**Secure sums are off** (`privacy.secure=true` turns them on)"),
+        ("algorithm.name=featarc", "**Secure sums are off** (and not possible with these"),
+        ("engine.sites=2", "**Secure sums are off** (and not possible"),
+        ("engine.max_norm=1", "**Secure sums are off** (and not possible"),
+        ("cohort.average=median", "server has to look at each site's replies"),
+        ("algorithm.name=gossip", "sees each site's own reply to `train`"),
+        (CCL, "one row for each image, and passes them on to all sites"),
+        (CCL, "keeps the last ones of each site, also in the run's folder"),
+        (f"{CCL} algorithm.remote=off algorithm.lambda=0", "**Secure sums are off**"),
+        ("privacy.secure=true", "only if at least 3 of a round's 3 sites answer"),
+        ("privacy.secure=true engine.sites=4", "at least 3 of a round's 4 sites"),
+        ("privacy.secure=true engine.sites=9", "at least 7 of a round's 9 sites"),
+        ("privacy.secure=true engine.sites=9 cohort.size=5", "at least 4 of a round's 5 sites"),
+        (NOISE, "**Differential privacy is on** (`privacy.noise=1.0`)"),
+        ("", "One damaged image stops this site"),
+        ("data.corrupt=skip", "Damaged images are left out"),
+        ("data.size=null", "all of one square size"),
+        ("", "--node-config 'data=\"/srv/images\"'"),
+    ],
+)
+def test_a_site_reads_how_it_is_protected(words: str, text: str) -> None:
+    assert text in sites(words)
+
+
+def test_what_is_possible_does_not_depend_on_what_is_installed_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "`privacy.secure=true` turns them on" in sites()
+    secure = adapt_recipe("default", [*WORDS, "privacy.secure=true"])
+    with pytest.raises(UserError):
+        build_aggregator(secure, build_algorithm(secure), 3, 3)
+
+
+ENCODING = "is a list of 16 numbers that the network computes from an image. It is not"
+HEAD = "objective.projector=32,16"
+
+
+@pytest.mark.parametrize(
+    ("words", "leaves"),
+    [
+        ("", True),
+        (CCL, True),
+        ("algorithm.name=fedavg objective.name=byol", False),
+    ],
+)
+def test_an_encoding_is_explained_where_any_leaves(words: str, leaves: bool) -> None:
+    text = sites(f"{HEAD} {words}")
+    assert (ENCODING in text) == ("**encoding**" in text) == leaves
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "the next model, and the means of `locate` and `encode` over a round's sites. Sites"),
+        ("", "the mean of the other sites. If a round's sites use at most 10 images together"),
+        ("privacy.secure=true", "the next model, and the means of `encode` over a round's sites."),
+        ("cohort.size=2", "With two sites in a round, each can compute the other's part."),
+        ("objective.bound=1 privacy.noise=1", "a round's sites, all with noise. An **encoding"),
+        (CCL, "the next model, and each site's own `share`."),
+        ("algorithm.name=fedavg", "the next model. Sites that combine their parts can subtract"),
+    ],
+)
+def test_a_site_reads_what_other_sites_receive(words: str, text: str) -> None:
+    assert text in re.sub(r".*\*\*What the other sites receive", "", sites(f"{HEAD} {words}"))
+
+
+def test_the_servers_commands_can_be_pasted() -> None:
+    config, folder = adapt_recipe("default", WORDS), Path("/srv/my app")
+    text = write_server_instructions(config, folder)
+    assert text.count("flwr run '/srv/my app' fedssl --stream") == 2
+    assert "--run-config 'resume=true'" in text and "fedssl evaluate '/srv/my app/run'" in text
+    assert "--enable-supernode-auth" in text and "--database" in text
+    # The table of `flwr list` is cut off in a terminal of 80 columns.
+    assert "flwr list --format json fedssl" in text and '"status": "finished:completed"' in text
