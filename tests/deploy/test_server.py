@@ -5,7 +5,6 @@ Real processes on loopback are in examples/deployment: they take minutes.
 
 from __future__ import annotations
 
-import fcntl
 import html
 import json
 import shutil
@@ -27,6 +26,7 @@ from flwr.app import Context, Message, RecordDict
 
 from fedssl import __version__, report
 from fedssl import config as configuration
+from fedssl.api import Run
 from fedssl.cli import main
 from fedssl.config import Config
 from fedssl.data import image_files
@@ -41,7 +41,6 @@ from fedssl.engines.remote.messages import Request
 from fedssl.engines.store import History
 from fedssl.runs import checkpoint, loggers, loop
 from fedssl.runs.folder import PACKAGE
-from fedssl.runs.reader import RunReader
 from fedssl.runs.reevaluate import evaluate
 from fedssl.util import files
 from fedssl.util.errors import UserError
@@ -201,7 +200,7 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     summary = serve(grid_of(config, sites), config, out, False)
     assert 0 < summary["knn_top1"] <= 100 and "untrained" in summary
     # Afterwards the server's commands know what it was.
-    found = RunReader(out).evaluate().to_dict("index")
+    found = Run(out).evaluate().to_dict("index")
     assert found == {"untrained": summary["untrained"], "result": summary["result"]}
     assert found["result"] != found["untrained"]
     page = html.unescape(report.write_page([out]).read_text())
@@ -316,7 +315,7 @@ def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
         del sys.modules[name]
     shutil.rmtree(app)
     mine.unlink()
-    assert RunReader(out).settings.algorithm.name == f"{out}/own_1.py:Momentum"
+    assert Run(out).settings.algorithm.name == f"{out}/own_1.py:Momentum"
     assert summary["nearest_mean@4_top1"] >= 0
     assert main(["evaluate", str(out), f"data.root={judge}"]) == 0
     assert main(["compare", str(out), str(out)]) == 0
@@ -381,16 +380,6 @@ def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
     serve(grid_of(config, sites), config, tmp_path / "far", False)
     near = local(settled(), sites, tmp_path / "near")
     torch.testing.assert_close(weights(tmp_path / "far"), near, rtol=0, atol=1e-7)
-
-
-def test_one_server_at_a_time(sites: Path, tmp_path: Path) -> None:
-    config, out = settled(), tmp_path / "far"
-    out.mkdir()
-    with (out / checkpoint.LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="a run is at work there"):
-            serve(grid_of(config, sites), config, out, False)
-    serve(grid_of(config, sites), config, out, False)
 
 
 @pytest.mark.parametrize(
