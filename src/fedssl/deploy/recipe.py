@@ -103,34 +103,23 @@ def check_recipe(config: Config) -> Traffic | None:
             fix=f"Add cohort.size={sites}, or cohort.size=null for all sites.",
         )
     name, norms = config.algorithm.name, config.algorithm.norm_policy
-    refusals = [
-        (algorithm.pools_data, "algorithm.name", name, "has all data in one place"),
-        (
-            not algorithm.result.has_global,
-            "algorithm.name",
-            name,
-            "has no global model for the server",
-        ),
+    other, leave = "Use another algorithm.", "Leave it out."
+    pools, has_global = algorithm.pools_data, algorithm.result.has_global
+    refusals: list[tuple[bool, str, object, str, str]] = [
+        (pools, "algorithm.name", name, "has all data in one place", other),
+        (not has_global, "algorithm.name", name, "leaves no model on the server", other),
         (
             norms == "local",
             "algorithm.norm_policy",
             norms,
             "the server's encoder would have untrained normalization layers",
+            "Use average or reset.",
         ),
-        (
-            config.evaluate.drift,
-            "evaluate.drift",
-            True,
-            "the server does not see single clients' models",
-        ),
+        (config.evaluate.drift, "evaluate.drift", True, "the server sees no client's model", leave),
     ]
-    fixes = {
-        "algorithm.name": "Use another algorithm.",
-        "algorithm.norm_policy": "Use average or reset.",
-    }
-    for applies, key, value, problem in refusals:
+    for applies, key, value, problem, fix in refusals:
         if applies:
-            raise UserError(problem, key=key, value=value, fix=fixes.get(key, "Leave it out."))
+            raise UserError(problem, key=key, value=value, fix=fix)
     check_deployment(config)
     check_initial_weights(config)
     if config.data.root is None:
