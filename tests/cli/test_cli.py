@@ -126,63 +126,71 @@ def test_a_runs_folder_is_named_after_its_recipe(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "place"),
     [
-        (["run", "bogus=1"], "bogus: unknown key"),
-        (["run", "--resume"], "--resume: the run's folder is missing. Add --out DIR"),
-        (["run", "--resume", "photos"], "Add --out photos."),
-        (["run", "photos"], "For your own images: fedssl run folder data.root=photos"),
-        (["run", "folder", "photos"], "For your own images: fedssl run folder data.root=photos"),
-        (["run", "half"], "To continue the run in it: fedssl run --resume --out half"),
-        (["run", "folder", "data.root=set/train"], "Use the folder above: data.root=set."),
-        (["run", "folder", "data.root=photoz"], "data.root=photoz: no such folder"),
-        (["run", "folder", "data.root=photos", "evaluate.protocols=nn"], "evaluate.protocols=nn"),
-        (["run", "--resume", "--out", "/nonexistent/x"], "holds no run"),
-        (["run", "no-such-recipe"], "no such recipe or file"),
-        (["run", "fedema/table3"], "a table of 22 recipes. Name one"),
-        (["recipes", "fedema/tabel3"], "did you mean fedema/table3?"),
-        (["run", "data.name=folder", "data.root=/nonexistent"], "data.root"),
-        (["run", "data.name=folder"], "data.root"),
-        (["run", "partition.samples=5000"], "partition.samples"),
-        (["run", "partition.name=iid", "partition.clients=9999"], "partition.clients=9999"),
-        (["run", "cohort.size=400"], "cohort.size=400: there are only 359 clients"),
-        (["run", "objective.name=simclr"], "objective.name=simclr: dcco shares moments"),
-        (["run", "encoder.groups=5"], "encoder.groups=5"),
-        (["run", "encoder.groups=128"], "encoder.groups=128"),
-        (["run", "objective.projector=16,16,16", "encoder.groups=16"], "encoder.groups=16"),
-        (["run", "evaluate.protocols=knnn"], "did you mean knn?"),
-        (["run", "evaluate.protocols=linear@7"], "linear@7"),
-        (["run", "evaluate.protocols=head"], "trains no classifier"),
-        (["run", "evaluate.tower=second"], "encoder.towers=2"),
-        (["run", "device=quantum"], "device=quantum"),
-        (["run", "augment.name=vivid"], "augment.name=vivid"),
-        (["run", "encoder.init=/nonexistent"], "encoder.init=/nonexistent"),
-        (["run", "encoder.init=half"], "encoder.init=half: a run that has not ended; let it, with"),
-        (
-            ["run", "algorithm.name=fedavg", "partition.samples=1", "evaluate.baselines=[]"],
-            "client 0 holds 1 sample",
-        ),
-        (["run", "partition.samples=1"], "holds 1 sample"),  # its fedavg baseline
-        (["evaluate", "/nonexistent"], "holds no run"),
-        (["partition", "partition.name=folder"], "data.levels"),
+        ("run bogus=1", "bogus"),
+        ("run --resume", "--resume"),
+        ("run no-such-recipe", "recipe=no-such-recipe"),
+        ("run fedema/table3", "recipe=fedema/table3"),
+        ("recipes fedema/tabel3", "recipe=fedema/tabel3"),
+        ("run folder data.root=set/train", "data.root=set/train"),
+        ("run folder data.root=photos evaluate.protocols=nn", "evaluate.protocols=nn"),
+        ("run data.name=folder", "data.name=folder"),
+        ("run partition.samples=5000", "partition.samples=5000"),
+        ("run cohort.size=400", "cohort.size=400"),
+        ("run objective.name=simclr", "objective.name=simclr"),
+        ("run encoder.groups=5", "encoder.groups=5"),
+        ("run objective.projector=16,16,16 encoder.groups=16", "encoder.groups=16"),
+        ("run evaluate.protocols=linear@7", "evaluate.protocols=linear@7"),
+        ("run evaluate.tower=second", "evaluate.tower=second"),
+        ("run device=quantum", "device=quantum"),
+        ("run augment.name=vivid", "augment.name=vivid"),
+        ("run encoder.init=/nonexistent", "encoder.init=/nonexistent"),
+        ("run encoder.init=half", "encoder.init=half"),
+        ("run partition.samples=1", "algorithm.name=fedavg"),  # its baseline
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(
-    words: list[str],
-    sentence: str,
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: str,
+    place: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("photos", "half", "set/train", "set/test"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "half/config.yaml").touch()
-    assert main(words) == 2
+    prepare_folders(tmp_path, monkeypatch)
+    assert main(words.split()) == 2
     shown = capsys.readouterr()
-    assert sentence in shown.err
-    assert shown.err.startswith("fedssl: ") and shown.err.count("\n") == 1
+    assert shown.err.startswith(f"fedssl: {place}: ") and shown.err.count("\n") == 1
     assert not (tmp_path / "runs").exists(), "nothing may be left behind"
+
+
+def prepare_folders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make empty folders, and one of a run that has not ended, in the current folder."""
+    monkeypatch.chdir(place)
+    for folder in ("photos", "half", "set/train", "set/test"):
+        (place / folder).mkdir(parents=True)
+    (place / "half/config.yaml").touch()
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("run --resume photos", "Add --out photos."),
+        ("run photos", "fedssl run folder data.root=photos"),
+        ("run folder photos", "fedssl run folder data.root=photos"),
+        ("run half", "fedssl run --resume --out half"),
+    ],
+)
+def test_a_folder_in_the_wrong_place_is_answered_with_the_right_command(
+    words: str,
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare_folders(tmp_path, monkeypatch)
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err.rstrip().endswith(command)
 
 
 def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None:
@@ -228,7 +236,7 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
 ) -> None:
     """Whichever file it hits: a limit that the checkpoint exceeds, the metrics, config.yaml."""
     # TensorBoard writes in a thread of its own, which complains in its own way.
-    monkeypatch.setattr(loggers, "start", lambda *_: [])
+    monkeypatch.setattr(loggers, "open_loggers", lambda *_: [])
     for limit in (20_000, 2_500, 100):
         out = tmp_path / str(limit)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
