@@ -152,7 +152,7 @@ class CCL(Algorithm):
 
     @property
     def shares(self) -> bool:
-        """Whether features leave the clients."""
+        """True if features leave the clients."""
         return self.params.remote != "off"
 
     def round(self, server: Server, cohort: Cohort) -> None:

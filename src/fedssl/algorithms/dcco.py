@@ -82,7 +82,7 @@ class DCCO(Algorithm):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether encodings have a bounded norm; their moments are taken about the origin."""
+        """True if encodings have a bounded norm; their moments are then taken about the origin."""
         return self.objective.params.bound is not None
 
     def asks_for_centre(self, secure: bool) -> bool:

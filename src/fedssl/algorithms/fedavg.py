@@ -58,7 +58,7 @@ class FedAvg(Algorithm):
 
     @property
     def replaces_target(self) -> bool:
-        """Whether a client's target network starts every round from the global one."""
+        """True if a client's target network starts every round from the global network."""
         return self.params.replace == "both"
 
     def round(self, server: Server, cohort: Cohort) -> None:

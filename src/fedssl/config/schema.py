@@ -145,7 +145,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Engine:
-    """Where client work happens."""
+    """The place where clients run."""
 
     name: Literal["local", "flower"] = key(
         "local",

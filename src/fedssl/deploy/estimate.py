@@ -22,31 +22,35 @@ from fedssl.util.trees import Tree
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of one site in a round, by exchange: tensors, without what Flower adds."""
+    """The bytes of one site in a round, by task: tensors only, without Flower's overhead."""
 
     up: dict[str, int]
     down: dict[str, int]
-    first: dict[str, int]  # up, in exchanges of a run's first round alone
+    first: dict[str, int]  # up, for tasks of a run's first round only
 
 
 def estimate_traffic(
     session: Experiment, without_weights: Callable[[], Experiment]
 ) -> Traffic | None:
-    """What a site moves, by a ``session`` of the server or by the same without weights.
+    """Return the bytes that a site sends and receives; ``None`` if they cannot be estimated.
 
-    The latter first: it takes no memory, however many sites there are, but has no values, which
-    some algorithms look at. None: somebody's own algorithm does not get along with zeros either.
+    An experiment without weights is tried first. It takes no memory, however many sites there are,
+    but it has no values, which some algorithms read. The server's ``session`` is tried next, with
+    zeros in place of replies. A user's algorithm may fail on both.
     """
     for build in (without_weights, lambda: session):
         try:
             return _rehearse(build())
-        except Exception:  # anything, from torch or from the algorithm; only a number is lost
+        except Exception:  # from torch or a user's algorithm; the estimate is optional
             continue
     return None
 
 
 def _rehearse(session: Experiment) -> Traffic:
-    """Everyone's first round, and one site's second: by then the server has what it passes on."""
+    """Run a first round of all sites and a second one of one site.
+
+    From the second round on, the server has replies to pass on.
+    """
     engine, server, algorithm = session.engine, session.server, session.algorithm
     assert isinstance(engine, RemoteEngine)
     sites = np.arange(len(engine.groups))

@@ -1,1 +1,1 @@
-"""Where client work happens."""
+"""Run clients in this process, or on other machines."""

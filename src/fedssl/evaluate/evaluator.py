@@ -42,7 +42,7 @@ class ModelEvaluator:
 
     @property
     def is_possible(self) -> bool:
-        """Whether there are images to evaluate on."""
+        """True if there are images to evaluate on."""
         return len(self.data.train) > 0
 
     @cached_property
@@ -136,7 +136,7 @@ class ModelEvaluator:
 
     @cached_property
     def client_tests(self) -> Groups:
-        """Which test images belong to which client."""
+        """The test images of each client."""
         return per_client.deal_tests(self.data)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What every protocol starts from: an encoder's features, and the cases that carry a label."""
+"""Compute features, and group labelled images into cases, for all protocols."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def extract(
     batch: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The features ``[N, d]`` of uint8 images, in float32 on ``device``."""
+    """Return the features ``[N, d]`` of uint8 images, in float32 on ``device``."""
     dtype = precision(encoder)
     parts = split_for_encoding(images) if batch is None else images.split(batch)
     return encode(encoder, (pixels(part, device, dtype) for part in parts))
 
 
 def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
-    """The features of batches of float images, in evaluation mode and without gradients."""
+    """Return the features of batches of float images, in evaluation mode, without gradients."""
     modes = [(module, module.training) for module in encoder.modules()]
     encoder.eval()
     try:
@@ -37,24 +37,24 @@ def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
         for module, mode in modes:
             module.training = mode
     if not torch.isfinite(features).all():
-        raise TrainingError("the encoder's features are not finite, so it cannot be judged")
+        raise TrainingError("the encoder's features are not finite, so it cannot be evaluated")
     return features
 
 
 def pixels(images: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Float images in [0, 1] from uint8 ones."""
+    """Convert uint8 images to float images in [0, 1]."""
     return images.to(device).to(dtype) / 255
 
 
 def precision(encoder: nn.Module) -> torch.dtype:
-    """The type that the encoder computes in."""
+    """Return the type in which the encoder computes."""
     return next((p.dtype for p in encoder.parameters()), torch.float32)
 
 
 def units(labels: Tensor, cases: NDArray[np.int64] | None) -> tuple[Groups, Tensor]:
-    """What gets a label, image or case: the images of each, and the label of each.
+    """Group labelled images into cases; return the groups and a label for each.
 
-    Images without a label (-1) are in none.
+    Without ``cases``, every image is a case. Images without a label (-1) are in no group.
     """
     labels = labels.cpu()
     known = np.flatnonzero((labels >= 0).numpy())

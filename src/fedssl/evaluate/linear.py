@@ -52,7 +52,7 @@ class Training:
         return self.rule.lr * self.schedule(step, self.steps)
 
     def cuts(self, count: int) -> NDArray[np.int64]:
-        """Where an epoch's shuffle is cut into batches.
+        """Return the bounds of the batches in an epoch's shuffle.
 
         Steps take full batches only. Epochs take every sample, in batches of nearly equal size:
         with 129 samples, a last batch of one would be too small for batch norm.

@@ -28,17 +28,17 @@ class TrainedModels:
 
     @property
     def result(self) -> Literal["global", "personal"]:
-        """Which models are the result of the run."""
+        """The models that are the run's result."""
         return "global" if self.of_sites else self.algorithm.result.evaluated
 
     @property
     def has_personal(self) -> bool:
-        """Whether clients have models of their own."""
+        """True if clients have personal models."""
         return self.algorithm.result.evaluated == "personal" or self.kept is not None
 
     @property
     def has_mean_norms(self) -> bool:
-        """Whether the global model's normalization layers are a mean over clients."""
+        """True if the global model's normalization layers are a mean over clients."""
         return self.kept is not None and self.algorithm.result.has_global
 
     def server_model(self, client: int) -> Tensor:

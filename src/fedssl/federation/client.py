@@ -185,7 +185,7 @@ class Client:
         return change, total
 
     def _can_compile(self, loss: Loss | None) -> bool:
-        """Whether the steps have full batches and a loss that can be compiled."""
+        """Return whether the steps have full batches and a loss that can be compiled."""
         size = self.trainer.batches.size
         fits = size is not None and size <= self.samples
         return self.trainer.compiles and fits and (loss is None or isinstance(loss, Steps))

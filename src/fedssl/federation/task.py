@@ -35,7 +35,7 @@ class ClientTask:
 
     @property
     def is_logged(self) -> bool:
-        """Whether replies are single numbers that only the log needs."""
+        """True if replies are single numbers that only the log needs."""
         return self.seen in ("log", "simulation")
 
     @property

@@ -77,7 +77,7 @@ class BatchNorm(_BatchNorm):
         return y
 
     def _has_kernels(self, input: Tensor) -> bool:
-        """Whether kernels apply: in compiled steps only, since a start from Python is slow."""
+        """Return whether kernels apply: only in compiled steps, because a start from Python is slow."""
         return self.training and torch.compiler.is_compiling() and batch_norm.applies(input)
 
     def _apart(self, input: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _before_norm(layers: nn.Module, x: Tensor) -> tuple[Tensor, BatchNorm | Grou
 
 
 def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm | None) -> bool:
-    """Whether one kernel can compute both norms."""
+    """Return whether one kernel can compute both norms."""
     settings = (norm.num_groups, norm.eps)
     same = isinstance(other, GroupNorm) and (other.num_groups, other.eps) == settings
     fits = all(group_norm.applies(t, norm.num_groups) for t in (y, z))

@@ -1,1 +1,1 @@
-"""What a network learns from: one file each."""
+"""The losses that networks learn from, one file each."""

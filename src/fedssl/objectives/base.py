@@ -107,7 +107,7 @@ class Objective(ABC):
 
     @property
     def needs_batch_only(self) -> bool:
-        """Whether a batch is all that the loss needs, so that it can be merged and compiled."""
+        """True if the loss needs only a batch, so that it can be merged and compiled."""
         return type(self).round_loss is Objective.round_loss
 
 

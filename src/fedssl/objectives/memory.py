@@ -1,4 +1,4 @@
-"""What a client keeps between steps and rounds besides its network: a target network, a queue."""
+"""Memory of a client between steps and rounds, besides its network: a target network, a queue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a client keeps nothing."""
+        """True if a client keeps nothing."""
         return self.target is None and not self.start(torch.zeros(()))
 
 

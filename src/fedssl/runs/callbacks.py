@@ -24,7 +24,7 @@ CHECKPOINT_SHARE = 50  # at most one part in so many of a run's time goes into c
 
 
 class Stop:
-    """Whether the user has asked the run to stop after this round."""
+    """A request of the user to stop after this round."""
 
     requested = False
 

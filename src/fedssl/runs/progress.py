@@ -66,7 +66,7 @@ class Progress:
 
 
 def in_notebook() -> bool:
-    """Whether a notebook's kernel runs us (IPython in a terminal is a terminal)."""
+    """Return whether this is a notebook; IPython in a terminal is a terminal."""
     shell = sys.modules.get("IPython")
     ours = None if shell is None else shell.get_ipython()
     return ours is not None and hasattr(ours, "kernel")

@@ -76,7 +76,7 @@ class RunReader:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended."""
         return bool(self.summary)
 
     @cached_property

@@ -79,7 +79,7 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether the run diverged, according to the table's file."""
+        """True if the run diverged, according to the table's file."""
         return "failed" in _lines(self).get((self.name, self.choice), {})
 
     @cached_property

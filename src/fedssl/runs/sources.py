@@ -1,4 +1,4 @@
-"""What the partition of a run divides images by: labels, or features of an encoder."""
+"""Find the sources by which a partition divides images: labels, or features of an encoder."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Batches:
 
     @property
     def is_one_full_step(self) -> bool:
-        """Whether a round is one step on all samples of a client."""
+        """True if a round is one step on all samples of a client."""
         return (self.steps == 1 or self.epochs == 1) and self.size is None
 
     def per_epoch(self, samples: int) -> int:

@@ -55,7 +55,7 @@ class CompiledSteps:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all shapes that were met and will come again have a compiled step."""
+        """True if all recurring shapes have a compiled step."""
         return bool(self.by_shape) and (+self._uses).keys() <= self.by_shape.keys()
 
     def copy_from(self, other: CompiledSteps) -> None:

@@ -29,7 +29,7 @@ class TrainerPool:
         self._ready: set[str] = set()
 
     def is_ready(self, task: str) -> bool:
-        """Whether every step that a task needs is compiled, so that it can run side by side."""
+        """Return whether every step of a task is compiled, so that clients can run side by side."""
         trainer = self._trainers[0]
         complete = trainer.compiled_steps.is_complete and trainer.watched is None
         return task in self._ready and complete

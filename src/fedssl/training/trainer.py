@@ -105,7 +105,7 @@ class Trainer:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether training leaves something with the client that the next round needs."""
+        """True if training leaves something with the client that the next round needs."""
         return self.target is not None or bool(self.memory) or self.kept is not None
 
     # A client's round: begin, steps, end.
@@ -217,7 +217,7 @@ class Trainer:
 
     @property
     def compiles_passes(self) -> bool:
-        """Whether ``encode_batch`` is compiled."""
+        """True if ``encode_batch`` is compiled."""
         return self._encoder is not None
 
     def compile_passes(self) -> None:

@@ -1,4 +1,4 @@
-"""What clients keep between rounds, in host memory: a GPU holds only the client that trains."""
+"""Keep the clients' states in host memory; a GPU holds only the client that trains."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ WALKS: dict[Kernel, Walk] = {
 
 
 def applies(x: Tensor) -> bool:
-    """Whether the kernels support this input; torch computes the rest."""
+    """Return whether the kernels support this input; torch computes the rest."""
     return x.is_cuda and x.dtype == torch.bfloat16 and x.dim() in (2, 4) and _block(x.shape[1]) >= 8
 
 

@@ -47,7 +47,7 @@ def layout(images: Tensor) -> Tensor:
 
 
 def applies(x: Tensor, groups: int) -> bool:
-    """Whether the kernels support this input; torch computes the rest."""
+    """Return whether the kernels support this input; torch computes the rest."""
     width = x.shape[1] // groups
     return x.is_cuda and x.dtype == torch.bfloat16 and width & (width - 1) == 0 and _divides(x)
 
