@@ -77,7 +77,7 @@ class BatchNorm(_BatchNorm):
         return y
 
     def _has_kernels(self, input: Tensor) -> bool:
-        """Return whether kernels apply: only in compiled steps, because a start from Python is slow."""
+        """Return whether kernels apply: only in compiled steps, as a start from Python is slow."""
         return self.training and torch.compiler.is_compiling() and batch_norm.applies(input)
 
     def _apart(self, input: Tensor) -> Tensor:
