@@ -6,15 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from partitions import groups_of
 from PIL import Image
 
 from fedssl.cli import main
 from fedssl.data import charts
-from fedssl.data.dataset import Groups
-
-
-def groups_of(*clients: list[int]) -> Groups:
-    return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
 
 
 def row_of(image: Image.Image, client: int, clients: int) -> list[tuple[int, ...]]:

@@ -160,12 +160,6 @@ def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(tmp_path: Path) -
     assert len(found.images["train"][0]) == 2
 
 
-def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "x.png").write_text("no")
-    with refused("data.root", tmp_path, "no image for train can be read: x.png (not an image"):
-        load(tmp_path, tmp_path / "cache", None)
-
-
 def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(tmp_path: Path) -> None:
     root = tmp_path / "root"
     save(root / "train/a.png")

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import made_split, refused
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from partitions import groups_of
 from rounds import assert_both_engines_agree
@@ -30,7 +28,7 @@ from fedssl.evaluate.features import extract
 from fedssl.models.network import Heads, Tower, build
 from fedssl.runs.build import build_experiment
 from fedssl.runs.sources import find_sources as assign
-from fedssl.runs.split import load_run_dataset, split_clients
+from fedssl.runs.split import split_clients
 from fedssl.runs.validate import check_deployment, list_warnings
 
 ROTATION = ("partition.name=skew", "partition.source=rotation", "partition.sources=4")
@@ -107,24 +105,6 @@ def test_five_angles_divide_the_circle() -> None:
         assert np.hypot(16 - y, x - 16) == pytest.approx(12, abs=0.2)
 
 
-@settings(max_examples=30)
-@given(
-    channels=st.integers(1, 4),
-    height=st.integers(1, 9),
-    width=st.integers(1, 9),
-    seed=st.integers(0, 99),
-)
-def test_styles_keep_type_and_shape(channels: int, height: int, width: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (20, channels, height, width)
-    images = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
-    dataset, before = Dataset("made", Split((images,)), None), images.clone()
-    once, twice = (altered(resolved(*STYLE), dataset).train.images[0] for _ in range(2))
-    assert once.dtype == torch.uint8 and once.shape == images.shape
-    assert torch.equal(once, twice)
-    assert torch.equal(images, before)  # it may be the cache's own memory
-
-
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_styles_are_all_different_and_the_images_own(channels: int) -> None:
     """An image's style is its source's; the first style is none, and no two are near."""
@@ -138,13 +118,6 @@ def test_styles_are_all_different_and_the_images_own(channels: int) -> None:
         assert apart[k] < 0.51
         assert min(apart[:k] + apart[k + 1 :]) > 5
     assert torch.equal(styled[found.labels == 0], plain[found.labels == 0])
-
-
-def test_a_style_is_the_same_whatever_the_other_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = made(channels=3)
-    whole = altered(resolved(*STYLE), dataset).train.images[0]
-    monkeypatch.setattr(heterogeneity, "CHUNK", 1)
-    assert torch.equal(altered(resolved(*STYLE), dataset).train.images[0], whole)
 
 
 def test_both_modalities_are_altered_and_the_rest_is_not() -> None:
@@ -222,24 +195,6 @@ def test_test_images_have_a_clients_sources_in_their_shares() -> None:
     assert len(set(map(tuple, others))) > 1
 
 
-def test_other_sizes_to_judge_at_are_altered_alike() -> None:
-    config = resolved(*ROTATION, "partition.clients=4", "cohort.size=null", "evaluate.size=12")
-    train = build_experiment(config).evaluator.data.train
-    plain = load_dataset(config.data, config.seed, 12).train.images[0]
-    of = assign(config, load_run_dataset(config)).labels
-    assert of is not None and train.images[0].shape[-1] == 12
-    for i in range(40):
-        assert torch.equal(train.images[0][i], torch.rot90(plain[i], int(of[i]), (1, 2)))
-
-
-def test_two_planted_groups_of_clients() -> None:
-    """``classes`` gives each client one rotation: what FeatARC is to find."""
-    words = ("partition.name=classes", "partition.classes=1", "partition.clients=6")
-    config = resolved(*words, "partition.source=rotation", "partition.sources=2")
-    held = held_sources(config, made(60))
-    assert ((held > 0).sum(axis=1) == 1).all() and ((held > 0).sum(axis=0) == 3).all()
-
-
 def test_held_out_and_public_images_keep_their_source() -> None:
     """The partition sees the sources of the images that are left, not of the first ones."""
     config = resolved(*ROTATION, "partition.clients=4", "data.holdout=0.3")
@@ -265,21 +220,6 @@ def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Pa
 
 
 # Clusters --------------------------------------------------------------------------------------
-
-
-def test_clusters_are_those_of_scikit_learn_and_the_planted_ones() -> None:
-    from sklearn.cluster import KMeans
-    from sklearn.decomposition import PCA
-    from sklearn.metrics import adjusted_rand_score
-
-    rng = np.random.default_rng(0)
-    planted = rng.integers(0, 4, 400)
-    features = (rng.normal(size=(4, 64))[planted] * 3 + rng.normal(size=(400, 64))).astype("f4")
-    found = find_clusters(features, 4, seed=0)
-    assert found.dtype == np.int64 and set(found) == {0, 1, 2, 3}
-    assert adjusted_rand_score(planted, found) == 1
-    reduced = PCA(30).fit_transform(features)
-    assert adjusted_rand_score(KMeans(4, n_init=10).fit_predict(reduced), found) == 1
 
 
 def test_features_are_reduced_to_thirty_numbers() -> None:
@@ -363,12 +303,6 @@ def test_refusals_before_training(source: str, key: str) -> None:
     words = f"partition.name=skew cohort.size=null partition.source={source}"
     with refused(key):
         build_experiment(resolved(*words.split()))
-
-
-@pytest.mark.parametrize("name", ["dirichlet", "skew", "classes"])
-def test_labels_that_are_not_there(name: str) -> None:
-    with refused("partition.name", name, "partition.source=features"):
-        split_clients(resolved(f"partition.name={name}"), patterns())
 
 
 def test_a_deployment_refuses_sources() -> None:

@@ -74,18 +74,6 @@ def test_key_depends_on_every_part_and_on_their_order() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_mixing_half_of_the_bits_flip() -> None:
-    """One changed bit of state or part changes each bit of the result half of the time."""
-    base = random.mix(5, torch.arange(256))
-    parts = torch.arange(256)
-    for bit in (0, 1, 17, 40, 62):
-        by_part = random.mix(5, parts ^ (1 << bit))
-        by_state = random.mix(5 ^ (1 << bit), parts)
-        for other in (by_part, by_state):
-            share = np.mean([[(v >> k) & 1 for k in range(64)] for v in unsigned(base ^ other)], 0)
-            assert abs(share - 0.5).max() < 5 * 0.5 / math.sqrt(256)
-
-
 def test_uniform_shape_range_grid_and_prefix() -> None:
     state = random.mix(1, torch.arange(12)).view(3, 4)
     u = random.uniform(state, 5)
