@@ -45,15 +45,16 @@ def _features_like(ccl: CCL, trainer: Trainer) -> dict[str, Tree]:
 class CCL(Algorithm):
     """MoCo on each client, with the other clients' features as negatives and as neighbours.
 
-    A round has the steps of section 3: the main and the momentum model and all banks but a client's
-    own go to it; it trains on Eq. 12; both models are averaged by samples; and each client's
-    new bank comes back. The server and all other clients see these features one by one. Our
-    reading: banks are made once a round, by the momentum model that training ends with, from images
-    without augmentation (of two modalities, the first). A client that is not asked, or whose bank
-    is refused, keeps its last one.
+    A round has the steps of section 3. A client receives the main model, the momentum model and the
+    banks of all other clients. It trains on Eq. 12 and returns both models, which are averaged by
+    samples, and its new bank. The server and all other clients see the features in the bank.
 
-    A simulation whose images have labels also measures the false negatives of Eq. 4 and 5. Labels
-    are in no exchange, and no deployment does this.
+    Our reading: banks are computed once per round, with the momentum model after training, from
+    images without augmentation (the first of two modalities). If a client is not asked, or its bank
+    is refused, its last bank stays.
+
+    A simulation with labels also measures the false negatives of Eq. 4 and 5. Labels are never
+    sent, and deployments do not measure this.
     """
 
     @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class CCL(Algorithm):
             )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
-        """Say that one client alone has no remote features."""
+        """Warn if a single client has no remote features."""
         if self.shares and clients == 1:
             return ["ccl with one client: there are no remote features, so it is MoCo alone"]
         return ()
@@ -174,7 +175,7 @@ class CCL(Algorithm):
             self.log_false_negatives(server, cohort, classes)
         if not self.shares:
             return
-        cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
+        cohort.minimum = 0  # the round counts; a missing bank is not renewed
         new = accept_features(server, cohort.gather(self.share))
         server.state["banks"] = {**banks, **new}
         if server.census is not None:
@@ -301,7 +302,9 @@ class Step(Steps):
         self.recurs = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
         memory: Any = client.state.get("memory", {"seen": 0})
-        self.seen = int(memory["seen"])  # counted here: reading the device's would wait for it
+        self.seen = int(
+            memory["seen"]
+        )  # counted on the host, because reading from the device would wait
         # Which images the queue's keys are of.
         none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.trainer.device)
         self.origins = cast(Tensor, client.state.get("origins", none)).clone()

@@ -6,9 +6,9 @@ from fedssl.algorithms.fedavg import FedAvg
 
 
 class Centralized(FedAvg):
-    """FedAvg with one client that holds everything: with one local step, a round is a step.
+    """FedAvg with one client that holds all images; with one local step, a round is one step.
 
-    ``algorithm.batch`` defaults to the samples of a cohort: like is compared with like.
+    ``algorithm.batch`` defaults to the number of samples of a cohort, for a fair comparison.
     """
 
     pools_data = True

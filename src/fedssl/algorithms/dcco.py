@@ -30,12 +30,12 @@ def _moments_like(dcco: DCCO, trainer: Trainer) -> dict[str, Tree]:
 
 
 def _few_images(dcco: DCCO) -> int:
-    """Return how many images are so few that their moments can reveal each encoding.
+    """Return up to how many images the moments can reveal each encoding.
 
-    Then the moments are no fewer numbers than the encodings. Two views of N images are 2 N d
-    numbers. The moments are d² + 4 d, or 2 d² + 3 d different ones with both views' own products.
-    Where the moments leave something open, the server finds it with the network: a ReLU before its
-    last layer makes many of that layer's inputs 0 and none negative (docs/privacy.md).
+    This holds while there are at least as many moments as numbers in the encodings. Two views of N
+    images have 2 N d numbers. There are d² + 4 d moments, or 2 d² + 3 d different ones with both
+    views' own products. If the moments leave a rotation open, the network closes it: a ReLU before
+    its last layer makes many of that layer's inputs 0 and none negative (docs/privacy.md).
     """
     width = dcco.objective.params.projector[-1]
     return width + 1 if dcco.objective.within_tower else width // 2 + 2
@@ -45,12 +45,12 @@ class DCCO(Algorithm):
     """Large-batch statistics from small clients.
 
     Clients send the moments of their encodings. The server returns the moments of the whole cohort.
-    Each client then descends the large-batch loss through its own samples only. With one local step
-    a round equals a centralized step on the union of the cohort's samples (appendix A).
+    Each client then descends the large-batch loss through its own samples only. With one local
+    step, a round equals a centralized step on the union of the cohort's samples (appendix A).
     """
 
     objective: MomentObjective
-    minimum_images = 1  # statistics are the cohort's
+    minimum_images = 1  # statistics are over the whole cohort
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):

@@ -30,7 +30,7 @@ from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
-SHOWN = 20  # clients that are named where clusters are shown
+SHOWN = 20  # clients named when clusters are shown
 MOVES = 3  # the same, where they change
 
 
@@ -42,20 +42,21 @@ def _update_like(featarc: FeatARC, trainer: Trainer) -> dict[str, Tree]:
 
 
 class FeatARC(Algorithm):
-    """C models at the server; a client trains the one whose features are nearest to its own.
+    """C cluster models; each client trains the one whose features are nearest to its own.
 
-    Clients are not weighed by samples (Algorithm 1, line 18). An empty cluster keeps its model. A
-    reply has a slot for each cluster, zeros in all but one, so that sums are all the server needs
-    to learn; it costs C models' bytes each way. Of two towers or modalities the first is looked at.
-    A client that changes its cluster leaves its target network and memory behind.
+    All clients of a cluster weigh the same (Algorithm 1, line 18). An empty cluster keeps its model.
+    A reply has a slot for each cluster, with zeros in all but one, so that the server needs only
+    sums; messages have the size of C models. Features are those of the first tower or modality. A
+    client that changes its cluster drops its target network and memory.
 
-    A client is judged by its cluster's model (C.1). There is no global one: what is reported and
-    exported as such is that of cluster 0.
+    A client is evaluated with its cluster's model (C.1). There is no global model: the model of
+    cluster 0 is reported and exported in its place.
 
-    The paper does not say how the models start. From one network (``alike``) they differ by what
-    their first members, i mod C, made of it, and clients go where theirs is like the others'. The
-    reference program has one of its own for each (``apart``): features of such networks have no
-    basis in common, so that a client stays nearest to the one that its own model began with.
+    The paper does not say how the models start. With ``alike``, they start from one network. They
+    differ after the first members of each, the clients i mod C, have trained them, and clients then
+    move to the cluster with similar features. With ``apart``, as in the reference program, each
+    model has its own start. Features of such networks have no common basis, so a client stays with
+    the model from which its own began.
     """
 
     result = Result("personal", description="global: that of cluster 0")
@@ -84,7 +85,7 @@ class FeatARC(Algorithm):
             )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
-        """Refuse more clusters than clients, and means that slots of zeros would mislead."""
+        """Refuse more clusters than clients, and robust means, which slots of zeros would mislead."""
         if self.params.clusters > clients:
             raise UserError(
                 f"there are only {clients} clients",
@@ -126,7 +127,7 @@ class FeatARC(Algorithm):
         self.show_clusters(server)
 
     def models(self, server: Server) -> list[Tensor]:
-        """Return the cluster models; before round 1 all but the server's own are made."""
+        """Return the cluster models; create all but the server's own before round 1."""
         if "clusters" not in server.state and self.params.clusters > 1:
             rule, n = server.config.server, server.flat.parameter_count
             apart = self.params.start == "apart"
@@ -145,7 +146,7 @@ class FeatARC(Algorithm):
         return cluster_model(server, int(cast(Tensor, state.get("cluster", torch.zeros(())))))
 
     def step(self, server: Server, cluster: int, change: Tensor) -> None:
-        """Update a cluster's model by the server's rule, of which each cluster has a state."""
+        """Update a cluster's model by the server's rule; each cluster has its own optimizer state."""
         if cluster == 0:
             server.weights = server.step(server.weights, server.rule_state, change)
             return
@@ -163,7 +164,7 @@ class FeatARC(Algorithm):
     def show_clusters(self, server: Server) -> None:
         """Show the clusters' members after the first round, and later which clients move."""
         if self.params.clusters == 1 or "cluster" not in server.client_log:
-            return  # or nobody may know
+            return  # or the server may not know them
         now = {k: int(c) for k, c in server.client_log["cluster"].items() if c is not None}
         assigned = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
         before = {int(k): int(cast(Tensor, c)) for k, c in assigned.items()}
@@ -274,8 +275,8 @@ def mean_cosine(a: Tensor, b: Tensor) -> Tensor:
 def compute_features(client: Client, weights: Tensor) -> Tensor:
     """Encode a client's images without augmentation, as evaluation does.
 
-    So batch norm goes by its running statistics, where it has any: with those of the client's
-    images, models that learned from unlike data look alike.
+    Batch norm uses its running statistics, if it has any. With the statistics of the client's
+    images, models that were trained on different data would look alike.
     """
     network = client.trainer.network
     network.train(client.trainer.config.algorithm.norm_policy == "reset")
@@ -285,9 +286,9 @@ def compute_features(client: Client, weights: Tensor) -> Tensor:
 
 
 def compute_targets(client: Client, model: Tensor) -> Tensor:
-    """Compute the alignment's targets; batch norm goes by the client's images, as in training.
+    """Compute the alignment's targets: features if encodings are as wide, else encodings.
 
-    The backbone's features if encodings are as wide, else the model's own encodings.
+    Batch norm uses the statistics of the client's images, as in training.
     """
     features, encodings = _encode(client, client.full_weights(model), True)
     return features if features.shape == encodings.shape else encodings
@@ -295,9 +296,9 @@ def compute_targets(client: Client, model: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _encode(client: Client, weights: Tensor, project: bool) -> tuple[Tensor, Tensor]:
-    """Return features, and with ``project`` encodings too.
+    """Return features, and encodings too if ``project`` is set.
 
-    Running statistics that this changes are not kept: training loads its start anew.
+    Changed running statistics are dropped, because training loads its start again.
     """
     trainer = client.trainer
     trainer.load(weights)

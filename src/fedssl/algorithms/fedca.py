@@ -47,14 +47,17 @@ def _features_like(fedca: FedCA, trainer: Trainer) -> dict[str, Tree]:
 class FedCA(Algorithm):
     """SimCLR with all clients' projections as negatives, aligned to a base model (Zhang et al.).
 
-    The paper has a dictionary of all clients' projections, shared with all, and a base model
-    trained on public images, to which each client's representations of these are pulled. Our
-    reading: the rest. A client projects its images without augmentation (of two modalities, the
-    first), once a round, by the model that its training ends with; its own rows are in the
-    dictionary too, and one that is not asked, or is refused, keeps its last ones. The base model
-    is SimCLR's with the clients' optimizer, from the run's own start. The alignment is the mean
-    over a batch of public images of ‖h − h_base‖², of the encoder's features at length 1; batch
-    norm sees that batch alone, and its running statistics do not.
+    As in the paper, all clients share a dictionary of all clients' projections. A base model is
+    trained on public images, and each client's representations of these are pulled towards it.
+
+    The rest is our reading:
+
+    - A client projects its images once per round, with the model after training, without
+      augmentation (the first of two modalities). Its own rows are in the dictionary too. If a
+      client is not asked, or its projections are refused, its last ones stay.
+    - The base model is trained with SimCLR and the clients' optimizer, from the run's own start.
+    - The alignment is the mean of ‖h − h_base‖² over a batch of public images, with features of
+      length 1. Batch norm sees that batch alone, which does not change its running statistics.
     """
 
     @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class FedCA(Algorithm):
         self.width = objective.params.projector[-1]
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
-        """Say that a base model comes first."""
+        """Warn that a base model is trained first."""
         if not self.params.align:
             return ()
         return [
@@ -129,13 +132,13 @@ class FedCA(Algorithm):
         server.apply(cohort.mean(self.train, server.model, dictionary, *shown))
         if not self.params.dictionary:
             return
-        cohort.minimum = 0  # the round counts: a bank that does not come is only not renewed
+        cohort.minimum = 0  # the round counts; a missing bank is not renewed
         server.state["banks"] = {**banks, **accept_features(server, cohort.gather(self.share))}
 
     def train_base(self, server: Server) -> dict[str, Tree]:
-        """Train the base model on the public images; return these and their features."""
+        """Train the base model on the public images; return the images and their features."""
         public, trainer = server.public, server.trainer
-        if public is None:  # a rehearsal, in which only shapes count
+        if public is None:  # an estimate of traffic, for which only shapes count
             return self.placeholders(trainer)
         images, batches = trainer.images[0][public.members], trainer.batches
         trainer.batches = dataclasses.replace(batches, steps=None, epochs=self.params.base_epochs)

@@ -88,7 +88,7 @@ class FedEMA(DivergenceAware):
             require_predictor(objective, "algorithm.parts", "predictor")
 
     def round(self, server: Server, cohort: Cohort) -> None:
-        """Average and log; warn if clients share nothing any more."""
+        """Average and log; warn if clients no longer share anything."""
         super().round(server, cohort)
         names = {"both": ("mu", "mu_predictor"), "encoder": ("mu",), "predictor": ("mu_predictor",)}
         known = (server.client_log.get(name, {}) for name in names[self.params.parts])

@@ -1,4 +1,4 @@
-"""Peer to peer: local training, then a mean with one's neighbours (Dec-SSL, 6.1 and B.5)."""
+"""Peer to peer: local training, then a mean with the neighbours (Dec-SSL, 6.1 and B.5)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TOPOLOGIES = ("star", "cycle", "tree", "random", "complete")
 
 
 class Gossip(Algorithm):
-    """Every client trains a model of its own and then mixes: x_i ← Σ_j W_ij x_j (section 6.1).
+    """Every client trains its own model and then mixes: x_i ← Σ_j W_ij x_j (section 6.1).
 
     W has Metropolis weights: 1 / (1 + the larger degree) for an edge, the rest on the diagonal. A
     client that is not asked, or does not answer, neither trains nor mixes: the weight of its edges
-    goes to the diagonal. The mean of all models is judged as the global one.
+    goes to the diagonal. The mean of all models is evaluated as the global model.
 
     The exchange is routed through the server, under either engine: it keeps every client's model,
-    mixes them, and sees each. Traffic is one model a client each way, where real peers would send
-    one to each neighbour. With ``norm_policy=local`` normalization layers do not travel or mix.
+    mixes them, and sees each. A client sends and receives one model; real peers would send one to
+    each neighbour. With ``norm_policy=local`` normalization layers do not travel or mix.
     """
 
     result = Result(description="global: the mean of all peers")
@@ -157,7 +157,7 @@ def among(weights: NDArray[np.float64], ids: list[int]) -> NDArray[np.float64]:
 
 
 def read_graph(path: Path, clients: int) -> Graph:
-    """Read a graph from a file with an edge a line, as in ``0 1``; # starts a comment."""
+    """Read a graph from a file with one edge per line, as in ``0 1``; # starts a comment."""
     import networkx as nx
 
     def error(problem: str, fix: str) -> UserError:

@@ -39,7 +39,7 @@ class Key:
     ) -> Key:
         """Draw a key for the images ``own`` among ``count``, each with k − 1 different others."""
         others = distinct(len(own), count - 1, k - 1, generator)
-        others += others >= own[:, None]  # past the image itself
+        others += others >= own[:, None]  # skip the image itself
         signs = generator.integers(0, 2, (len(own), *shape), dtype=np.int8) * 2 - 1
         members = np.concatenate((own[:, None], others), axis=1)
         return cls(members, weights(len(own), k, generator), signs)
