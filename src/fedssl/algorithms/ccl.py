@@ -302,9 +302,7 @@ class Step(Steps):
         self.recurs = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
         memory: Any = client.state.get("memory", {"seen": 0})
-        self.seen = int(
-            memory["seen"]
-        )  # counted on the host, because reading from the device would wait
+        self.seen = int(memory["seen"])  # reading from the device would wait
         # Which images the queue's keys are of.
         none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.trainer.device)
         self.origins = cast(Tensor, client.state.get("origins", none)).clone()

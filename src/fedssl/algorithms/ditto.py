@@ -22,8 +22,8 @@ from fedssl.util.trees import Tree
 class Ditto(FedAvg):
     """FedAvg with a personal model v_k of each client, trained on l_k(v) + λ/2 ‖v − w‖² (Eq. 9).
 
-    The global model does not depend on λ. With λ = 0 the personal models equal those of clients that
-    train alone (``standalone`` with a server that only adds the change). A personal model has
+    The global model does not depend on λ. With λ = 0 the personal models equal those of clients
+    that train alone (``standalone`` with a server that only adds the change). A personal model has
     its own target network and memory.
     """
 

@@ -44,10 +44,10 @@ def _update_like(featarc: FeatARC, trainer: Trainer) -> dict[str, Tree]:
 class FeatARC(Algorithm):
     """C cluster models; each client trains the one whose features are nearest to its own.
 
-    All clients of a cluster weigh the same (Algorithm 1, line 18). An empty cluster keeps its model.
-    A reply has a slot for each cluster, with zeros in all but one, so that the server needs only
-    sums; messages have the size of C models. Features are those of the first tower or modality. A
-    client that changes its cluster drops its target network and memory.
+    All clients of a cluster weigh the same (Algorithm 1, line 18). An empty cluster keeps its
+    model. A reply has a slot for each cluster, with zeros in all but one, so that the server needs
+    only sums; messages have the size of C models. Features are those of the first tower or
+    modality. A client that changes its cluster drops its target network and memory.
 
     A client is evaluated with its cluster's model (C.1). There is no global model: the model of
     cluster 0 is reported and exported in its place.
@@ -85,7 +85,7 @@ class FeatARC(Algorithm):
             )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
-        """Refuse more clusters than clients, and robust means, which slots of zeros would mislead."""
+        """Refuse more clusters than clients, and robust means, which zeros would mislead."""
         if self.params.clusters > clients:
             raise UserError(
                 f"there are only {clients} clients",
@@ -146,7 +146,7 @@ class FeatARC(Algorithm):
         return cluster_model(server, int(cast(Tensor, state.get("cluster", torch.zeros(())))))
 
     def step(self, server: Server, cluster: int, change: Tensor) -> None:
-        """Update a cluster's model by the server's rule; each cluster has its own optimizer state."""
+        """Update a cluster's model by the server's rule, with the cluster's optimizer state."""
         if cluster == 0:
             server.weights = server.step(server.weights, server.rule_state, change)
             return
