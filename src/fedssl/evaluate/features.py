@@ -57,12 +57,12 @@ def units(labels: Tensor, cases: NDArray[np.int64] | None) -> tuple[Groups, Tens
     Without ``cases``, every image is a case. Images without a label (-1) are in no group.
     """
     labels = labels.cpu()
-    known = np.flatnonzero((labels >= 0).numpy())
+    labelled = np.flatnonzero((labels >= 0).numpy())
     if cases is None:
-        return Groups(known, np.arange(len(known) + 1)), labels[known]
-    names, case_of = np.unique(cases[known], return_inverse=True)
+        return Groups(labelled, np.arange(len(labelled) + 1)), labels[labelled]
+    names, case_of = np.unique(cases[labelled], return_inverse=True)
     inside = Groups.from_labels(case_of, len(names))
-    groups = Groups(known[inside.members], inside.offsets)
+    groups = Groups(labelled[inside.members], inside.offsets)
     first = groups.members[groups.offsets[:-1]]
     differ = (labels[groups.members] != labels[np.repeat(first, groups.sizes)]).numpy()
     if differ.any():
@@ -76,21 +76,21 @@ def units(labels: Tensor, cases: NDArray[np.int64] | None) -> tuple[Groups, Tens
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images, the numbers of those of each case (an image alone is one), and the cases' labels."""
+    """Images in groups, one for each case, and the cases' labels; a single image is a case too."""
 
     images: Tensor  # uint8
     groups: Groups
     labels: Tensor
 
     def take(self, chosen: NDArray[np.int64]) -> Labelled:
-        """Some of the cases."""
+        """Select cases."""
         members, sizes = self.groups.select(chosen)
         groups = Groups(members, np.concatenate(([0], np.cumsum(sizes))))
         return Labelled(self.images, groups, self.labels[chosen])
 
 
 def average(features: Tensor, sizes: NDArray[np.int64]) -> Tensor:
-    """The mean of each run of ``sizes[k]`` rows (DCCO, section 4.2: a case's pooled encoding)."""
+    """Average each block of ``sizes[k]`` rows (DCCO, section 4.2: a case's pooled encoding)."""
     if (sizes == 1).all():
         return features
     lengths = torch.as_tensor(sizes, device=features.device)
@@ -100,12 +100,12 @@ def average(features: Tensor, sizes: NDArray[np.int64]) -> Tensor:
 def pool_cases(
     features: Tensor, labels: Tensor, cases: NDArray[np.int64] | None
 ) -> tuple[Tensor, Tensor]:
-    """Features and labels of the cases, or of the images where there are no cases."""
+    """Return features and labels of the cases, or of the images if there are no cases."""
     groups, labels = units(labels, cases)
     members = torch.as_tensor(groups.members, device=features.device)
     return average(features[members], groups.sizes), labels.to(features.device)
 
 
 def top1(predicted: Tensor, labels: Tensor) -> float:
-    """The share of right predictions, in percent."""
+    """Return the share of correct predictions, in percent."""
     return 100.0 * (predicted == labels).double().mean().item()

@@ -60,7 +60,7 @@ class Classifier(nn.Module):
         self.head = head
 
     def forward(self, images: Tensor, sizes: NDArray[np.int64]) -> Tensor:
-        """The scores of cases of ``sizes[k]`` images, the images one case after another."""
+        """Score cases of ``sizes[k]`` images, given one case after another."""
         return self.head(average(self.encoder(images), sizes))
 
 
@@ -73,16 +73,15 @@ def accuracy(
     device: torch.device | str,
     preset: str = "dcco",
 ) -> float:
-    """Top-1 in percent on ``test`` after training on ``train``.
+    """Return the top-1 in percent on ``test`` after training a copy of the encoder on ``train``.
 
-    Batch norm learns with the rest; flips are the only augmentation (appendix B). The encoder
-    that is given stays as it is.
+    Batch norm is trained too. Flips are the only augmentation (appendix B).
     """
     return score(fit(encoder, train, classes, seed, device, preset), test, device)
 
 
 def score(model: Classifier, test: Labelled, device: torch.device | str) -> float:
-    """Top-1 in percent of a classifier."""
+    """Return a classifier's top-1 in percent."""
     images = test.images[torch.as_tensor(test.groups.members)]
     features = extract(model.encoder, images, device=device)
     pooled = average(features, test.groups.sizes).to(precision(model))
@@ -97,7 +96,7 @@ def fit(
     device: torch.device | str,
     preset: str = "dcco",
 ) -> Classifier:
-    """The linear classifier, trained on the labelled cases."""
+    """Train a linear classifier and a copy of the encoder on the labelled cases."""
     training = FEW_LABELS if len(train.groups) < FEW else MANY_LABELS
     training = replace(training, rule=replace(training.rule, lr=RATES[preset]))
     sample = features_like(encoder, train, device)
@@ -107,7 +106,7 @@ def fit(
 
 
 def features_like(encoder: nn.Module, data: Labelled, device: torch.device | str) -> Tensor:
-    """The features of one image: their width, type and device are those of a new head."""
+    """Return the features of one image, for the width, type and device of a new head."""
     return extract(encoder, data.images[:1], device=device).to(precision(encoder))
 
 
@@ -119,7 +118,7 @@ def descent(
     device: torch.device | str,
     flips: bool = True,
 ) -> None:
-    """Train all of a classifier on the labelled cases."""
+    """Train encoder and head of a classifier on the labelled cases."""
     training = training.over(len(train.groups))
     model.requires_grad_(True).train()
     flat = FlatWeights(model)
@@ -141,7 +140,7 @@ def descent(
 
 
 def _reproducible() -> AbstractContextManager[None]:
-    """cuDNN's convolutions in those forms that add up in the same order on every run."""
+    """Use cuDNN's convolutions that add up in the same order on every run."""
     cudnn = torch.backends.cudnn
     return cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""Linear probe: a linear classifier on frozen features, never augmented, last iterate reported."""
+"""Linear probe: a classifier on frozen features of plain images; the last step is reported."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
 from fedssl.util.device import to_device
 
-C = 1.0  # inverse weight of the penalty, in scikit-learn's meaning and with its default
+C = 1.0  # inverse weight of the penalty, as in scikit-learn and with its default
 Head = tuple[Tensor, Tensor]  # weights and biases
-Step = Callable[[Tensor, float | Tensor], None]  # on which samples, at which rate
-# Steps from which it pays to capture one on a GPU, which takes as long as some hundred plain ones.
+Step = Callable[[Tensor, float | Tensor], None]  # takes the samples and the learning rate
+# From this number of steps on, a CUDA graph is faster; capturing it costs about 100 plain steps.
 WORTH_CAPTURING = 200
 _SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
 
 
 def stairs(step: int, total: int, factor: float = 0.1) -> float:
-    """The factor of a rate that falls at three and at four fifths of the way."""
+    """Return the factor of a learning rate that falls after three and four fifths of the steps."""
     return factor ** ((5 * step >= 3 * total) + (5 * step >= 4 * total))
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a classifier is trained: a row of DCCO's appendix B, or epochs as in other papers."""
+    """The training of a classifier: a row of DCCO's appendix B, or epochs as in other papers."""
 
     rule: Optimizer
-    steps: int = 0  # 0: as many as the epochs take, see ``over``
+    steps: int = 0  # 0: given by the epochs, see ``over``
     batch: int = 1
     epochs: int = 0
     schedule: Callable[[int, int], float] = optim.cosine
-    head: float = 1.0  # the rate of a new classifier, as a multiple of the encoder's
+    head: float = 1.0  # learning rate of a new classifier, as a multiple of the encoder's
 
     def over(self, count: int) -> Training:
-        """The same with its number of steps, which for epochs depends on that of the samples."""
+        """Return the training on ``count`` samples, with its number of steps."""
         return replace(self, steps=self.epochs * (len(self.cuts(count)) - 1) or self.steps)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         return self.rule.lr * self.schedule(step, self.steps)
 
     def cuts(self, count: int) -> NDArray[np.int64]:
@@ -64,7 +64,7 @@ class Training:
         return np.arange(count // size + 1) * size
 
 
-# The paper has a row for 5,000 and one for 500 labels; below this number the second is used.
+# The paper has rows for 5,000 and for 500 labels. Below this number, the second is used.
 FEW = 2500
 LARS_NORM = 3.0
 DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512)
@@ -85,7 +85,7 @@ def accuracy(
     preset: str = "logistic",
     seed: int = 0,
 ) -> float:
-    """Top-1 in percent of a linear classifier on the features."""
+    """Return the top-1 in percent of a linear classifier on the features."""
     head = fit(features, labels, classes, preset, seed)
     return top1(predict(head, test_features), test_labels)
 
@@ -93,13 +93,11 @@ def accuracy(
 def fit(
     features: Tensor, labels: Tensor, classes: int, preset: str = "logistic", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Weights and biases of the preset's linear classifier.
+    """Return weights and biases of the preset's linear classifier.
 
-    ``logistic`` fits a convex problem to its one solution and needs no seed; ``dcco`` (appendix B),
-    ``fedema`` (appendix B.3) and ``ccl`` (section 6) are the papers' own trainings, whose batches
-    depend on the seed.
-    DCCO's flip augmentation is part of its fine-tuning only: features are computed once, from
-    plain images.
+    ``logistic`` solves a convex problem and needs no seed. ``dcco`` (appendix B), ``fedema``
+    (appendix B.3) and ``ccl`` (section 6) are the papers' trainings, whose batches depend on the
+    seed. Features are computed once, from plain images; DCCO's flips are for its fine-tuning only.
     """
     if preset == "dcco":
         return train_lars(features, labels, classes, seed)
@@ -111,18 +109,18 @@ def fit(
 
 
 def predict(head: tuple[Tensor, Tensor], features: Tensor) -> Tensor:
-    """The class of each sample."""
+    """Predict the class of each sample."""
     weight, bias = head
     return F.linear(features.to(weight.dtype), weight, bias).argmax(dim=1)
 
 
 def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Weights and biases of multinomial logistic regression, by L-BFGS to convergence.
+    """Fit multinomial logistic regression with L-BFGS; return weights and biases.
 
-    Minimizes mean cross-entropy + ‖W‖² / (2 C n) over standardized features. This is
-    scikit-learn's objective with C = 1: a standard normal prior on each weight, which counts for
-    less the more labels there are, so that one constant serves 10 labels and 50,000 with nothing
-    tuned on test data. The result applies to the features as given.
+    Minimizes mean cross-entropy + ‖W‖² / (2 C n) over standardized features. This is scikit-learn's
+    objective with C = 1, a standard normal prior on each weight. The prior counts for less with
+    more labels, so one constant works for 10 labels and for 50,000 without tuning on test data. The
+    result applies to the unstandardized features.
     """
     small = features.device.type == "cpu" and features.numel() <= _SMALL
     x = features.double()
@@ -155,19 +153,18 @@ def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Standard deviations, with a floor that keeps dead features from being blown up."""
+    """Return standard deviations, with a floor so that dead features are not magnified."""
     spread = x.std(dim=0, correction=0)
     floor = 0.01 * spread.square().mean().sqrt()
     return spread.clamp(min=max(floor.item(), torch.finfo(x.dtype).tiny))
 
 
 def _axes(x: Tensor, classes: int) -> Tensor:
-    """Principal axes as columns, stretched so that L-BFGS needs few steps; empty ones left out.
+    """Return principal axes as columns, without empty ones, scaled so that L-BFGS converges fast.
 
-    A rotation changes neither the penalty nor the solution. The curvature along an axis of
-    variance v is v/classes + 1/n while the weights are small and about 1/n once the classes are
-    apart; the stretch evens out the geometric mean of the two. Measured: up to six times fewer
-    steps.
+    A rotation changes neither the penalty nor the solution. The curvature along an axis of variance
+    v is v/classes + 1/n while the weights are small, and about 1/n once the classes are separated.
+    The scale equalizes the geometric mean of the two, which saves up to five of six steps.
     """
     n, width = x.shape
     if n < width:
@@ -180,36 +177,35 @@ def _axes(x: Tensor, classes: int) -> Tensor:
 
 
 def train_lars(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Weights and biases after the paper's LARS steps, from zero.
+    """Train with the paper's LARS steps from zero; return weights and biases.
 
-    LARS scales a step by the weights' norm, which would hold zero weights at zero: there the
-    ratio is one (see ``optim``), so the first step is a plain gradient step. How far it goes
-    depends on the size of the features, of which the paper says nothing; here they are centred
-    and brought to a norm of three on average, and the result applies to the features as given.
-    Three did best of 0.3, 1, 3, 10 and 30 on training images held out of CIFAR-10 (JPEG).
+    LARS scales a step by the weights' norm, which would keep zero weights at zero. There the ratio
+    is one (see ``optim``), so the first step is a plain gradient step. Its length depends on the
+    size of the features, which the paper does not state. Here they are centred and scaled to a mean
+    norm of three; the result applies to the unscaled features. Three did best of 0.3, 1, 3, 10 and
+    30 on training images held out of CIFAR-10 (JPEG).
     """
     training = DCCO_FEW if len(features) < FEW else DCCO_MANY
     return _centred(features, LARS_NORM, labels, classes, training, seed)
 
 
 def train_adam(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Weights and biases after FedEMA's epochs of Adam (appendix B.3), from zero.
+    """Train with FedEMA's epochs of Adam (appendix B.3) from zero; return weights and biases.
 
-    The features are taken as they are. The paper names neither a schedule nor weight decay: there
-    is none.
+    Features are not scaled. The paper names neither a schedule nor weight decay, so there is none.
     """
     head = _descent(features, labels, classes, FEDEMA, seed)
     return head.weight.detach(), head.bias.detach()
 
 
 def train_sgd(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Weights and biases after CCL's epochs of SGD (section 6, as in MoCo), from zero.
+    """Train with CCL's epochs of SGD (section 6, as in MoCo) from zero; return weights and biases.
 
-    MoCo's rate is for its features, of whose size nothing is said; here they are centred and
-    brought to a norm of one on average, and the result applies to the features as given. As they
-    are, those of small encoders, of a norm of four, ended at training losses of 3 and 13. Of 0.1,
-    0.3, 1 and 3, one did best overall on training images held out of digits, Fashion-MNIST and
-    CIFAR-10 (JPEG), 1 to 7 points better than features as they are.
+    MoCo's learning rate suits its features, whose size is not stated. Here features are centred and
+    scaled to a mean norm of one; the result applies to the unscaled features. A norm of one did
+    best of 0.1, 0.3, 1 and 3 on training images held out of digits, Fashion-MNIST and CIFAR-10
+    (JPEG), 1 to 7 points better than unscaled features. Unscaled features of small encoders, with a
+    norm of four, ended at training losses of 3 and 13.
     """
     return _centred(features, CCL_NORM, labels, classes, CCL, seed)
 
@@ -217,7 +213,7 @@ def train_sgd(features: Tensor, labels: Tensor, classes: int, seed: int) -> tupl
 def _centred(
     features: Tensor, norm: float, labels: Tensor, classes: int, training: Training, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights and biases for the features as given, from steps on centred ones of a mean norm."""
+    """Train on centred features scaled to a mean norm; return a classifier of the unscaled ones."""
     center = features.mean(dim=0)
     x = features - center
     scale = x.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
@@ -228,7 +224,7 @@ def _centred(
 
 
 def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: int) -> nn.Linear:
-    """A linear classifier after the steps of a training."""
+    """Train a linear classifier from zero."""
     training = training.over(len(x))
     head = zero_head(x.shape[1], classes, x)
     flat = FlatWeights(head)
@@ -245,16 +241,16 @@ def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: 
     if x.device.type == "cuda" and training.steps >= WORTH_CAPTURING:
         step = captured(plain, set(np.diff(training.cuts(len(x))).tolist()), x.device)
         for tensor in (flat.vector, *state.values()):
-            tensor.zero_()  # as they were
+            tensor.zero_()  # undo the steps of the capture
     for number, index in enumerate(batches(seed, "probe", len(x), training)):
         step(to_device(index, x.device), training.rate(number))
     return head
 
 
 def captured(step: Step, sizes: Iterable[int], device: torch.device) -> Step:
-    """The same step as CUDA graphs, one for each size of a batch: a step is a call for the host.
+    """Capture a step as one CUDA graph per batch size, so that the host makes one call per step.
 
-    Making them takes some steps, whose traces are left.
+    Capturing runs some steps, which change the weights.
     """
     lr = torch.zeros((), dtype=torch.float64, device=device)
     places = {size: torch.zeros(size, dtype=torch.int64, device=device) for size in sizes}
@@ -266,7 +262,7 @@ def captured(step: Step, sizes: Iterable[int], device: torch.device) -> Step:
             for _ in range(3):
                 step(places[size], lr)
         here.wait_stream(aside)
-        with torch.cuda.graph(graph, stream=aside):  # what one leaves behind is not another's
+        with torch.cuda.graph(graph, stream=aside):  # each graph has its own memory
             step(places[size], lr)
 
     def replay(chosen: Tensor, rate: float | Tensor) -> None:
@@ -278,7 +274,7 @@ def captured(step: Step, sizes: Iterable[int], device: torch.device) -> Step:
 
 
 def zero_head(width: int, classes: int, like: Tensor) -> nn.Linear:
-    """A linear classifier of zeros: no class is preferred and nothing is drawn."""
+    """Return a linear classifier of zeros, which prefers no class."""
     head = nn.Linear(width, classes, device="meta").to_empty(device=like.device).to(like.dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -286,7 +282,7 @@ def zero_head(width: int, classes: int, like: Tensor) -> nn.Linear:
 
 
 def batches(seed: int, purpose: str, count: int, training: Training) -> Iterator[NDArray[np.int64]]:
-    """The samples of each step: a new shuffle every epoch, cut into batches."""
+    """Yield the samples of each step: a new shuffle every epoch, cut into batches."""
     cuts = training.cuts(count)
     for step in range(training.steps):
         epoch, place = divmod(step, len(cuts) - 1)
@@ -296,6 +292,6 @@ def batches(seed: int, purpose: str, count: int, training: Training) -> Iterator
 
 
 def descend(flat: FlatWeights, state: optim.State, training: Training, lr: float | Tensor) -> None:
-    """One step along the gradient that ``flat`` holds."""
+    """Make one step along the gradient in ``flat``."""
     rule = training.rule
     flat.params.add_(optim.step(rule, state, flat.params, flat.gradient, lr, flat.layers))

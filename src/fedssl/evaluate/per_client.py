@@ -102,12 +102,12 @@ def sources(tests: Groups, groups: Groups, of: Ints, total: int, seed: int) -> I
 
     A client's test images have its sources in the shares that its training images have them in.
     """
-    found = np.full(total, -1)
+    assigned = np.full(total, -1)
     for k in range(len(tests)):
-        mine, held = tests[k], np.sort(of[groups[k]])
-        places = random.permutation(random.key(seed, "client test", 2, k), len(mine))
-        found[mine] = held[((places + 0.5) * len(held) / max(len(mine), 1)).astype(np.int64)]
-    return found
+        tested, held = tests[k], np.sort(of[groups[k]])
+        places = random.permutation(random.key(seed, "client test", 2, k), len(tested))
+        assigned[tested] = held[((places + 0.5) * len(held) / max(len(tested), 1)).astype(np.int64)]
+    return assigned
 
 
 def accuracies(

@@ -23,12 +23,12 @@ from fedssl.training import optim
 HIDDEN = 4096
 MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=optim.constant)
 
-# CCL, section 6: 20 epochs of SGD as in SwAV (Caron et al. 2020), whose program has batches of 256,
-# no weight decay, and these rates of the encoder and, 20 times as large, of the classifier: a fifth
-# from epoch 12 on, a fifth of that from 16 on. Its command for 1 % of ImageNet's labels has 0.02
-# and 5 instead. With ten classes and few steps those were far worse (digits, training images held
-# out), so every share takes the program's default. That program crops as well; the paper takes its
-# hyper-parameters and names no augmentation, so there are flips alone.
+# CCL, section 6: 20 epochs of SGD as in SwAV (Caron et al. 2020). SwAV's program has batches of
+# 256, no weight decay and these learning rates, 20 times as large for the classifier. They fall to
+# a fifth at epoch 12 and again at 16. Its command for 1% of ImageNet's labels has rates of 0.02
+# and 5, which were far worse with ten classes and few steps (digits, training images held out). So
+# every share uses the program's default. SwAV crops as well, but the paper names no augmentation,
+# so there are only flips.
 LINEAR = Training(
     Optimizer("sgd", 0.01, momentum=0.9),
     epochs=20,
@@ -68,11 +68,11 @@ def accuracy(
     seed: int,
     device: torch.device | str,
 ) -> float:
-    """Top-1 in percent on ``test`` after training on ``train``, a share of the labelled cases.
+    """Return the top-1 in percent on ``test`` after training on ``train``.
 
-    ``mlp``: FedEMA, appendix B.3, on plain images, since it names no augmentation. ``linear``: CCL,
-    section 6, with flips. Batch norm learns with the rest. The encoder that is given stays as it
-    is.
+    ``mlp`` follows FedEMA, appendix B.3, on plain images, because it names no augmentation.
+    ``linear`` follows CCL, section 6, with flips. Batch norm is trained too. The given encoder is
+    copied.
     """
     sample = features_like(encoder, train, device)
     if head == "mlp":
@@ -85,7 +85,7 @@ def accuracy(
 
 
 def mlp(like: Tensor, classes: int, seed: int) -> nn.Sequential:
-    """FedEMA's two layers (appendix B.2), initialized by the seed."""
+    """Build FedEMA's two layers (appendix B.2), initialized by the seed."""
     layers = nn.Sequential(
         nn.Linear(like.shape[1], HIDDEN),
         nn.BatchNorm1d(HIDDEN),
