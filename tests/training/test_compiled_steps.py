@@ -1,7 +1,6 @@
-"""The step on tensors that stay in place, which a GPU captures: the numbers of the plain loop.
+"""A compiled step, on tensors that stay in place, gives the numbers of the plain loop.
 
-What ``torch.compile`` makes of it is torch's matter (and takes it a minute), so that here the
-compiler gives back what it gets.
+The compiler returns its input here; test_compiled.py runs torch's.
 """
 
 from __future__ import annotations
