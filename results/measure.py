@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-from fedssl.runs import reproduce, sweep
+from fedssl.runs import loop, reproduce, sweep
 from fedssl.util.errors import UserError
 
 
@@ -42,7 +42,7 @@ def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job
 def measure(lines: list[str], words: list[str], out: Path, until: float) -> list[reproduce.Job]:
     """The rows that have not come to their end then; all are checked before the first is run."""
     jobs, started = planned(lines, words, out), time.monotonic()
-    sweep.check({job.label: job.settings for job in jobs if job.summary() is None})
+    sweep.check_runs({job.label: job.settings for job in jobs if job.summary() is None})
     for job in jobs:
         seconds = time.monotonic() - started
         if seconds > until:
@@ -53,7 +53,7 @@ def measure(lines: list[str], words: list[str], out: Path, until: float) -> list
         print(f"{seconds:7.1f} s {job.label}", file=sys.stderr, flush=True)
         try:
             reproduce.work([job])
-        except (reproduce.Interrupted, UserError):
+        except (loop.Interrupted, UserError):
             raise  # a mistake, or a full disk, is the others' too
         except Exception:  # whatever it is: the others need not wait for it
             traceback.print_exc()
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"measure.py: {error}", file=sys.stderr)
         return 2
-    except (reproduce.Interrupted, KeyboardInterrupt):
+    except (loop.Interrupted, KeyboardInterrupt):
         print("measure.py: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     for job in left:

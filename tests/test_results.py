@@ -484,7 +484,7 @@ def test_a_row_that_diverged_is_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def diverging(*_: Any, **__: Any) -> None:
-        raise TrainingError("round 1: the loss is nan. Its checkpoint is here")
+        raise TrainingError("round 1: the loss is nan", "Its checkpoint is here.")
 
     main = load("results/measure.py").main
     (tmp_path / "plan.txt").write_text("dcco/cifar100-noniid-4 objective.projector=[8]\n")
@@ -531,7 +531,7 @@ def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
         (["# two", "dcco/cifar100-noniid-4", "dcco/cifar100-noniid-4 seed=1"], "line 3: dcco/"),
         (["dcco/cifar100-noniid-4 'seed=1"], "line 1: No closing quotation"),
         (["dcco/nothing"], "line 1: recipe=dcco/nothing"),
-        (["dcco/cifar100-noniid-4 rounds=x"], "line 1: dcco/cifar100-noniid-4: rounds=x"),
+        (["dcco/cifar100-noniid-4 rounds=x"], "line 1: rounds=x"),
         (["dcco/cifar100-noniid-4", "dcco/cifar100-noniid-1 encoder.groups=5"], "encoder.groups=5"),
         (None, "No such file"),
     ],
@@ -566,8 +566,6 @@ def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: P
         values = config.flatten(config.to_tree(job.settings))
         changed = {key: values[key] for key in job.changed}
         assert (job.name, changed, job.settings.seed) not in done
-        asked = config.variant("algorithm", job.settings.algorithm.name).compiles == "on"
-        assert not asked or job.settings.engine.compile == "on", job.name  # plain, it takes hours
         assert any(
             job.name in table["rows"].values() and images.startswith(table["data"])
             for table in yaml.safe_load((ROOT / "results/tables.yaml").read_text()).values()
