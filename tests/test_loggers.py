@@ -132,8 +132,7 @@ def test_a_logger_that_does_not_open_says_how_to_go_on(
     assert main(["run", *SMALL, "log=wandb", "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert (
-        "(no login); mend it, or leave it out with log=[], then continue with --resume. "
-        f"The run is in {out}\n" in error
+        f"(no login). Correct it, or leave it out with log=[]. The run is in {out}. Then" in error
     )
     assert main(["run", "log=[]", "--resume", "--out", str(out)]) == 0
 
@@ -141,7 +140,7 @@ def test_a_logger_that_does_not_open_says_how_to_go_on(
 def test_a_logger_named_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Recorder())
     settings = configuration.resolve({}, ["log=[wandb,wandb]"])
-    started = loggers.start(settings, tmp_path, 0)
+    started = loggers.open_loggers(settings, tmp_path, 0)
     for logger in started:
         logger.close(True)
     assert len(started) == 1
@@ -204,7 +203,7 @@ def test_a_package_that_is_missing_is_said_before_anything(
     monkeypatch.setattr(loggers, "installed", lambda name: False)
     for name in ("wandb", "mlflow"):
         assert main(["run", *SMALL, f"log={name}", "--out", str(tmp_path / "run")]) == 2
-        said = f"fedssl: log={name}: not installed; pip install 'fedssl[{name}]'\n"
+        said = f"fedssl: log={name}: not installed. pip install 'fedssl[{name}]'\n"
         assert capsys.readouterr().err == said
     assert main(["run", "log=mlfow"]) == 2
     assert "log=mlfow: unknown (did you mean mlflow?)" in capsys.readouterr().err

@@ -266,7 +266,7 @@ def test_a_table_goes_on_with_images_that_were_moved(
         before = tmp_path / ("photos" if unfinished else "moved")
         for root, text in (
             ("others", f"data.root=others: the training images are not those of {done}"),
-            ("judges", f"data.root was {before} in {done} and is now {tmp_path / 'judges'}"),
+            ("judges", f"data.root={tmp_path / 'judges'}: was {before} in {done}."),
         ):
             capsys.readouterr()
             assert main([*command, f"data.root={root}", "data.cache=first"]) == 2

@@ -97,14 +97,14 @@ def test_what_a_run_spends_outside_rounds_is_written(
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # a second a look
     summary = loop.run(small("rounds=3", "evaluate.every=2", "checkpoint.seconds=0"), tmp_path)
     assert [row["overhead"] for row in lines(tmp_path)] == [
-        {"prepare": 2, "checkpoint": 1},  # data and network, then what an algorithm prepares
+        {"prepare": 1, "checkpoint": 1},
         {"checkpoint": 1, "evaluate": 1},
         {"checkpoint": 1},
     ]
-    assert summary["overhead"] == {"checkpoint": 4, "evaluate": 2, "prepare": 2}
+    assert summary["overhead"] == {"checkpoint": 4, "evaluate": 2, "prepare": 1}
     loop.run(small("rounds=3", "evaluate.every=2"), tmp_path, resume=True)  # nothing is left to do
     again = json.loads((tmp_path / "summary.json").read_text())["overhead"]
-    assert again == {"checkpoint": 3, "evaluate": 2, "prepare": 3}
+    assert again == {"checkpoint": 3, "evaluate": 2, "prepare": 2}
 
 
 def test_the_exported_encoder_is_the_one_that_was_judged(tmp_path: Path) -> None:
@@ -234,11 +234,11 @@ def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
     loop.run(small("rounds=1"), out)
     code = (
-        "import sys, time; from pathlib import Path; from fedssl.runs.checkpoint import locked\n"
-        "with locked(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from fedssl.runs.folder import lock\n"
+        "with lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen(
-        [sys.executable, "-c", code, str(out / checkpoint.LOCK)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True
     )
     with other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
@@ -284,7 +284,7 @@ def test_a_folder_of_other_runs_is_left_alone(
     for folder, other in (("runs", "a"), ("b", "x")):
         before = sorted((tmp_path / folder).rglob("*"))
         assert main(["run", *SMALL, *words, "--out", str(tmp_path / folder)]) == 2
-        said = f"fedssl: --out {tmp_path / folder}: holds other runs ({other}); name a folder for"
+        said = f"fedssl: --out {tmp_path / folder}: holds other runs ({other})."
         assert capsys.readouterr().err.startswith(said)
         assert sorted((tmp_path / folder).rglob("*")) == before
     run_folder.check_alone(tmp_path)  # another program's configuration is no run
@@ -330,13 +330,13 @@ def test_a_folder_whose_name_is_no_text_is_refused(
 ) -> None:
     out = tmp_path / os.fsdecode(b"caf\xe9")
     assert main(["run", *SMALL, "--out", str(out)]) == 2
-    said = f"fedssl: --out {tmp_path}/caf\\xe9: the name is not UTF-8; choose another folder\n"
+    said = f"fedssl: --out {tmp_path}/caf\\xe9: the name is not UTF-8. Choose another folder.\n"
     assert capsys.readouterr().err == said and not any(tmp_path.iterdir())
 
 
 def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:
     loop.run(small(), tmp_path)
-    with pytest.raises(UserError, match=r"^server\.lr was 0\.003 .* is now 0\.1"):
+    with pytest.raises(UserError, match=r"^server\.lr=0\.1: was 0\.003"):
         loop.run(small("server.lr=0.1"), tmp_path, resume=True)
     with pytest.raises(UserError, match=r"--resume: .* holds no run"):
         loop.run(small(), tmp_path / "nothing", resume=True)
@@ -396,7 +396,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ((), "Lower engine.chunk (now 8192), then continue with --resume. The last good"),
+        ((), "Lower engine.chunk (now 8192). The last good"),
         (("algorithm.batch=2",), "Lower algorithm.batch (now 2) and start a new run in another"),
         (("engine.merge=off",), "Lower algorithm.batch (now all images of a client) and start a"),
     ],
@@ -423,7 +423,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"cannot be written .*make room.*--resume"):
+        with pytest.raises(UserError, match=r"cannot be written .*Make room.*--resume"):
             checkpoint.write(tmp_path, session)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -443,10 +443,10 @@ def test_a_skipped_round_leaves_the_model_unchanged(
 ) -> None:
     real, after = LocalCohort.ask, []
 
-    def ask(self, task, payload, weight):  # type: ignore[no-untyped-def]
+    def ask(self, task, payload, *rest):  # type: ignore[no-untyped-def]
         if task == "encode":
             after.append(payload[0])
-        return iter(()) if self.round == 2 else real(self, task, payload, weight)
+        return iter(()) if self.round == 2 else real(self, task, payload, *rest)
 
     monkeypatch.setattr(LocalCohort, "ask", ask)
     loop.run(small("rounds=4"), tmp_path)

@@ -81,9 +81,9 @@ KINDS = {"cat": 6, "newt": 2, "owl": 6}
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("data.labels=9", "data.labels=9: needs 3 samples of each class, but class newt has 2; at"),
+        ("data.labels=9", "data.labels=9: needs 3 samples of each class, but class newt has 2"),
         ("data.holdout=0.7", "data.holdout=0.7: takes 3 samples of each class, but class newt has"),
-        ("evaluate.protocols=linear@9", "linear@9: labels=9: needs 3 samples of each class, but c"),
+        ("evaluate.protocols=linear@9", "linear@9: needs 3 samples of each class, but c"),
         ("evaluate.protocols=linear@70%", "linear@70%: takes 3 samples of each class, but class n"),
         ("evaluate.monitor=semi@70%", "evaluate.monitor=semi@70%: takes 3 samples of each class, "),
     ],
@@ -100,7 +100,7 @@ def test_a_class_of_which_there_are_too_few_is_called_by_its_name(
     given = ("partition.name=iid", "partition.clients=2", "cohort.size=2", *where, word)
     with pytest.raises(UserError) as error:
         build_experiment(small(*given))
-    assert line in str(error.value) and "class newt has 2; " in str(error.value)
+    assert line in str(error.value) and "class newt has 2. " in str(error.value)
 
 
 def test_the_second_tower_is_judged_by_its_own_weights() -> None:

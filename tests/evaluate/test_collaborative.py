@@ -290,7 +290,7 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
     dataset = Dataset("made", train, made_split(8), CLASSES)
     words = ("evaluate.protocols=collaborative@10%", "evaluate.monitor=collaborative@10%")
     session = assemble(settings(*words, "cohort.size=4"), dataset, groups_of(20, 10, 3, 3))
-    assert [note for note in list_warnings(session) if not note.startswith("dcco: ")] == [
+    assert [note for note in list_warnings(session) if not note.startswith("Privacy: ")] == [
         "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
         "collaborative@10%: small clients label more than their share, in all 15.4% of the images",
     ]

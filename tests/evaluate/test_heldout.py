@@ -18,7 +18,7 @@ from fedssl.evaluate import heldout, linear
 from fedssl.evaluate.features import extract
 from fedssl.evaluate.registry import check_holdout, find_chooser
 from fedssl.runs.build import build_experiment
-from fedssl.runs.split import held_out_images, load_dataset, split_clients
+from fedssl.runs.split import held_out_images, load_run_dataset, split_clients
 from fedssl.util.errors import UserError
 
 SPEC = "heldout@20%"
@@ -28,7 +28,7 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
     words = ["data.holdout=0.2", "partition.name=iid", "partition.clients=3", "seed=5"]
     words += [f"evaluate.protocols={SPEC}", "cohort.size=3"]
     settings = config.resolve(config.read_recipe("default"), words)
-    dataset = load_dataset(settings)
+    dataset = load_run_dataset(settings)
     kept = held_out_images(settings, dataset)
     assert len(kept) > 200 and not set(kept) & set(split_clients(settings, dataset).members)
     session = build_experiment(settings)
@@ -51,7 +51,7 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
 
 def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by a probe, which says nothing about the number that is shown: none is taught."""
-    monkeypatch.setattr(evaluate.heldout, "accuracy", lambda *_: pytest.fail("a probe"))
+    monkeypatch.setattr(heldout, "accuracy", lambda *_: pytest.fail("a probe"))
     words = ["objective.name=supervised", "algorithm.name=centralized", "algorithm.batch=64"]
     words += ["data.holdout=0.3", f"evaluate.protocols=[head,{SPEC}]", "partition.name=iid"]
     words += ["partition.clients=3", "cohort.size=null", "seed=5"]

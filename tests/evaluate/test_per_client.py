@@ -142,7 +142,7 @@ def test_what_cannot_be_dealt_is_refused():
     for mode in ("matched", "iid", None):
         check(mode, groups, TRAIN, TEST)
         for train in (Split(TRAIN.images), split(np.full(400, -1))):
-            problem = "the training split has no labels"
+            problem = "the training split needs labels of at least two classes"
             assert refused(mode, groups, train, TEST) == (key, problem)
 
 

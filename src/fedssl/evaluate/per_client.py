@@ -44,8 +44,7 @@ class PerClient(Protocol):
         if mode == "folder" and _find_folders(data.clients, train) is None:
             problem = "the clients are not the client folders of the training split"
             raise _refuse(mode, problem, f"{fix[:-1]}, or partition.name=folder.")
-        if not (train.full_labels >= 0).any():
-            raise self.error("the training split has no labels", f"Use {self.key}=[unlabeled].")
+        self.check_train(data)
         mode, fix = choose_mode(mode, data.clients, train, test), "Use evaluate.client_test=iid."
         if mode == "matched" and not (train.full_labels[data.clients.members] >= 0).any():
             raise _refuse(mode, "no client holds a labelled training image", fix)
