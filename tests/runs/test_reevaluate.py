@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.config import Data
 from fedssl.data.load import load_dataset
 from fedssl.evaluate.unlabeled import effective_rank
-from fedssl.runs import checkpoint, loop
+from fedssl.runs import loop
 from fedssl.runs.reader import RunReader
 from fedssl.runs.reevaluate import evaluate
 from fedssl.util.errors import UserError
@@ -190,21 +188,6 @@ def test_a_run_that_may_not_be_read_is_one_line(
     assert main(["evaluate", str(trained / "run")]) == 2
     said = f"fedssl: {trained / 'run/config.yaml'}: not allowed. Change its permissions.\n"
     assert capsys.readouterr().err == said
-
-
-def test_a_run_of_an_older_version_is_judged_again(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "run", tmp_path / "run")
-    path = tmp_path / "run" / checkpoint.FILE
-    with safe_open(path, framework="pt") as file:
-        notes = file.metadata()
-    del notes["files"]
-    save_file(load_file(path), path, notes)
-    place = trained / "photos/train/east"
-    place.rename(place.with_name("west"))
-    try:
-        assert evaluate(tmp_path / "run", [])
-    finally:
-        place.with_name("west").rename(place)
 
 
 def test_other_images_need_not_have_what_the_runs_own_had(trained: Path, tmp_path: Path) -> None:
