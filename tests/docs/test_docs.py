@@ -37,7 +37,7 @@ from helpers import load, quick
 
 from fedssl import cli, config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
 BLOCK = re.compile(

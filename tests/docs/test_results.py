@@ -19,7 +19,7 @@ from fedssl.objectives.cco import CCO
 from fedssl.runs import loop
 from fedssl.util.errors import TrainingError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = """
 mine:
   title: Mine
