@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 # Tests of single parts and of results that must not change.
 QUICK := -n 2 -m "not slow" \
-	$(addprefix tests/,algorithms config data federation golden models objectives training util)
+	$(addprefix tests/,algorithms config data federation golden models objectives util)
 # Oldest and newest supported versions, for `make matrix`.
 PYTHONS := python3.11 python3.13
 TORCHES := torch==2.8.0 torch
