@@ -49,7 +49,7 @@ class Run(RunReader):
         return load_encoder(self.path)
 
     def evaluate(self, *protocols: str | Iterable[str], **keys: Any) -> pandas.DataFrame:
-        """Evaluate the run again, as ``fedssl evaluate`` does: a row a model, a column a measure.
+        """Evaluate the run again, as ``fedssl evaluate`` does: a row for each model.
 
         ``protocols`` are names, or a list of them; by default those of the run. ``keys`` are those
         of ``fedssl.train``, of ``evaluate`` and ``data``: ``evaluate__k=5``. Needs pandas (the

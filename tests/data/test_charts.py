@@ -76,7 +76,7 @@ def test_the_command_prints_the_distance_and_draws(
     ]
     assert main(["partition", *words, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "distance           0.800 on average" in shown and "styles a client    1" in shown
+    assert "distance             0.800 on average" in shown and "styles per client    1" in shown
     assert "plain  sepia  contrast  canvas  blur" in shown and str(out) in shown
     with Image.open(out) as image:
         colours = [row_of(image.convert("RGB"), k, 5)[100] for k in range(5)]

@@ -27,11 +27,11 @@ def test_table_of_few_classes_has_a_column_each() -> None:
     groups = groups_of([0, 1, 2], [3], [5, 7])
     labels = np.array([0, 0, 1, 0, 1, 1, 0, -1])
     assert format_table(groups, labels, ["cat", "a very long name"]).splitlines() == [
-        "clients            3",
-        "samples            6 used, 2 left out",
-        "samples a client   1 smallest, 2 median, 3 largest",
-        "classes a client   1 smallest, 1 median, 2 largest",
-        "distance           0.356 on average (earth mover's, of a client's classes to all)",
+        "clients              3",
+        "samples              6 used, 2 left out",
+        "samples per client   1 smallest, 2 median, 3 largest",
+        "classes per client   1 smallest, 1 median, 2 largest",
+        "distance             0.356 on average (earth mover's, from a client's classes to all)",
         "",
         "client  samples  cat  a very lon",
         "     0        3    2           1",
@@ -54,7 +54,7 @@ def test_table_of_another_source() -> None:
     lines = format_table(
         groups_of([0, 1], [2]), np.array([0, 1, 1]), ["0°", "180°"], kind="rotations"
     )
-    assert "rotations a client 1 smallest, 1.5 median, 2 largest" in lines
+    assert "rotations per client 1 smallest, 1.5 median, 2 largest" in lines
     assert "a client's rotations" in lines
     assert "client  samples  0°  180°" in lines
 

@@ -235,7 +235,7 @@ class CCL(Algorithm):
     def share(self, client: Client) -> dict[str, Tree]:
         """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
 
-        Q̄_l,c of Eq. 2, one row an image, at most K.
+        Q̄_l,c of Eq. 2, one row per image, at most K.
         """
         trainer, seed = client.trainer, client.trainer.config.seed
         assert trainer.target is not None

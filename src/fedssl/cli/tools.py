@@ -16,7 +16,7 @@ def add_partition(commands: Commands) -> None:
         "--out",
         type=path,
         metavar="FILE.png",
-        help="write a chart: a bar a client, a colour a class",
+        help="write a chart with a bar for each client and a color for each class",
     )
     partition.set_defaults(command=_partition)
 

@@ -115,7 +115,7 @@ def _check_row(place: str, row: Recipe, columns: Mapping[str, Recipe]) -> None:
     entries, cells = row.get("paper"), row.get("cells") or {}
     if entries is not None and (not isinstance(entries, list) or len(entries) != len(columns)):
         fix = f"Give a list of {len(columns)}, one for each column, with - for a missing cell."
-        raise UserError("not one number a column", key=f"{place}.paper", value=entries, fix=fix)
+        raise UserError("not one number per column", key=f"{place}.paper", value=entries, fix=fix)
     if not isinstance(cells, dict) or not all(isinstance(v, dict) for v in cells.values()):
         raise UserError("not columns with keys below them", key=f"{place}.cells")
     for column in cells:

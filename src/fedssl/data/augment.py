@@ -273,7 +273,7 @@ def _check(preset: Preset) -> None:
 
 
 def crop_box(u: Tensor, scale: tuple[float, float], size: tuple[int, int]) -> Box:
-    """Return top, left, height and width of random crops, from 22 uniform numbers a sample.
+    """Return top, left, height and width of random crops, from 22 uniform numbers per sample.
 
     The rule is that of torchvision's RandomResizedCrop: the first of ten boxes with a random share
     of the area and an aspect ratio between 3/4 and 4/3 that fits; if none does, the largest one in

@@ -70,16 +70,16 @@ def format_table(
 def _summarize(groups: Groups, labels: Ints | None, total: int | None, kind: str) -> list[str]:
     used = len(groups.members)
     lines = [
-        f"clients            {len(groups)}",
-        f"samples            {used} used" + (f", {total - used} left out" if total else ""),
-        f"samples a client   {_spread(groups.sizes)}",
+        f"clients              {len(groups)}",
+        f"samples              {used} used" + (f", {total - used} left out" if total else ""),
+        f"samples per client   {_spread(groups.sizes)}",
     ]
     if labels is not None:
         distinct = (count_labels(groups, labels) > 0).sum(axis=1)
-        lines.append(f"{kind + ' a client':<19}{_spread(distinct)}")
+        lines.append(f"{kind + ' per client':<21}{_spread(distinct)}")
         lines.append(
-            f"distance           {mean_distance(groups, labels):.3f} on average (earth mover's, of "
-            f"a client's {kind} to all)"
+            f"distance             {mean_distance(groups, labels):.3f} on average (earth mover's, "
+            f"from a client's {kind} to all)"
         )
     return lines
 
@@ -89,7 +89,7 @@ def _spread(values: Ints) -> str:
 
 
 def _class_cells(held: list[Counter[int]], classes: Sequence[str], kind: str) -> list[list[str]]:
-    """Return a heading and a row a client: a column a class, or one with the most frequent."""
+    """Return a heading and a row per client; with many classes, one column of the most frequent."""
     if len(classes) <= MOST_COLUMNS:
         rows = [[str(counts[c]) for c in range(len(classes))] for counts in held]
         return [[name[:10] for name in classes], *rows]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-PIXELS_PER_PASS = 512 * 64 * 64  # 512 images of 64 pixels a side, or 10 of 448
+PIXELS_PER_PASS = 512 * 64 * 64  # 512 images of 64 pixels per side, or 10 of 448
 
 
 def split_for_encoding(images: Tensor) -> tuple[Tensor, ...]:

@@ -1,1 +1,1 @@
-"""Evaluate encoders: a file a protocol, and an evaluator of a run's models."""
+"""Evaluate encoders: one file per protocol, and an evaluator of a run's models."""

@@ -1,4 +1,4 @@
-"""Collaborative fine-tuning (CCL, section 6.3): supervised FedAvg with few labels a client."""
+"""Collaborative fine-tuning (CCL, section 6.3): supervised FedAvg with few labels per client."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Ints = NDArray[np.int64]
 
 # The paper says "supervised collaborative learning [McMahan et al., 2017] with few locally labeled
 # data on clients" and leaves the rest to an appendix that we do not have, so all this is our
-# reading. The classifier's rate is 20 times the encoder's as in semi. The others were chosen
-# on training images held out of digits, Fashion-MNIST and CIFAR-10 (JPEG), IID and with two classes
-# a client: 0.03 of 0.01, 0.03 and 0.1; batches of 32 of 32 and 128; 50 rounds of 2 epochs, from
-# which 100 of 1 and 20 of 5 hardly differ.
+# reading. The classifier's learning rate is 20 times the encoder's, as in semi. The other values
+# were chosen on training images held out of digits, Fashion-MNIST and CIFAR-10 (JPEG), IID and with
+# two classes per client: a rate of 0.03 among 0.01, 0.03 and 0.1; batches of 32 among 32 and 128;
+# 50 rounds of 2 epochs, from which 100 rounds of 1 and 20 rounds of 5 hardly differ.
 ROUNDS, EPOCHS, BATCH = 50, 2, 32
 RULE = Optimizer("sgd", 0.03, momentum=0.9)
 HEAD = 20.0

@@ -65,7 +65,7 @@ class Server:
         self.client_names = client_names
         self.public: Client | None = None  # images of its own, which all clients may see
         self.census: Census | None = None  # labels of all clients' images, in a simulation
-        self.log: dict[str, Tensor] = {}  # one number a name, for this round's metrics
+        self.log: dict[str, Tensor] = {}  # one number per name, for this round's metrics
         self.client_log: dict[str, dict[int, float | None]] = {}  # by measure, then by client
         self.warnings: list[str] = []
         self._model: tuple[Tensor, Tensor] | None = None

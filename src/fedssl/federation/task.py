@@ -72,7 +72,7 @@ def client_task(
             reply. ``log``: single numbers of each client, for the log. ``simulation``: the same,
             but no real site is ever asked.
         reveals: What a reply is computed from. ``update``: a change of the model, with the loss.
-            ``statistics``: means over images' encodings. ``features``: one row an image.
+            ``statistics``: means over images' encodings. ``features``: one row per image.
             ``loss``: the loss alone. ``numbers``: single numbers of the client's state.
         reply: The shape of a reply, as a function of the algorithm and its trainer, or the names of
             the numbers. An update and a loss need none.

@@ -64,7 +64,7 @@ def check_secure_cohort(cohort: int) -> None:
             f"a round has {cohort} clients, and in a sum of two each knows the other's part",
             key="privacy.secure",
             value=True,
-            fix=f"Take at least {FEWEST} clients a round.",
+            fix=f"Use at least {FEWEST} clients per round.",
         )
 
 

@@ -87,7 +87,7 @@ class Noisy(Aggregator):
             if divisor <= 0:
                 raise TooFewReplies(
                     f"the noise on the sum of the weights of {task} left nothing to divide by; "
-                    "take more clients a round, or a lower privacy.most_samples"
+                    "use more clients per round, or a lower privacy.most_samples"
                 )
         return scale(noisy, 1 / divisor)
 

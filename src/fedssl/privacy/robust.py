@@ -27,11 +27,11 @@ class Robust(Aggregator):
         self.fewest = {"median": 1, "trimmed": 2 * f + 1, "krum": 2 * f + 3}[self.rule]
         if cohort < self.fewest:
             raise UserError(
-                f"needs at least {self.fewest} clients a round with cohort.hostile={f}, and there "
-                f"are {cohort}",
+                f"needs at least {self.fewest} clients per round with cohort.hostile={f}, and "
+                f"there are {cohort}",
                 key="cohort.average",
                 value=self.rule,
-                fix="Lower cohort.hostile, or take more clients a round.",
+                fix="Lower cohort.hostile, or use more clients per round.",
             )
 
     def contribute(

@@ -101,7 +101,7 @@ class WandB(Logger):
         write_json(out / self.FILE, {"run": known})
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Log a step a round."""
+        """Log one step per round."""
         for round, numbers in lines:
             self._run.log(numbers, step=round)
 
@@ -146,7 +146,7 @@ class MLflow(Logger):
         return str(run)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Log a step a round; MLflow takes no ``@`` or ``%`` in a name."""
+        """Log one step per round; MLflow takes no ``@`` or ``%`` in a name."""
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 

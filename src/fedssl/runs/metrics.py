@@ -1,4 +1,4 @@
-"""``metrics.jsonl``, a line a round: read it, and sum over its lines."""
+"""``metrics.jsonl``, with a line per round: read it, and sum over its lines."""
 
 from __future__ import annotations
 

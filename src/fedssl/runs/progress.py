@@ -13,7 +13,7 @@ LINE_SECONDS = 5.0
 
 
 class Progress:
-    """Round, loss, images a second and time left, on standard error."""
+    """Show round, loss, images per second and time left on standard error."""
 
     def __init__(self, title: str, rounds: int, done: int = 0) -> None:
         self.title = title

@@ -134,7 +134,7 @@ def _check_cohort(
             f"compares at least {objective.min_samples}",
             key="cohort.size",
             value=size,
-            fix="Use more clients a round.",
+            fix="Use more clients per round.",
         )
     smallest = int(groups.sizes.argmin())
     if config.encoder.norm != "batch":
