@@ -708,7 +708,7 @@ def test_the_ratio_is_in_the_metrics_and_not_in_the_traffic(tmp_path: Path) -> N
     ["", "algorithm.remote=only", "algorithm.lambda=0", "algorithm.remote=off algorithm.lambda=0"],
 )
 def test_compiled_steps_are_the_plain_ones(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler gives back what it gets (tests/test_compiled.py has torch's own, on a GPU)."""
+    """The compiler returns its input; tests/training/test_compiled.py runs torch's own."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(compiled, "RARE", 3)
     monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(5))

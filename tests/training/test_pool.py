@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from helpers import engine_of, groups_of, made_split, settings, step, train
 
 from fedssl.algorithms.ccl import CCL
 from fedssl.engines.local import LocalEngine
-from fedssl.federation.client import Client
+from fedssl.federation.client import Client, Trained
 from fedssl.federation.server import Server
 from fedssl.training import compiled
 from fedssl.training import trainer as training
@@ -208,7 +209,7 @@ def test_a_shape_may_come_up_between_two_waves(
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize(("ids", "expected"), [([2], False), ([2, 1], True), ([1], True)])
 def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
-    ids: list[int], expected: bool, device: str
+    ids: list[int], expected: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = engine_with(FEDAVG, 3, device)
     fresh = engine.pool = TrainerPool(engine.trainer, 3)
@@ -216,10 +217,13 @@ def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
     step(engine, server, 0, *ids)
     assert fresh.is_ready("train") == expected
     seen: list[str] = []
-    engine.algorithm.train = lambda client, *_: (  # type: ignore[attr-defined]
+    real = Client.train_from
+
+    def train_from(client: Client, *rest: Any, **named: Any) -> Trained:
         seen.append(threading.current_thread().name)
-        or client.reply(client.train_from(engine.trainer.initial, {}), engine.trainer.initial)
-    )
+        return real(client, *rest, **named)
+
+    monkeypatch.setattr(Client, "train_from", train_from)
     step(engine, server, 1, 0)
     assert seen == ["MainThread"]  # one client alone
 
