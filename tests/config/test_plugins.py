@@ -249,8 +249,8 @@ def test_two_protocols_of_one_name_are_refused(
         file.write_text("def near(*a): return {'top1': 1}\n")
     words = [f"evaluate.protocols=[{first}:near,{path}:near]", "--out", str(tmp_path / "run")]
     assert main(["run", *words]) == 2
-    said = f"evaluate.protocols={path}:near: {first}:near is called near too; rename one"
-    assert said in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedssl: evaluate.protocols={path}:near: ") and f"{first}:near" in said
 
 
 @pytest.mark.parametrize("spec", ["knn", "linear@10"])
@@ -262,8 +262,9 @@ def test_a_protocol_may_not_be_called_like_one_of_fedssls(
     path.write_text("def knn(*a): return {'top1': 1}\nlinear = knn\n")
     words = [f"evaluate.protocols={path}:{spec}", "--out", str(tmp_path / "run")]
     assert main(["run", *words]) == 2
-    said = f"evaluate.protocols={path}:{spec}: fedssl has a protocol of this name; rename yours\n"
-    assert capsys.readouterr().err == f"fedssl: {said}"
+    assert capsys.readouterr().err.startswith(
+        f"fedssl: evaluate.protocols={path}:{spec}: fedssl has"
+    )
 
 
 GROUPS = {
