@@ -17,7 +17,6 @@ import fedssl
 from fedssl.cli import main
 from fedssl.runs import loop, progress
 from fedssl.runs.folder import make_folder
-from fedssl.util import files
 from fedssl.util.errors import UserError
 
 KEYS: dict[str, Any] = {
@@ -102,7 +101,7 @@ def test_a_full_disk_is_told_as_what_goes_on_in_python(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     out = tmp_path / "run"
     with pytest.raises(UserError) as error:
         fedssl.train("default", out, **KEYS)
@@ -120,7 +119,7 @@ def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
         ("no/such", {}, "no such recipe"),
         ({"extends": 3}, {}, "recipe=3: no such recipe"),
         (None, {"algorithm__nam": "x"}, "algorithm.nam: unknown key"),
-        (None, {"rounds": [1, 2]}, "several values are for fedssl run"),
+        (None, {"rounds": [1, 2]}, "a list of values is a sweep"),
         (tmp_path / "none.yaml", {}, "no such recipe or file"),
     ):
         with pytest.raises(UserError, match=said):
@@ -128,7 +127,7 @@ def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists()
     with pytest.raises(UserError, match="holds another run"):
         fedssl.train(out=tmp_path / "dict", **KEYS)
-    with pytest.raises(UserError, match=r"resume=True: say which run"):
+    with pytest.raises(UserError, match=r"resume=true: the run's folder is missing"):
         fedssl.train(resume=True)
 
 
@@ -228,7 +227,7 @@ def test_an_empty_name_is_not_the_current_folder(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="out is an empty name"):
         fedssl.train(out="", resume=resume, rounds=1)
-    with pytest.raises(UserError, match=r'^recipe "": an empty name; give one'):
+    with pytest.raises(UserError, match=r'^recipe="": no such recipe'):
         fedssl.train("", out="run", rounds=1)
     assert not list(tmp_path.iterdir())
 

@@ -96,9 +96,14 @@ def test_tensorboard_shows_each_round_once_after_a_resume(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "variable", "value", "said"),
     [
-        ("mlflow", "MLFLOW_TRACKING_URI", "foo://x", "MLFLOW_TRACKING_URI=foo://x does not answer"),
+        (
+            "mlflow",
+            "MLFLOW_TRACKING_URI",
+            "foo://x",
+            "URI=foo://x: the server does not answer",
+        ),
         ("mlflow", "MLFLOW_TRACKING_URI", "/proc/nope", "does not answer"),
-        ("wandb", "WANDB_MODE", "banana", "WANDB_MODE=banana: unknown; choose one of online, off"),
+        ("wandb", "WANDB_MODE", "banana", "WANDB_MODE=banana: unknown. Choose one of online, off"),
     ],
 )
 def test_a_logger_that_cannot_work_is_said_before_anything(
@@ -114,7 +119,7 @@ def test_a_logger_that_cannot_work_is_said_before_anything(
     monkeypatch.setenv(variable, value)
     assert main(["run", *SMALL, f"log={name}", "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
-    assert f"log={name}: " in error and said in error and error.count("\n") == 1
+    assert said in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

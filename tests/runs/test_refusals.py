@@ -149,12 +149,12 @@ def test_an_empty_name_is_not_the_current_folder(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["run", ""], 'recipe "": an empty name; give one, or leave it out for the default'),
-        (["run", "default", ""], '"": empty, where key=value is expected, as in rounds=100'),
-        (["partition", ""], 'recipe "": an empty name; give one'),
-        (["reproduce", ""], '"": no recipe has this name'),
-        (["report", ""], '"": an empty name is no run'),
-        (["compare", ""], '"": an empty name is no run'),
+        (["run", ""], 'recipe="": no such recipe'),
+        (["run", "default", ""], '"" is not key=value.'),
+        (["partition", ""], 'recipe="": no such recipe'),
+        (["reproduce", ""], "recipe=: no recipe has this name"),
+        (["report", ""], "an empty name is no run."),
+        (["compare", ""], "an empty name is no run."),
     ],
 )
 def test_an_empty_word_is_not_the_default(
@@ -184,4 +184,4 @@ def test_a_name_that_is_too_long(words: list[str], capsys: pytest.CaptureFixture
     assert cli.main(["run", *SMALL, *words, "--out", "x" * 300]) == 2
     said = capsys.readouterr().err
     assert said.startswith("fedssl: --out xxx") and said.count("\n") == 1
-    assert said.endswith(": cannot be read (File name too long); choose another folder\n")
+    assert said.endswith(": cannot be read (File name too long). Choose another folder.\n")

@@ -312,7 +312,7 @@ def test_resume_is_refused_where_clients_have_other_images(sites: Path) -> None:
     moves = (
         (photos / "north", sites / "away", "north had 4 images in .* and is not there now"),
         (photos / "north", photos / "west", "north had 4 images in .* and is not there now"),
-        (photos / "south/3.png", sites / "3.png", "south had 4 images in .* and has 3 now; put"),
+        (photos / "south/3.png", sites / "3.png", "south had 4 images in .* and has 3 now"),
         (photos / "south/3.png", photos / "east/4.png", "east had 4 images in .* and has 5 now"),
         (photos / "south/3.png", photos / "south/x.png", "the training images are not those of"),
     )
