@@ -49,7 +49,14 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: (?:[kMGT]?B)\b)?")
 # Files of a run, and attributes of objects that are called like a section.
 NOT_KEYS = (
     *("encoder.safetensors", "encoder.json", "encoder.preprocess"),
-    *("cohort.mean", "cohort.gather", "server.state", "client.state", "client.train_from"),
+    *(
+        "cohort.mean",
+        "cohort.gather",
+        "server.state",
+        "client.state",
+        "client.train_from",
+        "client.reply",
+    ),
 )
 SLOW_PAGES = {"privacy.md", "reproduce.md", "algorithms.md", "encoder.md"}
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
