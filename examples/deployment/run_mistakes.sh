@@ -41,7 +41,7 @@ plain_node no-data 'name="us"'
 plain_node no-folder "data=\"$WORK/data/nowhere\""
 plain_node empty
 for name in site-a no-data no-folder empty; do wait_for 60 "SuperNode ID" "$WORK/$name.log"; done
-try missing "1 of 3 sites came within engine.timeout=90 seconds (site-a)"
+try missing "only 1 of 3 sites connected in time (site-a)"
 for text in "node-config data: not given" "no such folder" "no images"; do
     says "$WORK/missing.log" "$text"
 done
@@ -54,11 +54,11 @@ say "images of different sizes at two sites, and no data.size"
 make_app sizes engine.sites=2 data.size=null
 plain_node large
 wait_for 60 "SuperNode ID" "$WORK/large.log"
-try sizes "its images have height"
+try sizes "the images' height is"
 
 say "resume, where there is nothing to resume"
 make_app nothing engine.sites=2
-try nothing "holds no run; leave it out" --run-config 'resume=true'
+try nothing "holds no run" --run-config 'resume=true'
 
 say "a second run into the folder of one that is at work, and after it"
 make_app twice engine.sites=2 rounds=1
@@ -70,5 +70,5 @@ for _ in $(seq 300); do
 done
 try twice "a run is at work there" --run-config 'resume=true'
 wait "$ONCE"
-try twice "holds a run; continue it with"
+try twice "holds a run. Continue it with"
 say "done: everything is in $WORK"

@@ -1,4 +1,4 @@
-"""How much a site sends and receives in a round: counted in rounds in which nobody trains."""
+"""Estimate the bytes that a site moves, in two rounds in which nobody trains."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ class Traffic:
 
 
 def estimate_traffic(
-    session: Experiment, without_weights: Callable[[], Experiment]
+    experiment: Experiment, without_weights: Callable[[], Experiment]
 ) -> Traffic | None:
     """Return the bytes that a site sends and receives; ``None`` if they cannot be estimated.
 
     An experiment without weights is tried first. It takes no memory, however many sites there are,
-    but it has no values, which some algorithms read. The server's ``session`` is tried next, with
+    but it has no values, which some algorithms read. The server's ``experiment`` is tried next, with
     zeros in place of replies. A user's algorithm may fail on both.
     """
-    for build in (without_weights, lambda: session):
+    for build in (without_weights, lambda: experiment):
         try:
-            return _rehearse(build())
+            return _count_rounds(build())
         except Exception:  # from torch or a user's algorithm; the estimate is optional
             continue
     return None
 
 
-def _rehearse(session: Experiment) -> Traffic:
+def _count_rounds(experiment: Experiment) -> Traffic:
     """Run a first round of all sites and a second one of one site.
 
     From the second round on, the server has replies to pass on.
     """
-    engine, server, algorithm = session.engine, session.server, session.algorithm
+    engine, server, algorithm = experiment.engine, experiment.server, experiment.algorithm
     assert isinstance(engine, RemoteEngine)
     sites = np.arange(len(engine.groups))
-    first, second = _RehearsedCohort(engine, sites, 0), _RehearsedCohort(engine, sites[:1], 1)
+    first, second = _IdleCohort(engine, sites, 0), _IdleCohort(engine, sites[:1], 1)
     for number, cohort in enumerate((first, second)):
         server.round = number
         algorithm.round(server, cohort)
@@ -63,7 +63,7 @@ def _rehearse(session: Experiment) -> Traffic:
     return Traffic(dict(up), dict(down), only)
 
 
-class _RehearsedCohort(RemoteCohort):
+class _IdleCohort(RemoteCohort):
     """Sites that answer at once, with zeros."""
 
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
@@ -74,7 +74,7 @@ class _RehearsedCohort(RemoteCohort):
         self.responded = self.ids.tolist()
 
     def ask(self, task: ClientTask, payload: tuple[Argument, ...]) -> Iterator[Answer]:
-        """The shapes that real replies have."""
+        """Yield replies of the right shapes."""
         reply = _zeros(task.expected_reply(self.engine.algorithm, self.engine.trainer))
         if task.seen == "mean":
             reply = self.engine.aggregator.contribute(task.name, 1, reply, self.weight)[1]
@@ -82,11 +82,11 @@ class _RehearsedCohort(RemoteCohort):
             yield np.array([client]), 1.0, reply
 
     def _mean(self, task: ClientTask, payload: tuple[Argument, ...]) -> Tree | None:
-        """In the open: nothing is secret about zeros."""
+        """Average without secure sums: zeros hold no secret."""
         return Cohort._mean(self, task, payload)
 
     def _reply_bytes(self, reply: Tree) -> int:
-        """In a secure sum the masked vector, without keys."""
+        """Count the bytes of a reply; in a secure sum those of the masked vector, without keys."""
         if not self.engine.trainer.config.privacy.secure:
             return super()._reply_bytes(reply)
         from fedssl.privacy import secure
@@ -95,7 +95,7 @@ class _RehearsedCohort(RemoteCohort):
 
 
 def _zeros(tree: Tree) -> Tree:
-    """The same shapes, of one number each: no memory is needed."""
+    """Return zeros of the same shapes that share one number's memory."""
     if isinstance(tree, Tensor):
         return tree.new_zeros(()).expand(tree.shape)
     return {name: _zeros(child) for name, child in tree.items()}

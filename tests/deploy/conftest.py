@@ -1,0 +1,3 @@
+"""Fixtures for the tests of deployments."""
+
+from three_sites import sites as sites
