@@ -81,7 +81,7 @@ def claim_folder(out: Path, resume: bool) -> Iterator[None]:
             "--run-config 'out=\"/another/folder\"'.",
         )
     if resume and not started:
-        raise UserError(f"resume=true: {out} holds no run; leave it out")
+        raise UserError(f"{out} holds no run", key="resume", value=True, fix="Leave it out.")
     fix = "Wait for its end, or end it with flwr stop, or kill the process."
     with lock(out, key="out", fix=fix):
         yield
