@@ -35,8 +35,8 @@ def estimate_traffic(
     """Return the bytes that a site sends and receives; ``None`` if they cannot be estimated.
 
     An experiment without weights is tried first. It takes no memory, however many sites there are,
-    but it has no values, which some algorithms read. The server's ``experiment`` is tried next, with
-    zeros in place of replies. A user's algorithm may fail on both.
+    but it has no values, which some algorithms read. The server's ``experiment`` is tried next,
+    with zeros in place of replies. A user's algorithm may fail on both.
     """
     for build in (without_weights, lambda: experiment):
         try:
