@@ -25,8 +25,8 @@ from fedssl.deploy import site as site_module
 from fedssl.deploy.server import serve
 from fedssl.deploy.site import build_site_experiment, client_app, load_experiment
 from fedssl.engines.flower.messages import read_replies, write_request
+from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request
-from fedssl.engines.store import History
 from fedssl.util.errors import UserError
 
 

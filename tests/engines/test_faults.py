@@ -18,9 +18,9 @@ from flwr.app import Array, ConfigRecord, Error, Message
 
 from fedssl.engines.flower.messages import read_request, write_request
 from fedssl.engines.remote.codec import MalformedError, Packed, pack, unpack, unpack_like
+from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request
 from fedssl.engines.remote.site import Site
-from fedssl.engines.store import History
 from fedssl.runs.build import Experiment, build_experiment
 
 BAD = 3  # the client that misbehaves; one client a node

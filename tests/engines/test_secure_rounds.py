@@ -16,10 +16,10 @@ from far import BYOL, Tamper, far_session, go, one_round, small
 from flwr.app import Message
 
 from fedssl.engines.remote.codec import pack
+from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.engine import STATES
 from fedssl.engines.remote.messages import Request, SecureStep
 from fedssl.engines.remote.site import Site
-from fedssl.engines.store import History
 from fedssl.privacy.checks import survivors_needed
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
+from fedssl.engines.host_states import HostStates
 from fedssl.engines.remote.codec import MalformedError, check_like, describe_tree
-from fedssl.engines.remote.states import States
 from fedssl.federation.aggregate import Aggregator
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
@@ -42,7 +42,7 @@ class LocalEngine(Engine):
         aggregator: Aggregator | None = None,
     ) -> None:
         super().__init__(trainer, algorithm, groups, aggregator)
-        self.states: States = States(trainer.device)
+        self.states: HostStates = HostStates(trainer.device)
         self.pool = TrainerPool(trainer) if trainer.device.type == "cuda" else None
         wanted = trainer.config.engine.merge == "auto" and self.aggregator.allows_merging
         self.merges = wanted and algorithm.exact_on_union(trainer)

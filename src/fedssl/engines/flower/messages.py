@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedssl.engines.remote.codec import MalformedError, Packed
+from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Reply, Request, SecureStep
-from fedssl.engines.store import History
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict

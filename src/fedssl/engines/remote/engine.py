@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.cohort import RemoteCohort
+from fedssl.engines.remote.disk_states import History, ReadOnlyStates
 from fedssl.engines.remote.messages import Reply, Request
-from fedssl.engines.store import History, Stored
 from fedssl.federation.aggregate import Aggregator
 from fedssl.federation.algorithm import Algorithm
 from fedssl.training.trainer import Trainer
@@ -52,7 +52,7 @@ class RemoteEngine(Engine):
         self.transport: Transport | None = None
         self.attempt = secrets.token_hex(4)
         self.history = History((self.attempt,), (0,), 0)
-        self.states: Stored = Stored()
+        self.states: ReadOnlyStates = ReadOnlyStates()
 
     def cohort(self, ids: NDArray[np.int64], round: int) -> RemoteCohort:
         """Return the clients of one round."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedssl.config import Config
 from fedssl.engines.remote.codec import Packed
-from fedssl.engines.store import History
+from fedssl.engines.remote.disk_states import History
 from fedssl.federation.aggregate import Weight
 
 if TYPE_CHECKING:

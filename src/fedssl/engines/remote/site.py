@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import MalformedError, pack, unpack_flat
+from fedssl.engines.remote.disk_states import DiskStates
 from fedssl.engines.remote.messages import Reply, Request, SecureStep, half_precision_leaves
 from fedssl.engines.remote.payload import read_arguments
-from fedssl.engines.store import Store
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
@@ -35,7 +35,7 @@ class Site:
     def __init__(self, engine: Engine, folder: Path, place: str = "0", is_real: bool = False):
         self.engine = engine  # that of this process: its data, network and algorithm
         self.config = engine.trainer.config
-        self.store = Store(folder)
+        self.store = DiskStates(folder)
         self.received = folder / f"received-{place}"
         self.is_real = is_real  # all data here is one client's, whatever number the server gave it
         self.half = half_precision_leaves(self.config)

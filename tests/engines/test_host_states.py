@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, siamese, step
 
-from fedssl.engines.remote import states as states_module
-from fedssl.engines.remote.states import States
+from fedssl.engines import host_states as states_module
+from fedssl.engines.host_states import HostStates
 from fedssl.util.trees import flatten
 
 
-def states() -> States:
-    made = States(torch.device("cpu"))
+def states() -> HostStates:
+    made = HostStates(torch.device("cpu"))
     made[3] = {"a": torch.ones(2), "deep": {"b": torch.zeros(3)}}
     made[1] = {"a": torch.full((2,), 5.0)}
     return made

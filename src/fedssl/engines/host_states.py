@@ -20,7 +20,7 @@ class _Coming:
     done: torch.cuda.Event
 
 
-class States(MutableMapping[int, State]):
+class HostStates(MutableMapping[int, State]):
     """Client → its state. Reading gives a dictionary on the device, writing stores it on the host.
 
     On a GPU, copies go through pinned memory on a stream of their own: ``prefetch`` brings the next

@@ -42,7 +42,7 @@ class History:
         )
 
 
-class Store:
+class DiskStates:
     """The states of the clients of one run, a folder each."""
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +83,7 @@ class Store:
         return files
 
 
-class Stored:
+class ReadOnlyStates:
     """The clients' states as a simulation's server reads them (a real server cannot)."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -103,7 +103,7 @@ class Stored:
         """Return a client's state: tensors by path."""
         if self.folder is None:
             return {}
-        return flatten(Store(self.folder).load(client, self.round, self.history))
+        return flatten(DiskStates(self.folder).load(client, self.round, self.history))
 
     def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
         """Fail: a checkpoint holds no states of these clients."""
