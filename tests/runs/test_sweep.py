@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fedssl import cli, config
-from fedssl.runs import checkpoint, loggers, loop, sweep
+from fedssl.runs import checkpoint, loop, sweep
 from fedssl.runs import folder as run_folder
 from fedssl.runs.build import Experiment, assemble, build_experiment
 from fedssl.util.errors import TrainingError, UserError
@@ -187,22 +187,6 @@ def test_what_has_not_ended_may_be_judged_in_another_way(
     assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=3"]) == 0
     assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=5"]) == 2
     assert "evaluate.k=5: was 3 in" in capsys.readouterr().err
-
-
-def test_an_untrained_network_stands_there_once_or_not_at_all() -> None:
-    """One of another kind beside a run would be a wrong comparison."""
-    one = {"untrained": {"knn_top1": 10.0}, "result": {"knn_top1": 20.0}}
-    other = {"untrained": {"knn_top1": 11.0}, "result": {"knn_top1": 21.0}}
-    assert "untrained" in sweep.format_table({"a": one, "b": one})
-    assert "untrained" not in sweep.format_table({"a": one, "b": other})
-    more = {"linear_top1": 9.0, "per-client_top1": 5.0}  # the last is of no run's result
-    both = [
-        {"untrained": {**run["untrained"], **more}, "result": run["result"] | {"linear_top1": 1.0}}
-        for run in (one, other)
-    ]
-    table = sweep.format_table({"a": both[0], "b": both[1]})
-    (row,) = (line.split() for line in table.splitlines() if "untrained" in line)
-    assert sorted(row) == sorted(["untrained", "–", "9.0", "%"]) and "per-client" not in table
 
 
 def test_a_run_that_diverges_is_passed_over(
@@ -459,19 +443,6 @@ def test_a_sweep_goes_on_with_images_that_were_moved(
         assert config.read_yaml(Path("out") / file)["data"]["root"] == str(tmp_path / "moved")
 
 
-def test_places_that_cannot_be_written_down_are_one_line(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    before = contents(folders)
-    monkeypatch.setattr(run_folder, "write_text", full)
-    assert cli.main(["run", "--resume", "--out", "sweep", "data.cache=elsewhere"]) == 2
-    said = "fedssl: --out sweep/seed=0: cannot be written (No space left on device). Make room"
-    assert capsys.readouterr().err.startswith(said) and contents(folders) == before
-
-
 def test_of_two_sweeps_in_a_folder_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -590,15 +561,6 @@ def test_an_error_in_code_that_is_not_ours_is_one_line(
     said = capsys.readouterr().err
     assert said.startswith(f"fedssl: algorithm.name={own}:Own: line ")
     assert "ValueError: no (run seed=0)." in said and said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_logger_that_is_missing_is_found_before_the_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loggers, "installed", lambda name: False)
-    with pytest.raises(UserError, match=r"^log=wandb: not installed"):
-        sweep.sweep(tree("log=[[],[wandb]]"), tmp_path / "out", resume=False)
     assert not (tmp_path / "out").exists()
 
 
