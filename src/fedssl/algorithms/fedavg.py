@@ -73,5 +73,5 @@ class FedAvg(Algorithm):
         return client.train(model)
 
     def exact_on_union(self, trainer: Trainer) -> bool:
-        """Return whether passes are shared; losses are client by client (``Encoded.within``)."""
+        """Return whether clients can share passes; ``mean_over_clients`` keeps losses apart."""
         return self.weight == "samples" and is_one_plain_step(trainer)

@@ -33,7 +33,7 @@ class Aggregator:
         return (samples if weight == "samples" else 1), reply
 
     def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
-        """Aggregator the contributions; raise ``NothingToAverage`` if there are none."""
+        """Aggregate the contributions; raise ``NothingToAverage`` if there are none."""
         return self.release(task, *add_up(contributions))
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
