@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from fedssl.engines.remote.codec import MalformedError
 from fedssl.engines.remote.disk_states import DiskStates, History
 from fedssl.engines.remote.site import describe_fault
-from fedssl.util import files
 from fedssl.util.errors import UserError
 
 FIRST = History(("a",), (0,), 0)
@@ -119,7 +119,7 @@ def test_a_full_disk_is_no_reason_to_resume(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(UserError, match=r"No space left on device.*Make room") as caught:
         put(DiskStates(tmp_path), 0, FIRST, 1)
     assert str(tmp_path) in describe_fault(
