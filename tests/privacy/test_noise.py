@@ -557,7 +557,6 @@ FEDAVG = f"{NOISE} algorithm.name=fedavg"
         ("objective.bound=inf", "objective.bound"),
         (NOISE, "privacy.noise"),  # moments without a bound
         (f"{NOISE} objective.bound=1 privacy.delta=0.2", "privacy.delta"),
-        (f"{FEDAVG} privacy.moments_noise=1", "privacy.moments_noise"),
         (f"{NOISE} algorithm.name=standalone", "privacy.noise"),
         (f"{NOISE} algorithm.name=centralized", "privacy.noise"),
         (f"{FEDAVG} algorithm.norm_policy=local", "algorithm.norm_policy"),

@@ -178,19 +178,14 @@ class CCL(Algorithm):
         cohort.minimum = 0  # the round counts; a missing bank is not renewed
         new = accept_features(server, cohort.gather(self.share))
         server.state["banks"] = {**banks, **new}
-        if server.census is not None:
-            counts = {k: self.count_classes(server, int(k)) for k in new}
-            server.state["classes"] = {**classes, **counts}
-
-    def count_classes(self, server: Server, client: int) -> Tensor:
-        """Count how many features of a client's new bank are of each class.
-
-        A mixed image counts as the one that was encrypted.
-        """
-        assert server.census is not None
-        members = server.census.groups[client]
-        state = random_key(server.config.seed, "share", server.round, client)
-        return server.census.count(members[choose(state, len(members), self.features)])
+        if server.census is not None:  # a mixed image counts as the one that was encrypted
+            counts = dict(classes)
+            for client in new:
+                members = server.census.groups[int(client)]
+                state = random_key(server.config.seed, "share", server.round, int(client))
+                chosen = members[choose(state, len(members), self.features)]
+                counts[client] = server.census.count(chosen)
+            server.state["classes"] = cast("dict[str, Tree]", counts)
 
     def log_false_negatives(
         self, server: Server, cohort: Cohort, classes: Mapping[str, Tensor]
@@ -317,20 +312,16 @@ class Step(Steps):
         return self.remote, to_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
-        """Note that the keys of both views are in the queue."""
-        if self.client.trainer.census is not None:
-            self.follow()
+        """Note that the keys of both views enter the queue, as MoCo's ``remember`` has it."""
+        client, size = self.client, len(self.origins)
+        if client.trainer.census is not None:
+            _, chosen = client.positions(self.number)
+            entering = client.members[chosen].repeat(2)
+            skipped = max(0, len(entering) - size)
+            arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
+            self.origins.index_copy_(0, arrival % size, entering[skipped:])
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
-
-    def follow(self) -> None:
-        """Note whose keys enter the queue: both views', as MoCo's ``remember`` has it."""
-        client, size = self.client, len(self.origins)
-        _, chosen = client.positions(self.number)
-        entering = client.members[chosen].repeat(2)
-        skipped = max(0, len(entering) - size)
-        arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
-        self.origins.index_copy_(0, arrival % size, entering[skipped:])
 
     def count_false_negatives(self) -> dict[str, Tree]:
         """Count the queue's keys: all, and those of a sample's class, on average over samples."""

@@ -65,20 +65,16 @@ class DCCO(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Exchange moments, then updates; the first round also finds the moments' centre."""
         if "centre" not in server.state:
-            server.state["centre"] = self.first_centre(server, cohort)
+            width = self.objective.params.projector[-1]
+            origin = {name: server.model.new_zeros(width) for name in ("f", "g")}
+            asks = self.asks_for_centre(server.config.privacy.secure)
+            server.state["centre"] = cohort.mean(self.locate, server.model) if asks else origin
         centre = cast(Centre, server.state["centre"])
         moments = cohort.mean(self.encode, server.model, centre)
         update = cohort.mean(self.descend, server.model, centre, moments)
         server.apply(update)
         if not self.is_bounded:
             server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
-
-    def first_centre(self, server: Server, cohort: Cohort) -> Centre:
-        """Return the clients' mean encodings, or the origin if they are not asked for."""
-        if self.asks_for_centre(server.config.privacy.secure):
-            return cohort.mean(self.locate, server.model)
-        width = self.objective.params.projector[-1]
-        return {name: server.model.new_zeros(width) for name in ("f", "g")}
 
     @property
     def is_bounded(self) -> bool:

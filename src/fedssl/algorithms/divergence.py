@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.algorithm import Algorithm
-from fedssl.federation.client import Client, Trained
+from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.task import client_task
@@ -50,7 +50,10 @@ class DivergenceAware(Algorithm):
         client.state["network"] = trained.weights
         client.state["trained"] = torch.tensor(client.round)
         if self.params.divergence == "drift":
-            client.state["drift"] = measure_drift(client.trainer.flat, trained)
+            change, flat = trained.weights - trained.start, client.trainer.flat
+            spans = flat.of(nn.Conv2d)
+            norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in spans]
+            client.state["drift"] = torch.stack(norms).mean()
         return client.reply(trained, model)
 
     @abstractmethod
@@ -81,10 +84,3 @@ def count_tower_parameters(flat: FlatWeights) -> int:
     predictors = flat.module.predictors
     assert isinstance(predictors, nn.ModuleList)
     return flat.parameter_count - sum(p.numel() for p in predictors.parameters())
-
-
-def measure_drift(flat: FlatWeights, trained: Trained) -> Tensor:
-    """Average over convolution layers the L2 norm of the change that training made."""
-    change = trained.weights - trained.start
-    norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in flat.of(nn.Conv2d)]
-    return torch.stack(norms).mean()

@@ -31,7 +31,6 @@ from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
 SHOWN = 20  # clients named when clusters are shown
-MOVES = 3  # the same, where they change
 
 
 def _update_like(featarc: FeatARC, trainer: Trainer) -> dict[str, Tree]:
@@ -93,20 +92,15 @@ class FeatARC(Algorithm):
                 value=self.params.clusters,
                 fix=f"Take at most {clients}.",
             )
-        needs_sums = "featarc needs exact sums, to divide each cluster's by its members"
-        if config.cohort.average != "mean":
+        average, noise = config.cohort.average, config.privacy.noise
+        if average != "mean" or noise is not None:
+            robust = average != "mean"
             raise UserError(
-                needs_sums,
-                key="cohort.average",
-                value=config.cohort.average,
-                fix="Use cohort.average=mean.",
-            )
-        if config.privacy.noise is not None:
-            raise UserError(
-                needs_sums,
-                key="privacy.noise",
-                value=config.privacy.noise,
-                fix="Set privacy.noise=null, or use another algorithm.",
+                "featarc needs exact sums, to divide each cluster's by its members",
+                key="cohort.average" if robust else "privacy.noise",
+                value=average if robust else noise,
+                fix=f"Set {'cohort.average=mean' if robust else 'privacy.noise=null'}, or use "
+                "another algorithm.",
             )
         return ()
 
@@ -118,11 +112,8 @@ class FeatARC(Algorithm):
         server.log["loss"] = update["loss"]
         answered = len(cohort.ids)
         for j, share in enumerate(update["members"].tolist()):
-            members = round(share * answered)
-            if members:
+            if members := round(share * answered):
                 self.step(server, j, update["change"][j] * (answered / members))
-            else:
-                self.warn_empty(server, j)
         server.log_clients(cohort.gather(self.report))
         self.show_clusters(server)
 
@@ -154,37 +145,23 @@ class FeatARC(Algorithm):
         rule = cast(optim.State, model.get("rule", {}))  # files keep no empty trees
         model["weights"] = server.step(cast(Tensor, model["weights"]), rule, change)
 
-    def warn_empty(self, server: Server, cluster: int) -> None:
-        """Warn once of each cluster that has no members."""
-        warned = cast("dict[str, Tree]", server.state.setdefault("empty", {}))
-        if str(cluster) not in warned:
-            warned[str(cluster)] = torch.tensor(float(server.round))
-            server.warn(f"cluster {cluster} has no members: it keeps its model")
-
     def show_clusters(self, server: Server) -> None:
-        """Show the clusters' members after the first round, and later which clients move."""
+        """Show the clusters' members after the first round, and when a client moves."""
         if self.params.clusters == 1 or "cluster" not in server.client_log:
             return  # or the server may not know them
         now = {k: int(c) for k, c in server.client_log["cluster"].items() if c is not None}
-        assigned = cast("dict[str, Tree]", server.state.setdefault("assigned", {}))
-        before = {int(k): int(cast(Tensor, c)) for k, c in assigned.items()}
-        if not before:
-            server.warn(f"clusters: {self.describe_members(server, now)}")
-        moved = {k: c for k, c in now.items() if before.get(k, c) != c}
-        if moved:
-            everyone = self.describe_members(server, before | now)
-            server.warn(f"{describe_moves(server, moved)}; clusters: {everyone}")
+        assigned = cast("dict[str, Tensor]", server.state.setdefault("assigned", {}))
+        before = {int(k): int(c) for k, c in assigned.items()}
         assigned |= {str(k): torch.tensor(c) for k, c in now.items()}
-
-    def describe_members(self, server: Server, assigned: Mapping[int, int]) -> str:
-        """Name the members of each cluster, or count them if there are many."""
+        if before and all(before.get(k, c) == c for k, c in now.items()):
+            return
         clusters: list[list[str]] = [[] for _ in range(self.params.clusters)]
-        for client, cluster in sorted(assigned.items()):
+        for client, cluster in sorted((before | now).items()):
             names = server.client_names
             clusters[cluster].append(names[client] if names else str(client))
-        if len(assigned) > SHOWN:
-            return ", ".join(f"{j} has {len(names)}" for j, names in enumerate(clusters))
-        return ", ".join(f"{j} has {' '.join(names) or 'none'}" for j, names in enumerate(clusters))
+        named = len(assigned) <= SHOWN
+        members = (" ".join(each) or "none" if named else str(len(each)) for each in clusters)
+        server.warn("clusters: " + ", ".join(f"{j} has {each}" for j, each in enumerate(members)))
 
     @client_task(
         seen="mean",
@@ -338,12 +315,3 @@ def cluster_model(server: Server, cluster: int) -> Tensor:
 def _cluster(server: Server, cluster: int) -> dict[str, Tree]:
     clusters = cast("dict[str, dict[str, Tree]]", server.state["clusters"])
     return clusters[str(cluster)]
-
-
-def describe_moves(server: Server, moved: Mapping[int, int]) -> str:
-    """Name the clients that change their cluster, or count them if there are many."""
-    if len(moved) > MOVES:
-        return f"{len(moved)} clients change their cluster"
-    return ", ".join(
-        f"{server.name_client(k)} goes to cluster {c}" for k, c in sorted(moved.items())
-    )

@@ -139,7 +139,10 @@ class FedCA(Algorithm):
         """Train the base model on the public images; return the images and their features."""
         public, trainer = server.public, server.trainer
         if public is None:  # an estimate of traffic, for which only shapes count
-            return self.placeholders(trainer)
+            count, image = self.params.public or 0, trainer.images[0]
+            width = cast(Tower, trainer.network.towers[0]).encoder.features
+            base = trainer.initial.new_zeros(()).expand(count, cast(int, width))
+            return {"public": image.new_zeros(()).expand(count, *image.shape[1:]), "base": base}
         images, batches = trainer.images[0][public.members], trainer.batches
         trainer.batches = dataclasses.replace(batches, steps=None, epochs=self.params.base_epochs)
         try:
@@ -147,18 +150,8 @@ class FedCA(Algorithm):
         finally:
             trainer.batches = batches
         with torch.no_grad():
-            base = [encode(trainer, part) for part in split_batches(trainer, images)]
-        return {"public": images, "base": torch.cat(base)}
-
-    def placeholders(self, trainer: Trainer) -> dict[str, Tree]:
-        """Return the shapes of the public images and of their features."""
-        count, image = self.params.public, trainer.images[0]
-        width = cast(Tower, trainer.network.towers[0]).encoder.features
-        assert count is not None and isinstance(width, int)
-        return {
-            "public": image.new_zeros(()).expand(count, *image.shape[1:]),
-            "base": trainer.initial.new_zeros(()).expand(count, width),
-        }
+            parts = [encode(trainer, part) for part in split_batches(trainer, images)]
+        return {"public": images, "base": torch.cat(parts)}
 
     @client_task(seen="mean", reveals="update")
     def train(

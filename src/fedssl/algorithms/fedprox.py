@@ -34,10 +34,9 @@ class FedProx(FedAvg):
     @client_task(seen="mean", reveals="update")
     def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
         """The change that local training makes; at μ = 0 that of FedAvg."""
-        if not self.params.mu:
-            return super().train(client, model)
         if self.replaces_target:
             client.state.pop("target", None)
         start = client.full_weights(model)
-        trained = client.train_from(start, client.state, pull=Pull(self.params.mu, start))
+        pull = Pull(self.params.mu, start) if self.params.mu else None
+        trained = client.train_from(start, client.state, pull=pull)
         return client.reply(trained, model)

@@ -108,8 +108,10 @@ class LocalCohort(Cohort):
 
     def ask(self, task: ClientTask, payload: Payload) -> Iterator[Answer]:
         """Ask client by client, several side by side, or the whole cohort at once."""
-        if task.is_logged:
-            yield from self._ask_log(task)
+        if task.is_logged:  # without bringing whole states to the device and back
+            for ids in np.split(self.ids, len(self.ids)):
+                client = self.engine.client(ids, self.round, remember=False, numbers=True)
+                yield ids, 1.0, self._run(task, (), client)
             return
         for ids, client, reply in self._work(task, payload):
             share = 1.0
@@ -123,22 +125,14 @@ class LocalCohort(Cohort):
                 )
             yield ids, share, reply
 
-    def _ask_log(self, task: ClientTask) -> Iterator[Answer]:
-        """Ask for numbers, without bringing whole states to the device and back."""
-        for ids in np.split(self.ids, len(self.ids)):
-            client = self.engine.client(ids, self.round, remember=False, numbers=True)
-            yield ids, 1.0, self._run(task, (), client)
-
     def _work(self, task: ClientTask, payload: Payload) -> Iterator[Worked]:
         same = not any(item.differs for item in payload)
         averaged = task.seen == "mean" and self.weight == "samples"
-        pool = self.engine.pool
-        if averaged and self.engine.merges and same:
-            yield from self._one_by_one(task, payload, merge=True)
-        elif pool is not None and pool.is_ready(task.name) and len(self.ids) > 1:
+        merge, pool = averaged and self.engine.merges and same, self.engine.pool
+        if not merge and pool is not None and pool.is_ready(task.name) and len(self.ids) > 1:
             yield from self._side_by_side(pool, task, payload)
         else:
-            yield from self._one_by_one(task, payload, merge=False)
+            yield from self._one_by_one(task, payload, merge)
 
     def _one_by_one(self, task: ClientTask, payload: Payload, merge: bool) -> Iterator[Worked]:
         batch = self.engine.trainer.batches.size or 0

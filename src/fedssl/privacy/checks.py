@@ -190,13 +190,6 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
             value=config.privacy.most_samples,
             fix="Use privacy.most_samples=1.",
         )
-    if config.privacy.moments_noise is not None and not statistics:
-        raise UserError(
-            f"algorithm.name={name} shares no statistics",
-            key="privacy.moments_noise",
-            value=config.privacy.moments_noise,
-            fix="Set privacy.moments_noise=null.",
-        )
 
 
 def _names(tasks: list[ClientTask]) -> str:

@@ -84,9 +84,12 @@ def list_exchanges(config: Config) -> str:
         if message.downwards:
             line = f"(the other way, {message.when}: {message.content})"
         elif message.task is not None:
-            clipped = ""
-            if message.visibility in ("mean", "masked"):
-                clipped = _clipped(config.privacy, algorithm.tasks()[message.task].bound(algorithm))
+            clipped, privacy = "", config.privacy
+            if message.visibility in ("mean", "masked") and privacy.noise is not None:
+                bound = algorithm.tasks()[message.task].bound(algorithm)
+                norm = privacy.clip if bound is None else bound
+                clipped = f"; clipped at the site to norm {norm:.3g}, and the server adds noise to "
+                clipped += "the sum"
             line = f"`{message.task}`, {line} ({seen[message.visibility]}{clipped})"
         lines.append(f"- {line}")
     return "\n".join(lines)
@@ -98,13 +101,6 @@ def _greeting(algorithm: Algorithm) -> str:
         "many images there are, their size, and a random number to know this site by"
     )
     return text + (", and the classes' names" if algorithm.objective.needs_labels else "")
-
-
-def _clipped(privacy: Privacy, bound: float | None) -> str:
-    if privacy.noise is None:
-        return ""
-    norm = privacy.clip if bound is None else bound
-    return f"; clipped at the site to norm {norm:.3g}, and the server adds noise to the sum"
 
 
 def _beside(privacy: Privacy) -> str:

@@ -71,16 +71,12 @@ def trimmed(values: Tensor, cut: int) -> Tensor:
 
 def by_coordinate(replies: list[Tree], rule: Callable[[Tensor], Tensor]) -> Tree:
     """Apply ``rule`` to the clients' values ``[clients, coordinates]``, leaf by leaf."""
-    if isinstance(replies[0], Tensor):
-        return _leaf([leaf for leaf in replies if isinstance(leaf, Tensor)], rule)
     each = [flatten(reply) for reply in replies]
-    return unflatten({name: _leaf([flat[name] for flat in each], rule) for name in each[0]})
-
-
-def _leaf(leaves: list[Tensor], rule: Callable[[Tensor], Tensor]) -> Tensor:
-    like = leaves[0]
-    parts = [rule(values) for values in slices(leaves)]
-    return torch.cat(parts).reshape(like.shape).to(like.dtype)
+    out: dict[str, Tensor] = {}
+    for name, like in each[0].items():
+        parts = [rule(values) for values in slices([flat[name] for flat in each])]
+        out[name] = torch.cat(parts).reshape(like.shape).to(like.dtype)
+    return out[""] if isinstance(replies[0], Tensor) else unflatten(out)
 
 
 def slices(leaves: list[Tensor]) -> Iterator[Tensor]:
