@@ -113,15 +113,6 @@ def test_the_proximal_term_is_part_of_the_loss(objective: str) -> None:
             assert (own[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
 
 
-def test_a_client_that_is_not_asked_keeps_its_personal_model() -> None:
-    engine, server = engine_of(ditto("byol"), made_split(), groups_of(*SIZES))
-    step(engine, server, 0)
-    before: Any = engine.states[0]
-    step(engine, server, 1, 1)
-    after: Any = engine.states[0]
-    assert torch.equal(before["personal"]["weights"], after["personal"]["weights"])
-
-
 SMALL = (
     "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=4",
     "cohort.size=null", "objective.name=byol", "objective.projector=32,16",

@@ -321,15 +321,6 @@ def test_clusters_are_shown_when_they_change(
     assert server.warnings == [f"clusters: {each}" for each in shown]
 
 
-def test_models_start_alike_unless_told_otherwise() -> None:
-    config = siamese("simclr", "algorithm.name=featarc", "algorithm.clusters=3")
-    engine, server = engine_of(config, made_split(), groups_of(*SIZES))
-    first, *others = models(engine, server)
-    assert all(torch.equal(first, other) for other in others) and len(others) == 2
-    step(engine, server, 0)
-    assert not torch.equal(*models(engine, server)[:2])
-
-
 @pytest.mark.parametrize("objective", ["deepcluster", "supervised", "rotation"])
 def test_other_objectives_are_aligned_too(objective: str) -> None:
     results = []

@@ -24,7 +24,6 @@ from fedssl.deploy.recipe import adapt_recipe
 from fedssl.deploy.write import write_app
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
-from fedssl.federation.features import split_batches
 from fedssl.federation.server import Server
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.simclr import SimCLR
@@ -281,24 +280,6 @@ def test_the_dictionary_is_all_banks_in_the_order_of_the_clients(
         torch.testing.assert_close(bank.norm(dim=1), torch.ones(len(bank), dtype=torch.float64))
 
 
-def test_a_bank_that_is_not_finite_is_dropped_and_the_round_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, server = made(OFF, "cohort.minimum=3")
-    step(engine, server, 0)
-    before, share = dict(banks(server)), FedCA.share
-
-    def spoiled(self: FedCA, client: Client) -> Any:
-        reply: Any = share(self, client)
-        return {"features": reply["features"] / 0} if client.id == 1 else reply
-
-    replace_task(monkeypatch, FedCA, "share", spoiled)
-    step(engine, server, 1)
-    assert len(server.warnings) == 1 and "client 1" in server.warnings[0]
-    assert torch.equal(banks(server)["1"], before["1"])
-    assert not torch.equal(banks(server)["0"], before["0"])
-
-
 def test_bytes_of_the_dictionary_stand_beside_those_of_the_model() -> None:
     engine, server = made("algorithm.dictionary=6")
     width = server.state["base"].shape[1]  # type: ignore[union-attr]
@@ -348,17 +329,6 @@ def test_what_is_held_out_is_not_public() -> None:
     session = build_experiment(small("data.holdout=0.3"))
     held = held_out_images(session.config, session.dataset)
     assert len(held) and not {*held} & {*public_images(session.config, session.dataset)}
-
-
-def test_the_sessions_base_model_learns() -> None:
-    session = begun(build_experiment(small()))
-    assert session.public is not None
-    trainer, images = session.trainer, session.server.state["public"]
-    trainer.load(trainer.initial)
-    with torch.no_grad():
-        before = [encode(trainer, part) for part in split_batches(trainer, images)]  # type: ignore[arg-type]
-    base: Tensor = session.server.state["base"]  # type: ignore[assignment]
-    assert float((base - torch.cat(before)).norm(dim=1).mean()) > 1e-3
 
 
 def test_a_run_can_be_judged_on_data_smaller_than_its_public_set(tmp_path: Path) -> None:
@@ -538,9 +508,9 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
         recipe.write_text(config.dump(settings))
         grid, out = Here(client_app(recipe), data), tmp_path / f"run-{held}"
         if held is not None:
-            said = rf"^algorithm\.public=\d: .*, and it has {held}; name a folder with more"
-            with pytest.raises(UserError, match=said):
+            with pytest.raises(UserError, match=rf"has {held}\.") as error:
                 serve(grid, settings, out, False)
+            assert error.value.key == "algorithm.public"
             assert not grid.types  # before the sites come
             continue
         summary, state = serve(grid, settings, out, False), whole(out)
@@ -552,9 +522,9 @@ def test_a_deployment_shows_the_sites_images_of_the_servers(
 def test_a_deployment_says_what_is_shown_to_whom(tmp_path: Path) -> None:
     own, few = (make_images(tmp_path / str(count), count) for count in (5, 4))
     for words, held in (((), 0), ((f"data.root={few}",), 4)):
-        said = rf"algorithm\.public=5: .*, and it has {held}; name a folder with more in data\.root"
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=rf"has {held}\.") as error:
             write_app(tmp_path / "app", "default", [*SITES, *words])
+        assert error.value.key == "algorithm.public"
     write_app(tmp_path / "app", "default", [*SITES, f"data.root={own}"])
     assert "**5 of these images are public**" in (tmp_path / "app" / "SERVER.md").read_text()
     sites = (tmp_path / "app" / "SITES.md").read_text()

@@ -250,13 +250,6 @@ def test_a_warning_when_every_mu_is_1_twice_in_a_row() -> None:
     assert said == [0, 0, 0, 0, 1, 0]
 
 
-def test_mu_below_1_for_one_client_is_no_reason_to_warn() -> None:
-    engine, server = made(fedema("algorithm.tau=0.9"))
-    for round in range(4):
-        step(engine, server, round)
-        assert not server.warnings
-
-
 def test_metrics_have_mu_and_divergence_of_each_client(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,11 +306,3 @@ def test_fedu_with_a_high_threshold_is_fedbyol_bit_for_bit() -> None:
         engine, server = made(fedu(*words))
         results.append(run_logged(engine, server, 3)[-1])
     assert torch.equal(*results)
-
-
-def test_fedu_first_round_is_global_and_reports_no_divergence() -> None:
-    engine, server = made(fedu("algorithm.threshold=0"))
-    step(engine, server, 0)
-    assert server.client_log == {
-        "divergence": dict.fromkeys(range(3)), "kept_predictor": dict.fromkeys(range(3), 0.0)
-    }  # fmt: skip

@@ -10,9 +10,6 @@ from helpers import engine_of, groups_of, made_split, relative, settings, siames
 from plain import Plain, mean_state
 from rounds import assert_compiled_is_plain, assert_merging_changes_nothing
 
-from fedssl import config as configuration
-from fedssl.util.errors import UserError
-
 SIZES = (6, 9)
 
 
@@ -91,9 +88,3 @@ def test_both_engines_agree(tmp_path: Path) -> None:
 
     words = ("objective.name=simclr", "objective.projector=32,16", "algorithm.local_epochs=2")
     assert_both_engines_agree(tmp_path, "algorithm.name=fedprox", "algorithm.mu=2", *words)
-
-
-@pytest.mark.parametrize("mu", ["-1", ".inf"])
-def test_bad_mu(mu: str) -> None:
-    with pytest.raises(UserError, match=r"^algorithm\.mu=.*: out of range"):
-        configuration.resolve({}, ["algorithm.name=fedprox", f"algorithm.mu={mu}"])

@@ -122,20 +122,6 @@ def test_without_training_models_meet_at_the_second_eigenvalue(
         before = after
 
 
-def test_any_start_contracts_at_least_so_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_task(monkeypatch, Gossip, "train", idle)
-    engine, server = made("algorithm.topology=tree", sizes=(3,) * 7)
-    algorithm: Any = engine.algorithm
-    rate = np.sort(np.abs(np.linalg.eigvalsh(algorithm.weights)))[-2]
-    x = server.state["models"] = torch.randn(7, len(server.weights)).double()
-    for round in range(30):
-        step(engine, server, round)
-        after, mean = models(server), x.mean(0)
-        assert (after - mean).norm() <= (1 + 1e-9) * rate * (x - mean).norm()
-        assert relative(after.mean(0), mean) < 1e-12
-        x = after
-
-
 def test_who_is_not_asked_neither_trains_nor_mixes() -> None:
     engine, server = made("algorithm.topology=cycle")
     step(engine, server, 0)

@@ -49,19 +49,6 @@ def next_start(engine: LocalEngine, server: Server, k: int) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_local_norms_differ_between_clients_and_nothing_else_does(norm: str) -> None:
-    engine, server = made(policy("local", f"encoder.norm={norm}"))
-    norms = norm_names(engine)
-    assert len(norms) == (20 if norm == "batch" else 10)  # 5 layers, with statistics or without
-    for round in range(2):
-        step(engine, server, round)
-    first, second = (next_start(engine, server, k) for k in range(2))
-    for name in first:
-        same = torch.equal(first[name], second[name])
-        assert same != (name in norms), name
-
-
-@pytest.mark.parametrize("norm", ["batch", "group"])
 def test_local_norms_are_not_sent(norm: str) -> None:
     engine, server = made(policy("local", f"encoder.norm={norm}"))
     cohort = step(engine, server, 0)
@@ -88,10 +75,12 @@ def test_local_norms_continue_where_the_client_left_them() -> None:
     assert torch.equal(held, kept)
 
 
-def test_local_norms_of_two_clients_by_hand() -> None:
+@pytest.mark.parametrize(("norm", "count"), [("batch", 20), ("group", 10)])
+def test_local_norms_of_two_clients_by_hand(norm: str, count: int) -> None:
     """Each client trains from the shared mean and its own norms; the mean is by samples."""
-    engine, server = made(policy("local"))
+    engine, server = made(policy("local", f"encoder.norm={norm}"))
     norms, own = norm_names(engine), {}
+    assert len(norms) == count  # of 5 layers, with statistics or without
     for round in range(2):
         starts = [
             engine.client(np.array([k]), round, remember=False).full_weights(server.model)
@@ -111,6 +100,7 @@ def test_local_norms_of_two_clients_by_hand() -> None:
                 assert relative(tensor, mean) < 1e-12
         own = {k: next_start(engine, server, k) for k in range(2)}
         assert all(torch.equal(own[k][n], ends[k][n]) for k in range(2) for n in norms)
+    assert all(torch.equal(own[0][n], own[1][n]) != (n in norms) for n in own[0])
 
 
 @pytest.mark.parametrize(("weight", "counts"), [("samples", SIZES), ("uniform", (1, 1))])

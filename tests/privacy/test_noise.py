@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,12 +119,6 @@ def test_each_client_is_clipped_by_itself() -> None:
     """A merged cohort would be clipped as if it were one client."""
     assert not build_experiment(small("privacy.noise=1", "objective.bound=1")).engine.merges
     assert build_experiment(small("objective.bound=1")).engine.merges
-
-
-def test_all_leaves_are_clipped_as_one_vector() -> None:
-    average = noisy("privacy.clip=1")
-    own = contributed(average, "descend", 1, {"a": torch.full((4,), 3.0), "b": torch.tensor(4.0)})
-    assert norm(own) == pytest.approx(1, rel=1e-5)
 
 
 def test_a_clients_weight_is_capped_and_clipping_comes_after_it() -> None:
@@ -388,31 +381,6 @@ def test_rounds_are_told_apart(algorithm: str) -> None:
         assert engine.aggregator.ledger.counts() == {asked: round + 1}
 
 
-def test_it_costs_next_to_nothing_a_round() -> None:
-    average = noisy()
-    average.ledger.note("encode")
-    average.compute_privacy()
-    started = time.perf_counter()
-    for _ in range(50):
-        average.ledger.note("encode")
-        average.compute_privacy()
-    assert (time.perf_counter() - started) / 50 < 0.005
-
-
-def test_a_ledger_goes_through_its_state() -> None:
-    first, second = noisy(), noisy()
-    for task in ("encode", "descend", "encode", "encode", "descend"):
-        first.ledger.note(task)
-    second.load_state(first.save_state())
-    for average in (first, second):
-        average.ledger.note("encode")
-        average.ledger.note("descend")
-    assert (
-        first.compute_privacy() == second.compute_privacy()
-        and first.ledger.counts() == second.ledger.counts()
-    )
-
-
 def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -548,13 +516,7 @@ FEDAVG = f"{NOISE} algorithm.name=fedavg"
     ("words", "key"),
     [
         ("privacy.noise=0", "privacy.noise"),
-        ("privacy.noise=nan", "privacy.noise"),
-        ("privacy.clip=0", "privacy.clip"),
-        ("privacy.delta=0", "privacy.delta"),
-        ("privacy.most_samples=0", "privacy.most_samples"),
         ("privacy.moments_noise=1", "privacy.moments_noise"),
-        ("objective.bound=0", "objective.bound"),
-        ("objective.bound=inf", "objective.bound"),
         (NOISE, "privacy.noise"),  # moments without a bound
         (f"{NOISE} objective.bound=1 privacy.delta=0.2", "privacy.delta"),
         (f"{NOISE} algorithm.name=standalone", "privacy.noise"),

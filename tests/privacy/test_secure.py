@@ -96,9 +96,6 @@ def test_the_sum_is_that_of_the_vectors_that_came(step: str, count: int) -> None
 
 
 def test_the_sum_is_right_when_one_is_lost_at_every_step() -> None:
-    vectors = some_vectors()
-    lost = {"keys": [40], "shares": [3], "masked": [21], "unmask": []}
-    assert Sum(vectors).run(lost).server.total().tolist() == plain(vectors, (40, 3, 21))
     vectors = some_vectors(range(9))
     lost = {"keys": [8], "shares": [2], "masked": [5], "unmask": [0]}
     run = Sum(vectors, threshold=5).run(lost)
@@ -353,14 +350,6 @@ def test_a_client_refuses_to_unmask_more_than_a_sum(
     assert run.client(5, "unmask", run.messages["unmask"][5])["shares"]
 
 
-@pytest.mark.parametrize("dropped", [[], [8]])
-def test_a_client_unmasks_once(dropped: list[int]) -> None:
-    run = Sum(some_vectors()).run()
-    survivors = [i for i in CLIENTS if i not in dropped]
-    with pytest.raises(ValueError, match="second time"):
-        run.client(5, "unmask", {"survivors": survivors, "dropped": dropped})
-
-
 @pytest.mark.parametrize("now", [0, 1, 2, 3])
 @pytest.mark.parametrize("asked", [0, 1, 2, 3])
 def test_a_client_answers_each_step_once_and_in_order(now: int, asked: int) -> None:
@@ -561,12 +550,8 @@ def test_the_state_comes_back_from_bytes_at_every_step() -> None:
             masker = Masker.from_bytes(state)
             assert masker.to_bytes() == state and masker.me == number
             assert masker.step == secure.STEPS.index(step)
-
-
-def test_what_is_no_longer_needed_is_forgotten() -> None:
-    run = Sum(some_vectors()).run(until="unmask")
-    masker = Masker.from_bytes(run.states[5])
-    assert masker.box == masker.secret == masker.seed == b""
+            if step == "unmask":  # no longer needed
+                assert masker.box == masker.secret == masker.seed == b""
 
 
 def test_a_mask_goes_on_over_pieces_of_the_keystream() -> None:
