@@ -14,7 +14,8 @@ from torch import Tensor
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
-from fedssl.runs.build import build_experiment
+from fedssl.runs import loop
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import flatten
 
@@ -76,8 +77,34 @@ def assert_compiled_is_plain(
     assert relative(results[1], results[0]) < 1e-12
 
 
+def assert_sessions_agree(near: Experiment, far: Experiment, rounds: int = 3) -> None:
+    """Some rounds of two engines: weights, states, logs and traffic."""
+    from far import go, states_of
+
+    here, there = go(near, rounds), go(far, rounds)
+    assert relative(near.server.weights, near.trainer.initial) > 1e-3
+    assert relative(far.server.weights, near.server.weights) < 1e-10
+    for ours, theirs in (
+        (flatten(near.server.state), flatten(far.server.state)),
+        (near.server.log, far.server.log),
+    ):
+        assert theirs.keys() == ours.keys()
+        for name, leaf in ours.items():
+            torch.testing.assert_close(theirs[name], leaf, rtol=1e-9, atol=1e-12)
+    assert far.server.client_log == near.server.client_log
+    assert [c.traffic.up for c in there] == [c.traffic.up for c in here]
+    assert [c.traffic.down for c in there] == [c.traffic.down for c in here]
+    assert not any(c.faults for c in there)
+    states, others = states_of(near), states_of(far)
+    assert others.keys() == states.keys()
+    for client, state in states.items():
+        assert others[client].keys() == state.keys()
+        for name, value in state.items():
+            np.testing.assert_allclose(others[client][name], value, rtol=1e-9, atol=1e-12)
+
+
 def assert_both_engines_agree(folder: Path, *words: str) -> None:
-    from far import SMALL, far_session, go, states_of
+    from far import SMALL, far_session
 
     common = [w for w in SMALL if not w.startswith("objective.")]
     batches = ("algorithm.local_epochs=1", "algorithm.batch=3", "encoder.norm=batch")
@@ -85,18 +112,24 @@ def assert_both_engines_agree(folder: Path, *words: str) -> None:
         configuration.read_recipe(None),
         [*common, *batches, "algorithm.name=fedavg", "engine.merge=off", *words],
     )
-    near, (far, _) = build_experiment(config), far_session(config, folder)
-    go(near, 2)
-    go(far, 2)
-    assert relative(near.server.weights, near.trainer.initial) > 1e-3
-    assert relative(far.server.weights, near.server.weights) < 1e-10
-    assert float(far.server.log["loss"]) == pytest.approx(float(near.server.log["loss"]), rel=1e-10)
-    ours, theirs = states_of(near), states_of(far)
-    assert theirs.keys() == ours.keys()
-    for client, state in ours.items():
-        assert theirs[client].keys() == state.keys()
-        for name, value in state.items():
-            np.testing.assert_allclose(theirs[client][name], value, rtol=1e-9, atol=1e-12)
+    assert_sessions_agree(build_experiment(config), far_session(config, folder)[0], 2)
+
+
+def run_and_resume(config: Config, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run to ``whole``, and to ``cut`` with a stop after two rounds; return the first summary."""
+    summary, real = loop.run(config, folder / "whole"), loop.run_one_round
+
+    def stop(session: Experiment, *rest: Any) -> Any:
+        if session.server.round == 2:
+            raise KeyboardInterrupt
+        return real(session, *rest)
+
+    with patch.context() as cut:
+        cut.setattr(loop, "run_one_round", stop)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(config, folder / "cut")
+    loop.run(config, folder / "cut", resume=True)
+    return summary
 
 
 def assert_refused(*words: str, key: str = "") -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import engine_of, groups_of, made_split, relative, replace_task, siamese, step
+from helpers import engine_of, groups_of, made_split, replace_task, siamese, step
 from PIL import Image
 from plain import Plain, mean_state
+from rounds import assert_sessions_agree, run_and_resume
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -29,11 +30,10 @@ from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint
 from fedssl.runs.build import Experiment, build_experiment
-from fedssl.runs.loop import run, run_one_round
+from fedssl.runs.loop import run
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.split import held_out_images, public_images
 from fedssl.util.errors import UserError
-from fedssl.util.trees import flatten
 
 SIZES = (5, 9, 4)
 PUBLIC = range(30, 36)
@@ -352,20 +352,12 @@ def whole(out: Path) -> dict[str, Tensor]:
 def test_a_resumed_run_is_the_unbroken_one_and_trains_no_base_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = run(small(), tmp_path / "whole")
+    real, trained = FedCA.train_base, []
+    monkeypatch.setattr(FedCA, "train_base", lambda *given: trained.append(0) or real(*given))
+    summary = run_and_resume(small(), tmp_path, monkeypatch)
     assert summary["rounds"] == 4 and summary["knn_top1"] > 40
-    real, prepares = run_one_round, []
-    monkeypatch.setattr(
-        "fedssl.runs.loop.run_one_round",
-        lambda s, *r: exit() if s.server.round == 2 else real(s, *r),
-    )
-    with pytest.raises(SystemExit):
-        run(small(), tmp_path / "cut")
-    monkeypatch.setattr("fedssl.runs.loop.run_one_round", real)
-    monkeypatch.setattr(FedCA, "train_base", lambda *given: prepares.append(given))
-    run(small(), tmp_path / "cut", resume=True)
     mine, theirs = whole(tmp_path / "whole"), whole(tmp_path / "cut")
-    assert not prepares and mine.keys() == theirs.keys()
+    assert len(trained) == 2 and mine.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
     assert mine["server/public"].dtype == torch.uint8 and len(mine["server/base"]) == 17
     assert {name for name in mine if "banks" in name} == {f"server/banks/{k}" for k in range(5)}
@@ -401,18 +393,9 @@ def test_both_engines_give_the_same(words: str, tmp_path: Path) -> None:
     settings = far.small(*FAR, *words.split())
     near = begun(build_experiment(settings))
     away = begun(far.far_session(settings, tmp_path)[0])
-    both = list(zip(far.go(near, 3), far.go(away, 3), strict=True))
-    assert relative(away.server.weights, near.server.weights) < 1e-10
-    ours, theirs = flatten(near.server.state), flatten(away.server.state)
-    assert ours.keys() == theirs.keys()
-    assert ("base" in ours) == ("align=0" not in words)
-    assert ("banks/0" in ours) == ("dictionary=0" not in words)
-    for name, leaf in ours.items():
-        torch.testing.assert_close(theirs[name], leaf, rtol=1e-9, atol=1e-12)
-    for here, there in both:
-        assert dict(there.traffic.up) == dict(here.traffic.up)
-        assert dict(there.traffic.down) == dict(here.traffic.down)
-        assert not there.faults
+    assert_sessions_agree(near, away)
+    assert ("base" in near.server.state) == ("align=0" not in words)
+    assert ("0" in banks(near.server)) == ("dictionary=0" not in words)
 
 
 BAD_BANKS = {

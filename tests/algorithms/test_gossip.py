@@ -20,6 +20,7 @@ from helpers import (
     step,
     timeless,
 )
+from rounds import assert_sessions_agree, run_and_resume
 from torch import Tensor
 
 from fedssl import config as configuration
@@ -28,10 +29,8 @@ from fedssl.algorithms.gossip import Gossip, among, metropolis
 from fedssl.config import AlgorithmParams, Config
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
-from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.objectives.base import Objective
-from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
@@ -226,22 +225,10 @@ def test_a_run_logs_consensus_says_that_it_is_routed_and_resumes(
 ) -> None:
     config = words_of("rounds=3", "checkpoint.seconds=0", "cohort.size=3", "objective.name=byol",
                       "objective.predictor=24,16", "algorithm.norm_policy=local")  # fmt: skip
-    loop.run(config, tmp_path / "whole")
+    run_and_resume(config, tmp_path, monkeypatch)
     note = json.loads((tmp_path / "whole/encoder.json").read_text())
     assert note["model"].startswith("global: the mean of all peers")
     assert "models go through the server" in capsys.readouterr().err
-    with monkeypatch.context() as patch:
-        real = Gossip.round
-
-        def dies(self: Gossip, server: Server, cohort: Cohort) -> None:
-            real(self, server, cohort)
-            if server.round == 1:
-                raise KeyboardInterrupt
-
-        patch.setattr(Gossip, "round", dies)
-        with pytest.raises(KeyboardInterrupt):
-            loop.run(config, tmp_path / "cut")
-    loop.run(config, tmp_path / "cut", resume=True)
     lines = [timeless(tmp_path / name) for name in ("whole", "cut")]
     assert all(line["consensus"] > 0 for line in lines[0])
     assert lines[0] == lines[1]
@@ -252,17 +239,7 @@ def test_a_run_logs_consensus_says_that_it_is_routed_and_resumes(
 @pytest.mark.parametrize("words", ["", "cohort.size=3 algorithm.norm_policy=local"])
 def test_both_engines_agree(words: str, tmp_path: Path) -> None:
     pytest.importorskip("flwr")
-    from far import BYOL, far_session, go, small, states_of
+    from far import BYOL, far_session, small
 
     config = small(*BYOL, "algorithm.name=gossip", "algorithm.topology=tree", *words.split())
-    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
-    here, there = go(near, 3), go(far, 3)
-    assert relative(models(far.server), models(near.server)) < 1e-10
-    assert relative(far.server.weights, near.server.weights) < 1e-10
-    for name in ("loss", "consensus"):
-        assert float(far.server.log[name]) == pytest.approx(float(near.server.log[name]), rel=1e-9)
-    assert [c.traffic.up for c in here] == [c.traffic.up for c in there]
-    for client, state in states_of(near).items():
-        for name, value in state.items():
-            other = states_of(far)[client][name]
-            np.testing.assert_allclose(other, value, rtol=1e-9, atol=1e-12)
+    assert_sessions_agree(build_experiment(config), far_session(config, tmp_path)[0])

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from rounds import run_and_resume
 from torch import Tensor
 
 from fedssl import config as configuration
@@ -387,26 +388,13 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def test_a_resumed_run_has_spent_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("privacy.noise=4", "objective.bound=1")
-    summary = loop.run(config, tmp_path / "whole")
+    summary = run_and_resume(config, tmp_path, monkeypatch)
     whole = [row["epsilon"] for row in rows(tmp_path / "whole")]
     assert whole == sorted(whole) and len(set(whole)) == 4
     assert (summary["epsilon"], summary["delta"]) == (whole[-1], 1e-5)
     assert whole[-1] == pytest.approx(library(4 / math.sqrt(2), 6, 3, 4, 1e-5))
     assert all(row["loss"] is None and not row["skipped"] for row in rows(tmp_path / "whole"))
     assert rows(tmp_path / "whole")[0]["exchanges"].keys() == {"encode", "descend"}
-
-    real = loop.run_one_round
-
-    def killed(session: Any, *rest: Any) -> Any:
-        if session.server.round == 2:
-            raise KeyboardInterrupt
-        return real(session, *rest)
-
-    monkeypatch.setattr(loop, "run_one_round", killed)
-    with pytest.raises(KeyboardInterrupt):
-        loop.run(config, tmp_path / "cut")
-    monkeypatch.setattr(loop, "run_one_round", real)
-    loop.run(config, tmp_path / "cut", resume=True)
     assert [row["epsilon"] for row in rows(tmp_path / "cut")] == whole
 
 
