@@ -220,9 +220,9 @@ class CCL(Algorithm):
         return {**update, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
 
     @client_task(seen="simulation", reveals="numbers", reply=("alike", "held"))
-    def census(self, client: Client) -> dict[str, Tree]:
+    def census(self, client: Client) -> dict[str, Tensor]:
         """For the log of a simulation: how many keys of its queue are alike, and of how many."""
-        return {name: client.state.get(name, torch.tensor(torch.nan)) for name in ("alike", "held")}
+        return client.numbers("alike", "held")
 
     @client_task(
         seen="each", reveals="features", reply=_features_like, when=lambda ccl, secure: ccl.shares

@@ -220,7 +220,7 @@ class FeatARC(Algorithm):
     @client_task(seen="log", reveals="numbers", reply=("cluster",))
     def report(self, client: Client) -> dict[str, Tensor]:
         """The client's cluster."""
-        return {"cluster": cast(Tensor, client.state["cluster"])}
+        return client.numbers("cluster")
 
 
 class Aligned(Steps):

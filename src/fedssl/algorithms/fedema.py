@@ -140,9 +140,4 @@ class FedEMA(DivergenceAware):
     @client_task(seen="log", reveals="numbers", reply=("mu", "mu_predictor", "divergence"))
     def report(self, client: Client) -> dict[str, Tensor]:
         """μ, that of the predictor, and the divergence that they came from."""
-        unknown = torch.tensor(torch.nan)
-        return {
-            "mu": cast(Tensor, client.state["mu"]),
-            "mu_predictor": cast(Tensor, client.state["mu_predictor"]),
-            "divergence": cast(Tensor, client.state.get("divergence", unknown)),
-        }
+        return client.numbers("mu", "mu_predictor", "divergence")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -48,24 +47,20 @@ class FedU(DivergenceAware):
     def start(self, client: Client, network: Tensor) -> Tensor:
         """Keep the client's predictor, or take the global one."""
         divergence = self.divergence(client, network)
-        client.state["kept"] = torch.tensor(0.0)
+        client.state["kept_predictor"] = torch.tensor(0.0)
         if divergence is None:
             return network
         client.state["divergence"] = divergence
         if float(divergence) < self.params.threshold:
             return network
-        client.state["kept"] = torch.tensor(1.0)
+        client.state["kept_predictor"] = torch.tensor(1.0)
         n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
         return torch.cat((network[:n], last_network(client)[n:end], network[end:]))
 
     @client_task(seen="log", reveals="numbers", reply=("divergence", "kept_predictor"))
     def report(self, client: Client) -> dict[str, Tensor]:
         """The divergence, and whether the client kept its own predictor."""
-        unknown = torch.tensor(torch.nan)
-        return {
-            "divergence": cast(Tensor, client.state.get("divergence", unknown)),
-            "kept_predictor": cast(Tensor, client.state["kept"]),
-        }
+        return client.numbers("divergence", "kept_predictor")
 
 
 def require_predictor(objective: Objective, key: str, value: str) -> None:

@@ -147,6 +147,11 @@ class Client:
         left = (1 - STATISTICS_MOMENTUM) ** (passes * trainer.batches.per_round(self.samples))
         return (trained.weights[n:] - left * trained.start[n:]) / (1 - left)
 
+    def numbers(self, *names: str) -> dict[str, Tensor]:
+        """Return numbers of the state, for the log; NaN for those that are not there."""
+        nan = torch.tensor(torch.nan)
+        return {name: cast(Tensor, self.state.get(name, nan)) for name in names}
+
     # Local training.
 
     def train_from(

@@ -112,11 +112,9 @@ def _beside(privacy: Privacy) -> str:
 
 def describe_mixing(config: Config) -> str:
     """Say whether images are mixed before they are encoded, where there is a choice of it."""
-    mix = getattr(config.algorithm, "mix", None)
-    if mix is None:
-        return "The images are taken as they are."
+    mix = getattr(config.algorithm, "mix", 1)
     if mix == 1:
-        return "The images are taken as they are (algorithm.share_plain=true)."
+        return "The images are taken as they are."
     return (
         f"Before that, each image is mixed with {mix - 1} others and signs are flipped (InstaHide)."
         "\nThis is no proof of privacy: published attacks recover images from mixtures."

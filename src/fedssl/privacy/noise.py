@@ -45,9 +45,23 @@ class Noisy(Aggregator):
         self.privacy = config.privacy
         self.bounds = {task.name: task.bound(algorithm) for task in algorithm.tasks().values()}
         self.generator = generator
-        check_accountant(config, clients)
+        if self.privacy.delta * clients >= 1:
+            raise UserError(
+                f"must be below 1/clients = {1 / clients:g}, or publishing one client's data would "
+                "pass as private",
+                key="privacy.delta",
+                value=self.privacy.delta,
+                fix=f"Set privacy.delta={0.1 / clients:.0e}.",
+            )
+        if importlib.util.find_spec("dp_accounting") is None:
+            raise UserError(
+                "the package dp-accounting is not installed",
+                key="privacy.noise",
+                value=self.privacy.noise,
+                fix="Run pip install 'fedssl[privacy]'.",
+            )
         sampled = cohort if is_stateless(algorithm) else clients
-        self.ledger = Ledger(self.multiplier, clients, sampled, config.privacy.delta)
+        self.ledger = Ledger(self.multiplier, clients, sampled, self.privacy.delta)
 
     def clip(self, task: str) -> float:
         """Return the L2 norm that weight · reply is clipped to."""
@@ -200,23 +214,3 @@ def divergences(event: Any) -> NDArray[np.float64]:
 def accounting(part: str | None = None) -> Any:
     """Import the accountant library, or a part of it."""
     return importlib.import_module("dp_accounting" + (f".{part}" if part else ""))
-
-
-def check_accountant(config: Config, clients: int) -> None:
-    """Refuse a δ that is too large to protect, or a missing accountant library."""
-    privacy = config.privacy
-    if privacy.delta * clients >= 1:
-        raise UserError(
-            f"must be below 1/clients = {1 / clients:g}, or publishing one client's data would "
-            "pass as private",
-            key="privacy.delta",
-            value=privacy.delta,
-            fix=f"Set privacy.delta={0.1 / clients:.0e}.",
-        )
-    if importlib.util.find_spec("dp_accounting") is None:
-        raise UserError(
-            "the package dp-accounting is not installed",
-            key="privacy.noise",
-            value=privacy.noise,
-            fix="Run pip install 'fedssl[privacy]'.",
-        )
