@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,11 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, step
 from torch import Tensor
 
-from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client, Trained
 from fedssl.federation.server import Server
-from fedssl.runs import loop
 
 SIZES = (6, 9, 5)
 DIVERGENCES = ("drift", "distance")
@@ -248,25 +244,6 @@ def test_a_warning_when_every_mu_is_1_twice_in_a_row() -> None:
         assert all("twice in a row" in line for line in server.warnings)
     # Round 0 has no μ yet; in round 2 client 2 is new; 3 is the first of a row, so 4 warns, once.
     assert said == [0, 0, 0, 0, 1, 0]
-
-
-def test_metrics_have_mu_and_divergence_of_each_client(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = (
-        "rounds=4", "data.size=8", "data.labels=60", "partition.name=iid", "partition.clients=3",
-        "cohort.size=null", "objective.name=byol", "objective.projector=32,16",
-        "objective.predictor=24,16", "algorithm.name=fedema", "algorithm.decay=1",
-        "server.optimizer=sgd", "server.lr=1", "client.lr=0.05", "evaluate.protocols=knn",
-        "evaluate.baselines=[]", "engine.threads=1", "checkpoint.seconds=0",
-    )  # fmt: skip
-    loop.run(configuration.resolve(configuration.read_recipe(None), words), tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["mu"] for row in rows] == [dict.fromkeys("012", mu) for mu in (0, 1, 1, 1)]
-    assert rows[0]["divergence"] == dict.fromkeys("012")
-    assert all(d > 0 for row in rows[1:] for d in row["divergence"].values())
-    said = capsys.readouterr().err
-    assert "round 3: μ is 1 for every client" in said and "round 2: μ" not in said
 
 
 def fedu(*words: str) -> Config:
