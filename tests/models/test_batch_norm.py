@@ -23,7 +23,6 @@ SHAPES = [(6, 16, 4, 4), (6, 64, 3, 3), (12, 24)]
 VIEWS = [1, 2, 3]
 Kind = Literal["plain", "relu", "add"]
 KINDS: list[Kind] = ["plain", "relu", "add"]
-SMALL = [False, True]
 
 
 def limit(patch: pytest.MonkeyPatch, small: bool) -> None:
@@ -193,22 +192,19 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 
 
 @CUDA
-@pytest.mark.parametrize("small", SMALL)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "small"),
+    [
+        *itertools.product(SHAPES, [False, True]),
+        *(((96, *rest), False) for rest in [(64, 32, 32), (512, 4, 4), (4096,)]),
+    ],
+)
 @pytest.mark.parametrize("views", VIEWS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_on_a_gpu(
     shape: tuple[int, ...], views: int, kind: Kind, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(monkeypatch, small)
-    compare(shape, views, kind, torch.bfloat16, "cuda")
-
-
-@CUDA
-@pytest.mark.parametrize("shape", [(96, 64, 32, 32), (96, 512, 4, 4), (96, 4096)])
-@pytest.mark.parametrize("views", VIEWS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_large_inputs_on_a_gpu(shape: tuple[int, ...], views: int, kind: Kind) -> None:
     compare(shape, views, kind, torch.bfloat16, "cuda")
 
 

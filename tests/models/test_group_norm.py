@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -250,41 +250,24 @@ def test_the_kernels_in_tritons_interpreter() -> None:
 @CUDA
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("shape", "groups"), [*SHAPES, ((64, 256, 32, 32), 32)])
-@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("form", [True, False])
+@pytest.mark.parametrize("comparison", [compare, compare_residual])
 def test_the_kernels_on_a_gpu(
+    comparison: Callable[..., None],
     shape: tuple[int, ...],
     groups: int,
-    relu: bool,
+    form: bool,
     tile: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit(monkeypatch, tile)
-    compare(shape, groups, relu, torch.bfloat16, "cuda")
+    comparison(shape, groups, form, torch.bfloat16, "cuda")
 
 
 @CUDA
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("shape", "groups"), [*SHAPES, ((64, 256, 32, 32), 32)])
-@pytest.mark.parametrize("pair", [True, False])
-def test_the_end_of_a_block_on_a_gpu(
-    shape: tuple[int, ...],
-    groups: int,
-    pair: bool,
-    tile: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    limit(monkeypatch, tile)
-    compare_residual(shape, groups, pair, torch.bfloat16, "cuda")
-
-
-@CUDA
-def test_the_kernels_far_from_zero() -> None:
-    far_from_zero("cuda")
-
-
-@CUDA
-def test_nan_stays_on_a_gpu() -> None:
-    nan_stays("cuda")
+@pytest.mark.parametrize("check", [far_from_zero, nan_stays])
+def test_more_of_the_kernels_on_a_gpu(check: Callable[[str], None]) -> None:
+    check("cuda")
 
 
 @CUDA
@@ -316,8 +299,8 @@ def test_a_network_of_fused_layers(name: str) -> None:
     assert ours[1] < 1.5 * torchs[1] < 0.6  # many ReLUs open or close by rounding
 
 
-def block(identity: bool, kind: Literal["batch", "group"] = "group") -> Block:
-    made = Basic(8, 8 if identity else 16, 1 if identity else 2, Norm(kind, 4)).double()
+def block(identity: bool) -> Block:
+    made = Basic(8, 8 if identity else 16, 1 if identity else 2, Norm("group", 4)).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         nn.init.normal_(parameter, generator=generator)
@@ -333,15 +316,6 @@ def values(made: Block, out: Tensor, x: Tensor) -> list[Tensor]:
 def images() -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn((2, 8, 4, 4), generator=generator, dtype=torch.float64).requires_grad_()
-
-
-@pytest.mark.parametrize("identity", [True, False])
-@pytest.mark.parametrize("kind", ["batch", "group"])
-def test_a_block_is_its_formula(identity: bool, kind: Literal["batch", "group"]) -> None:
-    made, x = block(identity, kind), images()
-    expected = values(made, F.relu(made.body(x) + made.shortcut(x)), x)
-    found = values(made, made(x), x)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def plain_kernels(patch: pytest.MonkeyPatch, applies: Callable[[Tensor, int], bool]) -> list[str]:
@@ -371,27 +345,16 @@ def test_the_end_of_a_block_is_one_kernel(identity: bool, monkeypatch: pytest.Mo
     made.body[-1].eps = 1e-3  # it reaches the kernel
     if not identity:
         made.shortcut[-1].eps = 1e-3
-    expected = values(made, made(x), x)
+    expected = values(made, F.relu(made.body(x) + made.shortcut(x)), x)
     asked = plain_kernels(monkeypatch, lambda t, groups: groups == 4)
     found = values(made, made(x), x)
     assert asked == ["group_norm", "residual"]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def other_groups(made: Block) -> None:
-    made.shortcut[-1].num_groups = 2
-
-
-def other_eps(made: Block) -> None:
-    made.shortcut[-1].eps = 1e-3
-
-
-def other_shape(made: Block) -> None:
-    made.shortcut = nn.AdaptiveAvgPool2d(1)
-
-
-def relu_within(made: Block) -> None:
-    made.body[-1].relu = True
+def is_input(t: Tensor) -> bool:
+    """The identity gives the block's input, known by its first number."""
+    return bool(t[0, 0, 0, 0] == images()[0, 0, 0, 0])
 
 
 def nothing(made: Block) -> None:
@@ -401,15 +364,14 @@ def nothing(made: Block) -> None:
 @pytest.mark.parametrize(
     ("identity", "change", "applies"),
     [
-        (False, other_groups, lambda t, groups: True),
-        (False, other_eps, lambda t, groups: True),
-        (True, other_shape, lambda t, groups: True),
-        (True, relu_within, lambda t, groups: True),
-        (True, nothing, lambda t, groups: False),
-        (False, nothing, lambda t, groups: False),
-        # One of the two: the identity gives the block's input, known by its first number.
-        (True, nothing, lambda t, groups: bool(t[0, 0, 0, 0] != images()[0, 0, 0, 0])),
-        (True, nothing, lambda t, groups: bool(t[0, 0, 0, 0] == images()[0, 0, 0, 0])),
+        (False, lambda made: setattr(made.shortcut[-1], "num_groups", 2), lambda *_: True),
+        (False, lambda made: setattr(made.shortcut[-1], "eps", 1e-3), lambda *_: True),
+        (True, lambda made: setattr(made, "shortcut", nn.AdaptiveAvgPool2d(1)), lambda *_: True),
+        (True, lambda made: setattr(made.body[-1], "relu", True), lambda *_: True),
+        (True, nothing, lambda *_: False),
+        (False, nothing, lambda *_: False),
+        (True, nothing, lambda t, groups: is_input(t)),
+        (True, nothing, lambda t, groups: not is_input(t)),
     ],
 )
 def test_what_one_kernel_cannot_take_is_left_to_several(

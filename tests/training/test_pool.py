@@ -90,15 +90,10 @@ def test_side_by_side_as_one_by_one(
         assert found.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=close, atol=close)
-    # All is compiled by the first round's clients, one after another; then there are three
-    # networks.
-    assert {name for round, name, _ in seen if round == 0} == {"MainThread"}
-    assert {name.startswith("client") for round, name, _ in seen if round > 0} == {True}
-    assert [len({trainer for r, _, trainer in seen if r == round}) for round in range(3)] == [
-        1,
-        3,
-        3,
-    ]
+    # The first round's clients compile everything, one after another; then there are 3 networks.
+    assert all(name.startswith("client") == (round > 0) for round, name, _ in seen)
+    networks = [{trainer for r, _, trainer in seen if r == round} for round in range(3)]
+    assert list(map(len, networks)) == [1, 3, 3]
     assert set(made) == {"MainThread"}  # nothing is captured beside others
 
 
