@@ -19,8 +19,11 @@ def results(compiles: bool, objective: str, *words: str) -> tuple[LocalEngine, d
     config = siamese(objective, "algorithm.local_epochs=1", *words)
     engine, server = engine_of(config, made_split(), groups_of(9, 3, 8))  # 3 is less than a batch
     engine.trainer.compiles = compiles
+    announced: list[None] = []
+    engine.trainer.announce_compiling = lambda: announced.append(None)
     for round in range(3):
         step(engine, server, round)
+    assert len(announced) == compiles  # once, and only where a step is made
     numbers = {"weights": server.weights, "loss": server.log["loss"]}
     for k in engine.states:
         numbers |= {f"{k}/{name}": leaf for name, leaf in flatten(engine.states[k]).items()}

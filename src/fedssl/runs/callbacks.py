@@ -159,9 +159,15 @@ class ProgressBar(Callback):
 def announce_compiling(experiment: Experiment, progress: Progress) -> Any:
     """Say that compiling takes time, and hide torch's hints on intended settings."""
     trainer = experiment.trainer
-    if trainer.compiles or trainer.compiles_passes:
+
+    def announce() -> None:
         progress.say("compiling the training step, once: a minute or two")
+
+    if trainer.compiles_passes:
+        announce()
+    if trainer.compiles or trainer.compiles_passes:
         torch.compiler.reset()  # torch gives up after eight shapes, former runs' counted in
+    trainer.announce_compiling = announce  # a loss that is a plain function is never compiled
     with warnings.catch_warnings():
         for hint in ("TensorFloat32 tensor cores", "The AccumulateGrad node's stream"):
             warnings.filterwarnings("ignore", hint)

@@ -50,6 +50,8 @@ class CompiledSteps:
         self._uses[shapes] += loss is None or loss.recurs
         fits = self.may_capture and len(self.by_shape) < MAX_SHAPES
         if shapes not in self.by_shape and (loss is None or (fits and self._uses[shapes] > RARE)):
+            if not self.by_shape:
+                self.trainer.announce_compiling()
             self.by_shape[shapes] = CompiledStep(self.trainer, batch, weight, function, inputs)
         return self.by_shape.get(shapes)
 

@@ -68,6 +68,7 @@ class Trainer:
         self.initial = self.flat.vector.clone()
         self.halted = threading.Event()  # when set, training in any thread stops
         self.compiles = False  # whether local training uses compiled steps
+        self.announce_compiling: Callable[[], object] = lambda: None  # before the first step
         self._encoder: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None  # compiled
         self.watched: dict[int, Tensor] | None = None  # local models of a round, where asked for
         self.census: Census | None = None  # of a simulation, for measures that only it can make
