@@ -19,13 +19,6 @@ from fedssl.data import decode
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for i in range(5):
-        save(tmp_path / f"root/{i}.png", Image.new("RGB", (8, 8), (i, i, i)))
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are decoded from here on."""
     names: list[str] = []

@@ -18,14 +18,6 @@ from PIL import Image
 
 from fedssl.data import decode
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for i in range(5):
-        save(tmp_path / f"root/{i}.png", Image.new("RGB", (8, 8), (i, i, i)))
-    return tmp_path / "root"
-
-
 # Decoding
 
 
@@ -227,18 +219,16 @@ def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
     assert len(set(met)) == threads
 
 
-def test_progress_is_one_line_where_there_is_no_terminal(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_else_one_line(
+    terminal: bool,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     load(folder, folder.parent / "cache")
-    assert capsys.readouterr().err == f"decoding 5 images of {folder} ...\n"
+    said = capsys.readouterr().err
+    assert "5/5" in said if terminal else said == f"decoding 5 images of {folder} ...\n"
     load(folder, folder.parent / "cache")
     assert capsys.readouterr().err == ""
-
-
-def test_progress_is_a_bar_on_a_terminal(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    load(folder, folder.parent / "cache")
-    assert "5/5" in capsys.readouterr().err

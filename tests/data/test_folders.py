@@ -13,7 +13,7 @@ from helpers import refused
 from image_folders import folder, labels, make, paired, reds
 
 from fedssl.config import Data
-from fedssl.data import decode, folders
+from fedssl.data import folders
 from fedssl.data.load import load_dataset
 
 # Layouts
@@ -215,16 +215,6 @@ def test_images_are_identified_by_the_files_that_are_used(root: Path) -> None:
     assert folder(moved, corrupt="skip", labels=2).files == after
     (moved / "train/dog/0.png").rename(moved / "train/dog/2.png")
     assert folder(moved, corrupt="skip").files["train"] != before["train"]
-
-
-def test_a_second_load_decodes_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(root, "train/cat/0.png", "train/dog/0.png")
-    first = folder(root)
-    monkeypatch.setattr(decode, "decode_file", None)
-    second = folder(root)
-    assert torch.equal(first.train.images[0], second.train.images[0])
-    assert labels(second.train) == [0, 1]
-    assert len(folder(root, levels=()).train) == 2  # the cache does not depend on levels
 
 
 # Pairs

@@ -131,14 +131,9 @@ class ArrayFile:
         """Format the header; numpy leaves room in it for the first axis to grow."""
         assert self.like is not None
         header = io.BytesIO()
-        np.lib.format.write_array_header_1_0(
-            header,
-            {
-                "descr": np.lib.format.dtype_to_descr(self.like.dtype),
-                "fortran_order": False,
-                "shape": (self.count, *self.like.shape[1:]),
-            },
-        )
+        fields = np.lib.format.header_data_from_array_1_0(self.like)
+        fields["shape"] = (self.count, *self.like.shape[1:])
+        np.lib.format.write_array_header_1_0(header, fields)
         return header.getvalue()
 
     def __exit__(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ MOST_NAMED = 3  # files named in a message; the rest is a count
 DRAFT = 2  # a JPEG file is decoded at no less than this many times the target size
 BYTES_PER_THREAD = 3500  # of an image: with fewer, threads mostly wait for Python's lock
 
-Array = NDArray[Any]
 Pixels = NDArray[np.uint8]
 S = TypeVar("S")
 T = TypeVar("T")
@@ -134,18 +133,14 @@ def _to_bytes(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("floating-point pixels, whose range is unknown")
     if image.mode.startswith("I"):
-        image = Image.fromarray(_to_8_bits(np.asarray(image)))
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError("32-bit pixels, whose range is unknown")
+        rounded = np.empty(values.shape, np.uint8)
+        for row in range(0, len(values), 256):  # a few rows at a time, to save memory
+            rounded[row : row + 256] = (values[row : row + 256].astype(np.int64) + 128) // 257
+        image = Image.fromarray(rounded)
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
-
-
-def _to_8_bits(values: Array) -> Pixels:
-    """Round 16-bit values to 8-bit ones, a few rows at a time to save memory."""
-    if values.min() < 0 or values.max() > 65535:
-        raise ValueError("32-bit pixels, whose range is unknown")
-    rounded = np.empty(values.shape, np.uint8)
-    for row in range(0, len(values), 256):
-        rounded[row : row + 256] = (values[row : row + 256].astype(np.int64) + 128) // 257
-    return rounded
 
 
 def _to_square(image: Image.Image, size: int) -> Image.Image:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -272,8 +271,11 @@ def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[
             f"no {kind} for {split}",
         )
     for row, within in zip(part.rows, part.within, strict=True):
-        for name in within[: len(levels)]:
-            _check_utf8(data, name)
+        for name in within[: len(levels)]:  # they stand in files and on the screen as UTF-8
+            shown = os.fsencode(name).decode(errors="backslashreplace")
+            if shown != name:
+                problem = f"the name of the folder {shown} is not UTF-8"
+                raise root_error(data.root, problem, "Rename it.")
         if len(within) < len(levels):
             level = levels[len(within)]
             raise UserError(
@@ -290,16 +292,6 @@ def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[
                 raise root_error(
                     data.root, f"the {level} folder {path} holds no image", "Remove it, or fill it."
                 )
-
-
-def _check_utf8(data: config.Data, name: str) -> None:
-    """Check the name of a client or class, which stands in files and on the screen as UTF-8."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        shown = os.fsencode(name).decode(errors="backslashreplace")
-        problem = f"the name of the folder {shown} is not UTF-8"
-        raise root_error(data.root, problem, "Rename it.") from None
 
 
 def _report_unreadable(
@@ -370,7 +362,9 @@ def _number_samples(
 
     labels, cases = number("class", classes), None
     if "case" in levels:
-        cases = _number_equal([folders[: len(levels)] for folders in within])
+        seen: dict[tuple[str, ...], int] = {}  # numbers in order of appearance
+        places = (folders[: len(levels)] for folders in within)
+        cases = np.array([seen.setdefault(place, len(seen)) for place in places], np.int64)
     return Split(
         tuple(torch.from_numpy(array) for array in arrays),
         None if labels is None else torch.from_numpy(labels),
@@ -385,9 +379,3 @@ def _folder_names(level: str, levels: tuple[str, ...], parts: Iterable[Within]) 
         return ()
     column = levels.index(level)
     return tuple(sorted({folders[column] for part in parts for folders in part}))
-
-
-def _number_equal(items: Sequence[Any]) -> Ints:
-    """Give equal items equal numbers, counted from 0 in order of appearance."""
-    numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(item, len(numbers)) for item in items], np.int64)

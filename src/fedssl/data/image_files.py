@@ -79,15 +79,12 @@ def _scan(
                 folders.append(prefix + entry.name)
                 _scan(Path(entry), f"{prefix}{entry.name}/", (*parents, place), files, folders)
             elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
-                files.extend(_file(entry, prefix))
-
-
-def _file(entry: os.DirEntry[str], prefix: str) -> list[File]:
-    if entry.is_file():
-        status = entry.stat()
-        return [File(prefix + entry.name, status.st_size, status.st_mtime_ns)]
-    # A link to nothing is an image that cannot be read; a pipe or a socket is no image at all.
-    return [File(prefix + entry.name, 0, 0)] if entry.is_symlink() else []
+                # A link to nothing is an image that cannot be read; a pipe or a socket is no image.
+                if entry.is_file():
+                    status = entry.stat()
+                    files.append(File(prefix + entry.name, status.st_size, status.st_mtime_ns))
+                elif entry.is_symlink():
+                    files.append(File(prefix + entry.name, 0, 0))
 
 
 def digest_files(root: Path, files: Iterable[File], *settings: object) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedssl import config
-from fedssl.data.dataset import Dataset, Split
+from fedssl.data.dataset import Dataset
 from fedssl.data.folders import load_folder, load_paired
 from fedssl.data.labels import draw_labels
 from fedssl.data.places import check_root
@@ -19,6 +19,8 @@ from fedssl.data.standard import ARRAYS, load_arrays, load_digits, load_tiny_ima
 from fedssl.util.errors import UserError
 
 BLOCK = 1024  # images converted at once
+
+Images = tuple[Tensor, ...]
 
 LOADERS: dict[str, Callable[[config.Data], Dataset]] = {
     "digits": load_digits,
@@ -99,24 +101,30 @@ def _halve(dataset: Dataset) -> Dataset:
             fix="Raise data.size.",
         )
 
-    def halve(split: Split) -> Split:
-        (whole,) = split.images
-        parts = (whole[..., :width].contiguous(), whole[..., -width:].contiguous())
-        return dataclasses.replace(split, images=parts)
+    def halve(images: Images) -> Images:
+        (whole,) = images
+        return whole[..., :width].contiguous(), whole[..., -width:].contiguous()
 
-    test = dataset.test and halve(dataset.test)
-    return dataclasses.replace(dataset, train=halve(dataset.train), test=test)
+    return _change_images(dataset, halve)
 
 
 def convert_channels(dataset: Dataset, channels: Sequence[int]) -> Dataset:
     """Make images grey or coloured, with ``channels`` for each modality, as files are read."""
 
-    def convert(split: Split) -> Split:
-        pairs = zip(split.images, itertools.cycle(channels), strict=False)
-        return dataclasses.replace(split, images=tuple(_to_channels(x, n) for x, n in pairs))
+    def convert(images: Images) -> Images:
+        pairs = zip(images, itertools.cycle(channels), strict=False)
+        return tuple(_to_channels(x, n) for x, n in pairs)
 
-    test = dataset.test and convert(dataset.test)
-    return dataclasses.replace(dataset, train=convert(dataset.train), test=test)
+    return _change_images(dataset, convert)
+
+
+def _change_images(dataset: Dataset, change: Callable[[Images], Images]) -> Dataset:
+    train, test = dataset.train, dataset.test
+    return dataclasses.replace(
+        dataset,
+        train=dataclasses.replace(train, images=change(train.images)),
+        test=test and dataclasses.replace(test, images=change(test.images)),
+    )
 
 
 def _to_channels(pixels: Tensor, channels: int) -> Tensor:

@@ -65,7 +65,7 @@ class Client:
         self.id = int(ids[0])
         self._owners = (ids, sizes)  # of the samples, for their random numbers
         self._epoch_states: tuple[int, Tensor] | None = None  # an epoch, and its random states
-        self._first: tuple[Tensor, int, EncodedBatch] | None = None  # see ``_first_batch``
+        self._first: tuple[Tensor, int, EncodedBatch] | None = None  # see ``_encoded_batches``
 
     @property
     def samples(self) -> int:
@@ -76,11 +76,6 @@ class Client:
     def seed(self) -> int:
         """The run's seed."""
         return self.trainer.config.seed
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its images and of the network."""
-        return self.trainer.device
 
     @property
     def batches_per_epoch(self) -> int:
@@ -251,19 +246,19 @@ class Client:
     # Samples and their encodings.
 
     def _encoded_batches(self, weights: Tensor, steps: int) -> Iterator[EncodedBatch]:
-        """Encode the batches of a round, which starts from ``weights``."""
-        yield self._first_batch(weights, remember=self.remember and steps == 1)
-        for step in range(1, steps):
-            yield self.encode_step(step)
+        """Encode the batches of a round, which starts from ``weights``.
 
-    def _first_batch(self, weights: Tensor, remember: bool) -> EncodedBatch:
-        """Encode the first batch, or return it if the network still holds these weights."""
+        The first one is encoded anew only if the network no longer holds these weights.
+        """
         first = self._first
         if first is None or first[0] is not weights or first[1] != self.trainer.loads:
             self.trainer.load(weights)
             first = (weights, self.trainer.loads, self.encode_step(0))
-        self._first = first if remember else None
-        return first[2]
+        self._first = first if self.remember and steps == 1 else None
+        yield first[2]
+        del first
+        for step in range(1, steps):
+            yield self.encode_step(step)
 
     def encode_step(self, step: int) -> EncodedBatch:
         """Encode the batch of a step with the network as it is."""
@@ -292,12 +287,10 @@ class Client:
     def random_state(self, epoch: int, chosen: slice | Tensor) -> Tensor:
         """Return the random states of some samples' views in an epoch."""
         if self._epoch_states is None or self._epoch_states[0] != epoch:
-            self._epoch_states = (epoch, to_device(self._draw(epoch), self.trainer.device))
+            # All samples at once on the host: on a GPU each step would need 28 small kernels.
+            ids, sizes = self._owners
+            first = mix(key(self.seed, "augment", epoch), ids)
+            positions = np.arange(self.samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+            drawn = mix(np.repeat(first, sizes), positions).view(np.int64)
+            self._epoch_states = (epoch, to_device(drawn, self.trainer.device))
         return self._epoch_states[1][chosen]
-
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
-        """Draw for all samples on the host: on a GPU each step would need 28 small kernels."""
-        ids, sizes = self._owners
-        start = mix(key(self.trainer.config.seed, "augment", epoch), ids)
-        positions = np.arange(self.samples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return mix(np.repeat(start, sizes), positions).view(np.int64)

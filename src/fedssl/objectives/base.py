@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from fedssl.config import ObjectiveParams, key
@@ -41,10 +40,6 @@ class LocalClient(Protocol):
     @property
     def seed(self) -> int:
         """The run's seed."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its images and of the network."""
 
     @property
     def batches_per_epoch(self) -> int:

@@ -106,9 +106,9 @@ def fill_bank(client: LocalClient, start: Tensor) -> Tensor:
     order = permutation(random_key(client.seed, "bank", client.round, client.id), client.samples)
     parts = []
     for rows in np.array_split(order, client.batches_per_epoch):
-        batch = client.encode(epoch - 1, to_device(rows, client.device))
+        batch = client.encode(epoch - 1, to_device(rows, start.device))
         parts.append(F.normalize(torch.stack(batch.encodings), dim=2))
-    return torch.cat(parts, dim=1)[:, to_device(np.argsort(order), client.device)]
+    return torch.cat(parts, dim=1)[:, to_device(np.argsort(order), start.device)]
 
 
 @torch.no_grad()
