@@ -358,5 +358,5 @@ def test_mlflow_against_a_server(
 
     assert main(["run", *SMALL, "log=mlflow", "--out", str(tmp_path / "never")]) == 2
     error = capsys.readouterr().err
-    assert f"log=mlflow: MLFLOW_TRACKING_URI={address} does not answer" in error
+    assert f"MLFLOW_TRACKING_URI={address}: the server does not answer" in error
     assert error.count("\n") == 1 and not (tmp_path / "never").exists()
