@@ -322,7 +322,6 @@ def test_one_image_is_too_few_to_judge_on(simple: Path, tmp_path: Path) -> None:
 def test_what_was_held_out_stays_so_at_another_size(trained: Path) -> None:
     with pytest.raises(UserError, match=r"semi@50%: data\.holdout=0\.2 keeps fewer images out"):
         evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@50%"])
-    assert evaluate(trained / "run", ["data.size=12", "evaluate.protocols=semi@20%"])
     assert "heldout@20%_top1" in evaluate(trained / "run", ["data.size=12"])["untrained"]
 
 
