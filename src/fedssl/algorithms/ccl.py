@@ -329,8 +329,8 @@ class Step(Steps):
         if census is None:
             return {}
         held = min(self.seen, len(self.origins))
-        own, queue = census.count(client.members), census.count(self.origins[:held])
-        alike = own @ queue / own.sum()
+        classes, queue = census.count(client.members), census.count(self.origins[:held])
+        alike = classes @ queue / classes.sum()
         return {"origins": self.origins, "alike": alike, "held": torch.tensor(float(held))}
 
 

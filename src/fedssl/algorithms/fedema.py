@@ -91,8 +91,8 @@ class FedEMA(DivergenceAware):
         """Average and log; warn if clients no longer share anything."""
         super().round(server, cohort)
         names = {"both": ("mu", "mu_predictor"), "encoder": ("mu",), "predictor": ("mu_predictor",)}
-        known = (server.client_log.get(name, {}) for name in names[self.params.parts])
-        measures = [mu for each in known for mu in each.values()]
+        logged = (server.client_log.get(name, {}) for name in names[self.params.parts])
+        measures = [mu for each in logged for mu in each.values()]
         stuck = bool(measures) and all(mu == 1 for mu in measures)
         rounds = int(cast(Tensor, server.state.get("stuck", torch.zeros(())))) + 1
         server.state = {"stuck": torch.tensor(float(rounds))} if stuck else {}

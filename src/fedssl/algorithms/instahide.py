@@ -31,18 +31,18 @@ class Key:
     @classmethod
     def draw(
         cls,
-        own: NDArray[np.int64],
+        images: NDArray[np.int64],
         count: int,
         k: int,
         shape: Sequence[int],
         generator: np.random.Generator,
     ) -> Key:
-        """Draw a key for the images ``own`` among ``count``, each with k − 1 different others."""
-        others = distinct(len(own), count - 1, k - 1, generator)
-        others += others >= own[:, None]  # skip the image itself
-        signs = generator.integers(0, 2, (len(own), *shape), dtype=np.int8) * 2 - 1
-        members = np.concatenate((own[:, None], others), axis=1)
-        return cls(members, weights(len(own), k, generator), signs)
+        """Draw a key for ``images`` among ``count``, each with k − 1 different others."""
+        others = distinct(len(images), count - 1, k - 1, generator)
+        others += others >= images[:, None]  # skip the image itself
+        signs = generator.integers(0, 2, (len(images), *shape), dtype=np.int8) * 2 - 1
+        members = np.concatenate((images[:, None], others), axis=1)
+        return cls(members, weights(len(images), k, generator), signs)
 
 
 def distinct(rows: int, count: int, k: int, generator: np.random.Generator) -> NDArray[np.int64]:

@@ -119,6 +119,6 @@ def _detect(options: argparse.Namespace) -> int:
 
     names = ("steps", "batch", "lr", "size", "seed", "random")
     settings = detection.Settings(**{name: getattr(options, name) for name in names})
-    found = detection.detect(options.run, options.data, settings, pick_device(options.device))
-    print("   ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in found.items()))
+    scores = detection.detect(options.run, options.data, settings, pick_device(options.device))
+    print("   ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in scores.items()))
     return 0

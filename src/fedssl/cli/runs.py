@@ -136,14 +136,14 @@ def _sweep(
 
     out = options.out or make_folder(name)
     try:
-        found = sweep.sweep(tree, out, options.resume, notes)
+        summaries = sweep.sweep(tree, out, options.resume, notes)
     except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
-    if found:
-        print(sweep.format_table(found))
+    if summaries:
+        print(sweep.format_table(summaries))
     total = len(sweep.list_runs(tree))
-    print(f"\n{len(found)} of {total} runs\n{out}")
-    return 0 if len(found) == total else 1
+    print(f"\n{len(summaries)} of {total} runs\n{out}")
+    return 0 if len(summaries) == total else 1
 
 
 def _reproduce(options: argparse.Namespace) -> int:

@@ -202,14 +202,14 @@ def translate_errors(can_resume: bool = False) -> Iterator[None]:
 
 def _get_attribute(module: types.ModuleType, name: str, place: Place) -> Any:
     attribute = name.rpartition(":")[2]
-    found = getattr(module, attribute, None)
-    if found is None:
+    value = getattr(module, attribute, None)
+    if value is None:
         defined = [
             n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__
         ]
         fix = f"The file has {', '.join(defined) or 'no class or function'}."
         raise _error(f"nothing there is called {attribute}", place, fix)
-    return found
+    return value
 
 
 def _import(path: str) -> Any:

@@ -43,8 +43,8 @@ def match_recipes(pattern: str) -> list[str]:
     below = pattern.rstrip("/") + "/"
     matches = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
     if not matches:
-        known = {parent for n in names for parent in (n, *map(str, Path(n).parents))}
-        hint = suggest(pattern, sorted(known))
+        prefixes = {parent for n in names for parent in (n, *map(str, Path(n).parents))}
+        hint = suggest(pattern, sorted(prefixes))
         raise UserError(f"no recipe has this name{hint}", key="recipe", value=pattern, fix=LIST)
     return matches
 

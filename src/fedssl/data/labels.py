@@ -79,27 +79,27 @@ def draw_share(
         raise UserError("not a share", key=key, value=value, fix=fix)
     if share == 0:
         return torch.empty(0, dtype=torch.int64)
-    known = labels[labels >= 0].cpu()
-    if not len(known):
+    labelled = labels[labels >= 0].cpu()
+    if not len(labelled):
         raise UserError(
             "the share is drawn evenly from the classes, but no sample has a label",
             key=key,
             value=value,
             fix="Leave it out.",
         )
-    available = torch.bincount(known, minlength=classes).numpy()
+    available = torch.bincount(labelled, minlength=classes).numpy()
     # Up, by less than any share that a person writes: 0.29 × 100 is 28.999999999999996.
-    each = math.floor(share * len(known) / classes + 1e-9)
+    each = math.floor(share * len(labelled) / classes + 1e-9)
     if each < 1:
-        least = f"Use at least {_smallest_share(1, classes, len(known), percent)}."
+        least = f"Use at least {_smallest_share(1, classes, len(labelled), percent)}."
         raise UserError(
-            f"less than one of the {len(known)} labelled samples for each of the {classes} classes",
+            f"less than one of {len(labelled)} labelled samples for each of {classes} classes",
             key=key,
             value=value,
-            fix=least if len(known) > classes else "Leave it out.",
+            fix=least if len(labelled) > classes else "Leave it out.",
         )
     if each > available.min():
-        most = _smallest_share(int(available.min()), classes, len(known), percent)
+        most = _smallest_share(int(available.min()), classes, len(labelled), percent)
         raise UserError(
             f"takes {each} samples of each class, but {_describe_rarest(available, names)}",
             key=key,

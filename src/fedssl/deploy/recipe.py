@@ -147,10 +147,10 @@ def _estimate(config: Config, sites: int) -> Traffic | None:
         site = Introduction("0", "site", many, (3,), data.size, data.size, classes)
         dataset = empty_dataset(site)
     groups = Groups(np.zeros(sites * many, dtype=np.int64), np.arange(sites + 1) * many)
-    known = dataclasses.replace(config, encoder=encoder, device="cpu")
-    bare = dataclasses.replace(known, encoder=dataclasses.replace(encoder, init=None))
+    estimated = dataclasses.replace(config, encoder=encoder, device="cpu")
+    bare = dataclasses.replace(estimated, encoder=dataclasses.replace(encoder, init=None))
     return estimate_traffic(
-        assemble(known, dataset, groups), lambda: assemble(bare, dataset, groups, weights=False)
+        assemble(estimated, dataset, groups), lambda: assemble(bare, dataset, groups, weights=False)
     )
 
 

@@ -134,14 +134,14 @@ def build_site_experiment(config: Config, data: str) -> Experiment:
 
 def _in_site_terms(error: UserError) -> UserError:
     """Name the setting that the site's administrator knows; file names stay in the site's log."""
-    key, fix, told = error.key, error.fix, error.public or "its images cannot be used"
+    key, fix, problem = error.key, error.fix, error.public or "its images cannot be used"
     if key == "data.root":
-        key, told = DATA, f"{DATA}: {told}"
+        key, problem = DATA, f"{DATA}: {problem}"
     elif key == "data.cache":
         key, fix = "FEDSSL_CACHE", "Set FEDSSL_CACHE to a folder that can be written and has room."
     else:
         fix = f"{fix} The server's operator sets this key."
-    return UserError(error.problem, told, key=key, value=error.value, fix=fix)
+    return UserError(error.problem, problem, key=key, value=error.value, fix=fix)
 
 
 def introduce(experiment: Experiment, data: str) -> Introduction:

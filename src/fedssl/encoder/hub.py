@@ -59,10 +59,10 @@ def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iter
 
 def _check_free(folder: Path) -> None:
     """Check that the folder is new, empty or an earlier export."""
-    known = folder / "config.json"
+    config_file = folder / "config.json"
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not known.is_file() or f'"{HEADER}"'.encode() not in known.read_bytes():
+    if not config_file.is_file() or f'"{HEADER}"'.encode() not in config_file.read_bytes():
         raise UserError("not empty", key="--out", value=folder, fix="Use a new folder.")
 
 

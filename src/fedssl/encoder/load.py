@@ -137,11 +137,11 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
     note = read_note(path)
     settings = parse_note(note, path)
     if path.is_file():  # an export records its tower; a run's own file has it in its name
-        own = note.get("tower", 1 if path.stem.endswith(SUFFIXES[1]) else tower)
-        if tower not in (0, own):
-            fix = f"Give the file of the other tower, or tower={own}."
-            raise UserError(f"{path} is tower {own}", key="tower", value=tower, fix=fix)
-        tower = own
+        recorded = note.get("tower", 1 if path.stem.endswith(SUFFIXES[1]) else tower)
+        if tower not in (0, recorded):
+            fix = f"Give the file of the other tower, or tower={recorded}."
+            raise UserError(f"{path} is tower {recorded}", key="tower", value=tower, fix=fix)
+        tower = recorded
     if not 0 <= tower < settings.towers:
         fix = f"Use a number below {settings.towers}."
         raise UserError(f"{path} has {settings.towers} towers", key="tower", value=tower, fix=fix)

@@ -138,9 +138,9 @@ def draw_images(config: Config, groups: Groups, train: Split, share: float) -> G
     equal distance from a random start.
     """
     labels, fewest, seed = train.full_labels.numpy(), count_least(config), config.seed
-    known = labels[groups.members] >= 0
-    owners = np.repeat(np.arange(len(groups)), groups.sizes)[known]
-    members = groups.members[known]
+    is_labelled = labels[groups.members] >= 0
+    owners = np.repeat(np.arange(len(groups)), groups.sizes)[is_labelled]
+    members = groups.members[is_labelled]
     ranks = random.mix(random.key(seed, "collaborative"), members.astype(np.uint64))
     row = members[np.lexsort((ranks, labels[members], owners))]
     sizes = np.bincount(owners, minlength=len(groups))

@@ -91,7 +91,7 @@ def extract_features(models: TrainedModels, evaluator: ModelEvaluator) -> dict[s
     chosen = choose(key(evaluator.data.config.seed, "drift"), len(images), IMAGES)
     part = images[torch.as_tensor(chosen, device=images.device)]
     weights = _global_models(models, trainer.watched)
-    weights |= {str(client): own for client, own in trainer.watched.items()}
+    weights |= {str(client): local for client, local in trainer.watched.items()}
     return {
         name: extract(evaluator.tower(each).encoder, part, device=trainer.device)
         for name, each in weights.items()
@@ -109,8 +109,8 @@ def cka(a: Tensor, b: Tensor) -> float:
     It is 1 for features that differ by rotation and scale.
     """
     a, b = (x.double() - x.double().mean(0) for x in (a, b))
-    cross, own = (a.T @ b).norm().square(), (a.T @ a).norm() * (b.T @ b).norm()
-    return float(cross / own) if own > 0 else float("nan")
+    cross, scale = (a.T @ b).norm().square(), (a.T @ a).norm() * (b.T @ b).norm()
+    return float(cross / scale) if scale > 0 else float("nan")
 
 
 def draw_features(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:

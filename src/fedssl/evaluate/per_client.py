@@ -126,13 +126,13 @@ def accuracies(
 
 def summary(name: str, scores: NDArray[np.float64]) -> dict[str, float]:
     """Return mean, minimum and standard deviation over the clients that have test images."""
-    known = scores[~np.isnan(scores)]
-    if not len(known):
+    measured = scores[~np.isnan(scores)]
+    if not len(measured):
         return {}
     return {
-        f"per-client_{name}_top1": float(known.mean()),
-        f"per-client_{name}_worst": float(known.min()),
-        f"per-client_{name}_spread": float(known.std()),
+        f"per-client_{name}_top1": float(measured.mean()),
+        f"per-client_{name}_worst": float(measured.min()),
+        f"per-client_{name}_spread": float(measured.std()),
     }
 
 

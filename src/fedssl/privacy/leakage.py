@@ -80,15 +80,15 @@ def describe_leaks(
     config: Config, algorithm: Algorithm, sizes: Sequence[int], names: Sequence[str] = ()
 ) -> str | None:
     """Return one line for whoever runs, reads or publishes, or ``None`` if there is no leak."""
-    found: dict[str, list[str]] = {}
+    sentences: dict[str, list[str]] = {}
     for leak in find_leaks(config, algorithm, sizes):
         recovered = "each image's encoding" if leak.risk.reveals == "encoding" else "the image"
-        found.setdefault(_describe_use(config, leak, len(sizes), names), []).append(recovered)
-    if not found:
+        sentences.setdefault(_describe_use(config, leak, len(sizes), names), []).append(recovered)
+    if not sentences:
         return None
     parts = [
         f"{use}, so the server could recover {' and '.join(recovered)}"
-        for use, recovered in found.items()
+        for use, recovered in sentences.items()
     ]
     return f"Privacy: {'; '.join(parts)}. See docs/privacy.md."
 

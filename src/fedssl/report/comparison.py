@@ -163,7 +163,10 @@ def _label_groups(groups: Sequence[Sequence[RunReader]], names: Mapping[Path, st
     for key in _differing_keys(keys):
         if len(set(labels)) == len(labels):
             return labels
-        ends = [f", {key}={_shorten(own[key])}" if own.get(key) is not None else "" for own in keys]
+        ends = [
+            f", {key}={_shorten(values[key])}" if values.get(key) is not None else ""
+            for values in keys
+        ]
         longer = [label + end for label, end in zip(labels, ends, strict=True)]
         if len(set(longer)) > len(set(labels)):
             labels = longer
@@ -176,7 +179,7 @@ def _label_groups(groups: Sequence[Sequence[RunReader]], names: Mapping[Path, st
 def _differing_keys(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return keys whose value is not the same in all groups, the most telling ones first."""
     keys = (
-        k for k in dict.fromkeys(k for own in groups for k in own) if k not in IGNORED | UNNAMED
+        k for k in dict.fromkeys(k for group in groups for k in group) if k not in IGNORED | UNNAMED
     )
     differing = [k for k in keys if len({json.dumps(g.get(k), default=str) for g in groups}) > 1]
     return sorted(differing, key=lambda k: (not k.startswith(LABEL_FIRST), "name" not in k))
@@ -196,10 +199,10 @@ def _rows(label: str, group: Sequence[RunReader], names: Mapping[Path, str]) -> 
     """Return the rows of one group, each with means over its runs."""
     first, seeds = group[0], [_seed(run) for run in group]
     folders, state = [names[run.path] for run in group], describe_state(first)
-    own = _join([split_models(label, result(run), evaluated(run)) for run in group])
+    models = _join([split_models(label, result(run), evaluated(run)) for run in group])
     rows = [
         Row(name, "run", label, folders, seeds, state, values)
-        for name, values in (own or {label: {}}).items()
+        for name, values in (models or {label: {}}).items()
     ]
     for name in first.summary.get("baselines", {}):
         which = config.variant("algorithm", name).result.evaluated
@@ -254,7 +257,7 @@ def _remarks(runs: Sequence[RunReader], names: Mapping[Path, str]) -> Iterator[s
     for run in runs:
         data.setdefault(_data_set(run), []).append(run)
     if len(data) > 1:
-        sets = (f"{d}: {_list_names([names[r.path] for r in own])}" for d, own in data.items())
+        sets = (f"{d}: {_list_names([names[r.path] for r in users])}" for d, users in data.items())
         yield (
             "These runs use different data sets, so their accuracies cannot be compared "
             f"({'; '.join(sets)})."

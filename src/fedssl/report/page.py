@@ -206,14 +206,14 @@ def _curves(page: Page) -> dict[str, Any]:
     panels = curves.draw_panels([(run.label, run.history) for run in page.runs])
     series = [(panel.title, series) for panel in panels for series in panel.series]
     rows = [
-        [title, own.name, *(f"{value:.6g} ({round:,})" for value, round in own.extremes)]
-        for title, own in series[:MOST_ROWS]
+        [title, curve.name, *(f"{value:.6g} ({round:,})" for value, round in curve.extremes)]
+        for title, curve in series[:MOST_ROWS]
     ]
     return {
         "panels": panels,
         "rows": rows,
         "total": len(series),
-        "thinned": any(own.total > len(own.x) for _, own in series),
+        "thinned": any(curve.total > len(curve.x) for _, curve in series),
         "most_points": curves.MOST_POINTS,
     }
 
@@ -232,11 +232,13 @@ def _clients(page: Page) -> dict[str, Any]:
     figures, rows = [], []
     for run in page.runs:
         models = run.run.summary.get("per_client", {})
-        scores = {model: own for model, each in models.items() if (own := numbers(each))}
-        rows += [[run.label, model, *_spread(own)] for model, own in scores.items()]
+        scores = {
+            model: accuracies for model, each in models.items() if (accuracies := numbers(each))
+        }
+        rows += [[run.label, model, *_spread(accuracies)] for model, accuracies in scores.items()]
         content = [
-            {"model": model, "names": list(own), "scores": list(own.values())}
-            for model, own in scores.items()
+            {"model": model, "names": list(accuracies), "scores": list(accuracies.values())}
+            for model, accuracies in scores.items()
         ]
         if content and run in page.shown:
             figures.append((run.label if len(page.runs) > 1 else "", content))

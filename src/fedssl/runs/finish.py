@@ -75,12 +75,16 @@ def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict
 
 def _describe_norms(experiment: Experiment) -> str:
     """Describe which normalization layers the evaluated models have."""
-    models, own, mean = experiment.models, "each client's own", "the mean of the clients'"
+    models, personal, mean = experiment.models, "each client's own", "the mean of the clients'"
     if models.kept is None:
         return "the model's own"
     if models.result == "global":
         return mean
-    return f"{own}; of the global model {mean}" if models.algorithm.result.has_global else own
+    return (
+        f"{personal}; of the global model {mean}"
+        if models.algorithm.result.has_global
+        else personal
+    )
 
 
 def export(experiment: Experiment, out: Path) -> None:

@@ -249,14 +249,14 @@ def require(config: Config) -> None:
 
 def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
     """Open the loggers of a run that continues after ``round``."""
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     if installed("tensorboard"):
-        found.append(TensorBoard(out, round))
+        loggers.append(TensorBoard(out, round))
     for name in dict.fromkeys(config.log):
         try:
-            found.append(Behind(name, NAMED[name](config, out)))
+            loggers.append(Behind(name, NAMED[name](config, out)))
         except Exception as error:
-            for logger in found:
+            for logger in loggers:
                 logger.close(False)
             reason = " ".join(str(error).split())[:200]
             raise UserError(
@@ -266,7 +266,7 @@ def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
                 fix=f"Correct it, or leave it out with log=[]. The run is in {out}.",
                 can_resume=True,
             ) from None
-    return found
+    return loggers
 
 
 def installed(name: str) -> bool:

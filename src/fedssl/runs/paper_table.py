@@ -28,12 +28,12 @@ def format_tables(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
 
 def choose_runs(jobs: Sequence[Job]) -> list[Job]:
     """Return one run of each recipe; of several, the best on held-out images."""
-    found: dict[str, Job] = {}
+    chosen: dict[str, Job] = {}
     for job in jobs:
-        before = found.setdefault(job.name, job)
+        before = chosen.setdefault(job.name, job)
         if job.summary() and (not before.summary() or (job.heldout or 0) > (before.heldout or 0)):
-            found[job.name] = job
-    return list(found.values())
+            chosen[job.name] = job
+    return list(chosen.values())
 
 
 def _grid(jobs: Sequence[Job]) -> str:

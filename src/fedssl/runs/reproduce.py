@@ -214,9 +214,9 @@ def _values(settings: Config, keys: Iterable[str]) -> dict[str, str]:
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in plain.items()}
 
 
-def _command(name: str, words: Sequence[str], share: float, own: Mapping[str, str]) -> str:
+def _command(name: str, words: Sequence[str], share: float, values: Mapping[str, str]) -> str:
     """Return the command that repeats one run, with its ``own`` values."""
-    given = {**dict(word.split("=", 1) for word in words), **own}
+    given = {**dict(word.split("=", 1) for word in words), **values}
     if "data.root" in given:
         given["data.root"] = "DIR"
     scale = [] if share == 1 else ["--scale", f"{share:g}"]
@@ -346,17 +346,17 @@ def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
     """Read the table's file, by recipe and choice."""
     path = job.root / job.table / TABLE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    runs: dict[tuple[str, str], dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            found[row["recipe"], row.get("choice", "")] = row
+            runs[row["recipe"], row.get("choice", "")] = row
         except (ValueError, LookupError, TypeError):
             raise UserError(
                 f"{path}: line {number} is not about a run",
                 fix="Remove it: finished runs are written there again.",
             ) from None
-    return found
+    return runs
 
 
 def _write(job: Job, commit: str | None, failed: str = "") -> None:

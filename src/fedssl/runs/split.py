@@ -25,10 +25,10 @@ def load_run_dataset(config: Config, size: int | None = None) -> Dataset:
     return alter_training_images(config.partition, dataset, config.seed)
 
 
-def split_clients(config: Config, dataset: Dataset, known: Sources | None = None) -> Groups:
+def split_clients(config: Config, dataset: Dataset, sources: Sources | None = None) -> Groups:
     """Assign training images to clients, except public and held-out ones.
 
-    ``known`` are the sources that the partition divides by, if they were computed before.
+    ``sources`` are what the partition divides by, if they were computed before.
     """
     train = dataset.train
     public, held_out = public_images(config, dataset), held_out_images(config, dataset)
@@ -39,12 +39,12 @@ def split_clients(config: Config, dataset: Dataset, known: Sources | None = None
             value=getattr(config.algorithm, "public", len(public)),
             fix="Use fewer, or set algorithm.align=0 and algorithm.public=0.",
         )
-    known = known or find_sources(config, dataset, pick_device(config.device))
+    sources = sources or find_sources(config, dataset, pick_device(config.device))
     if not len(held_out) and not len(public):
         return partition(
-            config.partition, replace(train, labels=known.labels), len(known.names), config.seed
+            config.partition, replace(train, labels=sources.labels), len(sources.names), config.seed
         )
-    labels = train.full_labels if known.labels is None else known.labels
+    labels = train.full_labels if sources.labels is None else sources.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
@@ -52,7 +52,7 @@ def split_clients(config: Config, dataset: Dataset, known: Sources | None = None
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
-    groups = partition(config.partition, part, len(known.names), config.seed)
+    groups = partition(config.partition, part, len(sources.names), config.seed)
     return Groups(kept[groups.members], groups.offsets)
 
 

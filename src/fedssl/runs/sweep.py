@@ -77,12 +77,12 @@ def sweep(
             _check_lists(tree, before, out)
             tree = _reorder(tree, before)
         settings = list_runs(tree)
-        waiting = {name: own for name, own in settings.items() if _summary(out / name) is None}
-        for name, own in settings.items():
-            check_folder(own, out / name, is_started(out / name))
+        waiting = {name: run for name, run in settings.items() if _summary(out / name) is None}
+        for name, run in settings.items():
+            check_folder(run, out / name, is_started(out / name))
         if before is not None:
             _check_evaluation(settings, list_runs(before), settings.keys() - waiting, out)
-        begun = {out / name: own for name, own in settings.items() if is_started(out / name)}
+        begun = {out / name: run for name, run in settings.items() if is_started(out / name)}
         check_same_images(begun, check_runs(waiting))
         if not resume:  # only now: a refused sweep leaves no folder
             stack.enter_context(lock(out, kind="sweep"))
@@ -97,12 +97,12 @@ def sweep(
 
 
 def _run_all(settings: Mapping[str, Config], waiting: Collection[str], out: Path) -> None:
-    for number, (name, own) in enumerate(settings.items(), 1):
+    for number, (name, run) in enumerate(settings.items(), 1):
         title = f"[{number}/{len(settings)}] {name}"
         print(title if name in waiting else f"{title}: finished before", file=sys.stderr)
         if name in waiting:
             try:
-                loop.run(own, out / name, is_started(out / name))
+                loop.run(run, out / name, is_started(out / name))
             except TrainingError as error:
                 print(f"{title}: {error}", file=sys.stderr)
 
@@ -201,39 +201,39 @@ def _write(tree: Recipe, out: Path) -> None:
 
 def update_all_places(begun: Mapping[Path, Config]) -> None:
     """Write where the images of runs and their baselines are now, also of finished ones."""
-    for folder, own in begun.items():
+    for folder, run in begun.items():
         for each in (folder, *(folder / "baselines").glob("*")):
             if is_started(each):
                 with explain_write_errors("--out", each):
-                    update_places(own, each)
+                    update_places(run, each)
 
 
 def check_same_images(begun: Mapping[Path, Config], loaded: Mapping[Place, Dataset]) -> None:
     """Check that runs of one table have the same images, also finished ones."""
     datasets = {data: dataset for (data, _), dataset in loaded.items()}
-    for folder, own in begun.items():
-        if own.data not in datasets and find_move(own, folder):
-            datasets[own.data] = load_dataset(own.data, own.seed)
-        if own.data in datasets:
+    for folder, run in begun.items():
+        if run.data not in datasets and find_move(run, folder):
+            datasets[run.data] = load_dataset(run.data, run.seed)
+        if run.data in datasets:
             fix = "Put them back as they were, or start anew in another folder."
-            check_images(folder, datasets[own.data], name_images(own.data), fix)
-            check_moved(own, folder, datasets[own.data])
+            check_images(folder, datasets[run.data], name_images(run.data), fix)
+            check_moved(run, folder, datasets[run.data])
 
 
 def check_runs(waiting: Mapping[str, Config]) -> dict[Place, Dataset]:
     """Check all runs before the first one starts; return the data sets that were loaded."""
     loaded: dict[Place, Dataset] = {}
-    for name, own in waiting.items():
-        place = (own.data, own.seed)
-        baselines = sorted(set(own.evaluate.baselines) - {own.algorithm.name})
+    for name, run in waiting.items():
+        place = (run.data, run.seed)
+        baselines = sorted(set(run.evaluate.baselines) - {run.algorithm.name})
         try:
-            check_environment(own)
+            check_environment(run)
             with plugins.translate_errors():
                 if place not in loaded:
                     loaded[place] = load_dataset(*place)
-                dataset = alter_training_images(own.partition, loaded[place], own.seed)
-                clients = split_clients(own, dataset)
-                for each in (own, *(config.with_algorithm(own, other) for other in baselines)):
+                dataset = alter_training_images(run.partition, loaded[place], run.seed)
+                clients = split_clients(run, dataset)
+                for each in (run, *(config.with_algorithm(run, other) for other in baselines)):
                     assemble(each, dataset, clients, weights=_needs_weights(each))
         except UserError as error:
             raise name_error(error, name) from None

@@ -51,12 +51,14 @@ class DiskStates:
     def load(self, client: int, round: int, history: History) -> State:
         """Return the state with which a client enters a task of ``round``; it stays."""
         files = self._files(client)
-        counting = [(made, path) for path, made, attempt in files if history.counts(made, attempt)]
+        counting = [
+            (number, path) for path, number, attempt in files if history.counts(number, attempt)
+        ]
         if not counting:
             return {}
-        made, path = max(counting)
-        if made > round:  # a message that was delivered late
-            raise MalformedError(f"round {made} was done already")
+        number, path = max(counting)
+        if number > round:  # a message that was delivered late
+            raise MalformedError(f"round {number} was done already")
         return unflatten(load_file(path))
 
     def save(self, client: int, state: State, round: int, history: History) -> None:
@@ -69,17 +71,17 @@ class DiskStates:
         path = self.folder / str(client) / f"{round}-{history.names[-1]}.safetensors"
         save_tensors(path, flat, {}, can_resume=False)
         files = self._files(client)
-        counting = [made for _, made, attempt in files if history.counts(made, attempt)]
-        needed = max((made for made in counting if made < history.committed), default=0)
-        for old, made, attempt in files:
-            if made < needed or not history.counts(made, attempt):
+        counting = [number for _, number, attempt in files if history.counts(number, attempt)]
+        needed = max((number for number in counting if number < history.committed), default=0)
+        for old, number, attempt in files:
+            if number < needed or not history.counts(number, attempt):
                 old.unlink(missing_ok=True)
 
     def _files(self, client: int) -> list[tuple[Path, int, str]]:
         files = []
         for path in (self.folder / str(client)).glob("*.safetensors"):
-            made, _, attempt = path.stem.partition("-")
-            files.append((path, int(made), attempt))
+            number, _, attempt = path.stem.partition("-")
+            files.append((path, int(number), attempt))
         return files
 
 
