@@ -359,7 +359,7 @@ def test_reading_a_recipe_gives_one_a_copy() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("[-, ~]", "[1]", "rows.three.paper=[1]: not one number a column. Give a list of 2"),
+        ("[-, ~]", "[1]", "rows.three.paper=[1]: not one number per column. Give a list of 2"),
         ("[-, ~]", "[1, much]", "column b=much: not a number"),
         ("cells: {b:", "cells: {c:", "rows.one.cells.c: unknown column. Choose one of a, b"),
         ("measure: knn_top1", "schedule: constant", "a number without a measure"),

@@ -200,8 +200,9 @@ def test_a_full_disk_is_said(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(embed.FORMATS, ".csv", full)
-    with pytest.raises(UserError, match=r"--to .*out\.csv: the disk is full"):
+    with pytest.raises(UserError, match="No space left") as refused:
         embed.embed(run, str(photos), tmp_path / "out.csv", 256, "cpu")
+    assert refused.value.key == "--to"
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -396,5 +397,5 @@ def test_who_reads_the_old_file_keeps_it_whole(tmp_path: Path) -> None:
     path, held = tmp_path / "out.csv", tmp_path / "held"
     path.write_text("old")
     held.hardlink_to(path)
-    write_text(path, "new", "--to")
+    write_text(path, "new")
     assert path.read_text() == "new" and held.read_text() == "old"

@@ -236,7 +236,7 @@ def test_both_engines_agree(tmp_path: Path) -> None:
         ("encoder.patch=5", ""),
         ("evaluate.protocols=head", ""),
         ("algorithm.name=dcco", "objective.name"),
-        ("algorithm.name=fedca", "algorithm.name"),
+        ("algorithm.name=fedca", "objective.name"),
     ],
 )
 def test_what_is_refused(word: str, key: str) -> None:
