@@ -204,7 +204,7 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(
         ["nowhere.png"],
         [Image.new("F", (8, 8))],
     ],
-    ids=str,
+    ids=lambda given: type(given[0] if isinstance(given, list) else given).__name__,
 )
 def test_images_that_are_refused(given: object, folder: Path) -> None:
     with pytest.raises(UserError):
