@@ -276,21 +276,16 @@ def test_shares_count_cases(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("share", "holdout", "message"),
-    [
-        (
-            "10%",
-            0.01,
-            "data.holdout=0.01 keeps fewer images out of training. Set data.holdout=0.1",
-        ),
-        ("0.9%", 0.0, "less than one of the 300 labelled samples for each of the 3 classes."),
-    ],
+    ("share", "holdout", "fix"),
+    [("10%", 0.01, "Set data.holdout=0.1"), ("0.9%", 0.0, "Use at least 1%.")],
 )
-def test_shares_that_cannot_be_drawn_are_refused_before_training(share, holdout, message):
+def test_shares_that_cannot_be_drawn_are_refused_before_training(share, holdout, fix):
     settings = Evaluate(protocols=(f"semi@{share}",))
     with pytest.raises(UserError) as caught:
         check(settings, *sides(), 3, holdout=holdout)
-    assert str(caught.value).startswith(f"evaluate.protocols=semi@{share}: {message}")
+    error = caught.value
+    assert (error.key, str(error.value)) == ("evaluate.protocols", f"semi@{share}")
+    assert error.fix.startswith(fix)
 
 
 def test_the_share_may_be_as_large_as_what_is_held_out():
