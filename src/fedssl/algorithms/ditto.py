@@ -28,6 +28,7 @@ class Ditto(FedAvg):
     """
 
     result = Result("personal")
+    uses_initial = True
 
     @dataclass(frozen=True)
     class Params(FedAvg.Params):

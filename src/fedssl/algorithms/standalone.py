@@ -24,6 +24,7 @@ class Standalone(Algorithm):
     """
 
     result = Result("personal", has_global=False)
+    uses_initial = True
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Ask clients to train; no model is exchanged."""

@@ -156,16 +156,18 @@ def _estimate(config: Config, sites: int) -> Traffic | None:
 
 def check_initial_weights(config: Config) -> None:
     """Check that the server has the weights of ``encoder.init``, and that sites need no copy."""
-    init, algorithm = config.encoder.init, config.algorithm
+    init, params = config.encoder.init, config.algorithm
     if init is None:
         return
     if not Path(init).exists():
         problem = "no such file or folder on the server"
         raise UserError(problem, key="encoder.init", value=init, fix="Correct the path.")
-    for key, value in (("name", "ditto"), ("norm_policy", "reset")):
-        if getattr(algorithm, key) == value:
+    uses_initial = configuration.variant("algorithm", params.name).uses_initial
+    for key, applies in (("name", uses_initial), ("norm_policy", params.norm_policy == "reset")):
+        if applies:
+            word = f"algorithm.{key}={getattr(params, key)}"
             raise UserError(
-                f"with algorithm.{key}={value} each site needs these weights, and has no copy",
+                f"with {word} each site needs these weights, and has no copy",
                 key="encoder.init",
                 value=init,
                 fix="Leave it out.",
