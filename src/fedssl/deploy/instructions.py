@@ -117,13 +117,9 @@ def _largest_site(config: Config, algorithm: Algorithm, few: int) -> int | None:
     if batches.averaged(sys.maxsize) <= few:
         return None
     candidates = range(1, few + (batches.size or 1) + 1)
-    sizes = (size for size in candidates if batches.averaged(size) <= few)
-    return max((size for size in sizes if _can_take_part(config, algorithm, size)), default=0)
-
-
-def _can_take_part(config: Config, algorithm: Algorithm, size: int) -> bool:
-    """Return whether a site with so many images is accepted."""
-    return size >= algorithm.minimum_images and (size > 1 or config.encoder.norm != "batch")
+    sizes = [size for size in candidates if batches.averaged(size) <= few]
+    smallest = max(algorithm.minimum_images, 2 if config.encoder.norm == "batch" else 1)
+    return max((size for size in sizes if size >= smallest), default=0)  # smaller ones are refused
 
 
 def _names(tasks: Iterable[ClientTask]) -> list[str]:

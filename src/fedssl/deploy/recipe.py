@@ -95,13 +95,7 @@ def check_recipe(config: Config) -> Traffic | None:
     """Refuse now what would fail when all sites are waiting; return a round's traffic, if known."""
     sites, algorithm = config.engine.sites, build_algorithm(config)
     assert sites is not None
-    if config.cohort.size is not None and config.cohort.size > sites:
-        raise UserError(
-            f"more than engine.sites={sites}",
-            key="cohort.size",
-            value=config.cohort.size,
-            fix=f"Add cohort.size={sites}, or cohort.size=null for all sites.",
-        )
+    cohort = cohort_size(config, sites)
     name, norms = config.algorithm.name, config.algorithm.norm_policy
     other, leave = "Use another algorithm.", "Leave it out."
     pools, has_global = algorithm.pools_data, algorithm.result.has_global
@@ -124,7 +118,7 @@ def check_recipe(config: Config) -> Traffic | None:
     check_initial_weights(config)
     if config.data.root is None:
         check_public_images(config, None)
-    build_aggregator(config, algorithm, sites, cohort_size(config, sites))
+    build_aggregator(config, algorithm, sites, cohort)
     with plugins.translate_errors():
         return _estimate(config, sites)
 

@@ -15,12 +15,7 @@ from fedssl import report
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.load import load_dataset
-from fedssl.deploy.introduction import (
-    Introduction,
-    empty_dataset,
-    read_sites,
-    write_sites,
-)
+from fedssl.deploy.introduction import Introduction, empty_dataset, read_sites, write_sites
 from fedssl.deploy.plugin_files import unpack_plugins, write_plugins
 from fedssl.deploy.recipe import check_initial_weights, check_public_images
 from fedssl.deploy.site import read_config

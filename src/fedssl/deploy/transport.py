@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from fedssl import __version__
 from fedssl.deploy.introduction import Introduction
-from fedssl.engines.flower.messages import GREETING, LONGEST_FAULT, read_greeting, write_greeting
+from fedssl.engines.flower.messages import GREETING, read_greeting, write_greeting
 from fedssl.engines.flower.transport import GridTransport
+from fedssl.engines.remote.messages import LONGEST_FAULT
 from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -37,23 +38,16 @@ class ClientStates(Protocol):
         """Drop the states after the last round: nothing reads them any more."""
 
 
+@dataclass(eq=False, repr=False)
 class Engine(ABC):
     """The place where clients work."""
 
-    states: ClientStates
-    merges = False  # whether a cohort may go through the network as one batch
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        groups: Groups,
-        aggregator: Aggregator | None = None,
-    ) -> None:
-        self.trainer = trainer
-        self.algorithm = algorithm
-        self.groups = groups
-        self.aggregator = aggregator or Aggregator()
+    trainer: Trainer
+    algorithm: Algorithm
+    groups: Groups
+    aggregator: Aggregator = field(default_factory=Aggregator)
+    states: ClientStates = field(init=False)
+    merges: bool = field(init=False, default=False)  # a cohort may be one batch for the network
 
     @abstractmethod
     def cohort(self, ids: NDArray[np.int64], round: int) -> Cohort:

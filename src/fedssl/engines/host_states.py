@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,15 +11,7 @@ from fedssl.training.trainer import State
 from fedssl.util.trees import flatten, unflatten
 
 
-@dataclass(frozen=True)
-class _Coming:
-    """Tensors on the device whose copy has been started but perhaps not finished."""
-
-    tensors: dict[str, Tensor]
-    done: torch.cuda.Event
-
-
-class HostStates(MutableMapping[int, State]):
+class HostStates:
     """Client → its state. Reading gives a dictionary on the device, writing stores it on the host.
 
     On a GPU, copies go through pinned memory on a stream of their own: ``prefetch`` brings the next
@@ -33,7 +24,8 @@ class HostStates(MutableMapping[int, State]):
         self.changed: set[int] = set()  # written since the last checkpoint
         self.versions: dict[int, int] = {}  # the round of the checkpoint file that holds a client
         self._host: dict[int, dict[str, Tensor]] = {}
-        self._coming: dict[int, _Coming] = {}
+        # Copies to the device that have been started, and when they are finished.
+        self._coming: dict[int, tuple[dict[str, Tensor], torch.cuda.Event]] = {}
         # When what was written is on the host. Not the tensors: they would stay on the device.
         self._going: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -45,13 +37,13 @@ class HostStates(MutableMapping[int, State]):
         if self._stream is None:
             return unflatten(dict(self._host[client]))
         self.prefetch(client)
-        coming = self._coming.pop(client)
+        tensors, done = self._coming.pop(client)
         here = torch.cuda.current_stream(self.device)
-        here.wait_event(coming.done)
-        for tensor in coming.tensors.values():
+        here.wait_event(done)
+        for tensor in tensors.values():
             if tensor.is_cuda:
                 tensor.record_stream(here)
-        return unflatten(coming.tensors)
+        return unflatten(tensors)
 
     def __setitem__(self, client: int, state: State) -> None:
         if not state:
@@ -73,18 +65,8 @@ class HostStates(MutableMapping[int, State]):
                     tensor.record_stream(self._stream)
         self._going[client] = self._stream.record_event()
 
-    def __delitem__(self, client: int) -> None:
-        self._wait(client)
-        del self._host[client]
-
-    def __contains__(self, client: object) -> bool:
-        return client in self._host
-
     def __iter__(self) -> Iterator[int]:
         return iter(self._host)
-
-    def __len__(self) -> int:
-        return len(self._host)
 
     def prefetch(self, client: int) -> None:
         """Start to bring a client's state to the device."""
@@ -99,11 +81,11 @@ class HostStates(MutableMapping[int, State]):
                 else tensor.to(self.device, non_blocking=True)
                 for name, tensor in self._host[client].items()
             }
-        self._coming[client] = _Coming(tensors, self._stream.record_event())
+        self._coming[client] = (tensors, self._stream.record_event())
 
     def numbers(self, client: int) -> State:
         """The single numbers of a client's state: nothing travels to the device."""
-        flat = self.on_host(client) if client in self._host else {}
+        flat = self.on_host(client)
         return unflatten({name: tensor for name, tensor in flat.items() if tensor.ndim == 0})
 
     def on_host(self, client: int) -> dict[str, Tensor]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.host_states import HostStates
 from fedssl.engines.remote.codec import MalformedError, check_like, describe_tree
-from fedssl.federation.aggregate import Aggregator
-from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.server import learning_rates
@@ -27,6 +25,7 @@ Payload = tuple[Argument, ...]
 Worked = tuple[NDArray[np.int64], Client, Any]  # clients, acting as one, and their reply
 
 
+@dataclass(eq=False, repr=False)
 class LocalEngine(Engine):
     """Run every client's work through one network.
 
@@ -34,18 +33,13 @@ class LocalEngine(Engine):
     through the network as one batch, or as several of at most ``engine.chunk`` images.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        groups: Groups,
-        aggregator: Aggregator | None = None,
-    ) -> None:
-        super().__init__(trainer, algorithm, groups, aggregator)
+    def __post_init__(self) -> None:
+        """Decide whether cohorts are merged."""
+        trainer = self.trainer
         self.states: HostStates = HostStates(trainer.device)
         self.pool = TrainerPool(trainer) if trainer.device.type == "cuda" else None
         wanted = trainer.config.engine.merge == "auto" and self.aggregator.allows_merging
-        self.merges = wanted and algorithm.exact_on_union(trainer)
+        self.merges = wanted and self.algorithm.exact_on_union(trainer)
         self._checked: set[str] = set()  # tasks whose first reply was as declared
 
     def rest(self) -> None:

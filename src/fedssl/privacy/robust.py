@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -53,28 +53,25 @@ class Robust(Aggregator):
         if self.rule == "krum":
             return replies[krum(replies, self.hostile)]
         cut = (len(replies) - 1) // 2 if self.rule == "median" else self.hostile
-        return by_coordinate(replies, lambda values: trimmed(values, cut))
+        return trimmed_mean(replies, cut)
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
         """Refuse a sum: secure sums are excluded by :mod:`fedssl.privacy.checks`."""
         raise NotImplementedError(f"cohort.average={self.rule} needs each client's reply")
 
 
-def trimmed(values: Tensor, cut: int) -> Tensor:
-    """Average each column without its ``cut`` smallest and largest values.
+def trimmed_mean(replies: list[Tree], cut: int) -> Tree:
+    """Average each coordinate without its ``cut`` smallest and largest values.
 
     If that leaves one or two, it is the median. Rounding keeps it in their range.
     """
-    kept = values.sort(0).values[cut : len(values) - cut]
-    return kept.mean(0).clamp(kept[0], kept[-1])
-
-
-def by_coordinate(replies: list[Tree], rule: Callable[[Tensor], Tensor]) -> Tree:
-    """Apply ``rule`` to the clients' values ``[clients, coordinates]``, leaf by leaf."""
     each = [flatten(reply) for reply in replies]
     out: dict[str, Tensor] = {}
     for name, like in each[0].items():
-        parts = [rule(values) for values in slices([flat[name] for flat in each])]
+        parts = []
+        for values in slices([flat[name] for flat in each]):
+            kept = values.sort(0).values[cut : len(values) - cut]
+            parts.append(kept.mean(0).clamp(kept[0], kept[-1]))
         out[name] = torch.cat(parts).reshape(like.shape).to(like.dtype)
     return out[""] if isinstance(replies[0], Tensor) else unflatten(out)
 

@@ -269,7 +269,7 @@ def build_engine(
     elif validate.is_deployed(config):
         engine = RemoteEngine(trainer, algorithm, groups, aggregator)
     else:
-        engine = SimulatedEngine(trainer, algorithm, groups, aggregator, build_worker_engine)
+        engine = SimulatedEngine(trainer, algorithm, groups, aggregator, build=build_worker_engine)
     if config.evaluate.drift:
         trainer.watched = {}
     if compiles_passes(engine):

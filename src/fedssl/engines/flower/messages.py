@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 GREETING = "hello"
-LONGEST_FAULT = 300  # characters of a fault that are kept
 _RAW = "fedssl"  # the serialization of arrays: plain bytes
 
 
@@ -131,7 +130,7 @@ def _read_replies(content: RecordDict) -> dict[int, Reply]:
         for k, share in content.config_records["shares"].items()
     }
     faults = content.config_records["faults"].items()
-    return {**replies, **{int(k): Reply(fault=str(fault)[:LONGEST_FAULT]) for k, fault in faults}}
+    return replies | {int(k): Reply(fault=str(fault)) for k, fault in faults}
 
 
 def write_greeting(facts: Mapping[str, str]) -> RecordDict:

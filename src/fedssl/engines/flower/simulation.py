@@ -8,11 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl import config as configuration
-from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.flower.apps import build_client_app, build_server_app
 from fedssl.engines.flower.messages import read_clients, read_request, write_replies
@@ -20,9 +20,6 @@ from fedssl.engines.flower.transport import GridTransport
 from fedssl.engines.remote.engine import RemoteEngine
 from fedssl.engines.remote.messages import Reply
 from fedssl.engines.remote.site import Site, describe_fault
-from fedssl.federation.aggregate import Aggregator
-from fedssl.federation.algorithm import Algorithm
-from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,19 +31,11 @@ if TYPE_CHECKING:
 BuildEngine = Callable[[str], Engine]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SimulatedEngine(RemoteEngine):
     """Asks clients that live in ``engine.workers`` processes of this machine, or of a cluster."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        groups: Groups,
-        aggregator: Aggregator | None,
-        build: BuildEngine,
-    ) -> None:
-        super().__init__(trainer, algorithm, groups, aggregator)
-        self.build = build
+    build: BuildEngine
 
     def drive(self, work: Callable[[], None]) -> None:
         """Run ``work`` as the server of a simulation."""
@@ -94,11 +83,7 @@ class SimulatedEngine(RemoteEngine):
                 replies = dict.fromkeys(read_clients(content), fault)
             return write_replies(replies)
 
-        return build_client_app(self.algorithm_tasks(), answer)
-
-    def algorithm_tasks(self) -> tuple[str, ...]:
-        """List the tasks that clients answer."""
-        return tuple(self.algorithm.tasks())
+        return build_client_app(self.algorithm.tasks(), answer)
 
     def _resources(self) -> Any:
         """Give each worker one processor, and its part of the GPUs if clients train on them."""

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.engines.remote.codec import MalformedError, check_like, unpack
-from fedssl.engines.remote.messages import Reply, Request, SecureStep, message_bytes
+from fedssl.engines.remote.messages import (
+    LONGEST_FAULT,
+    Reply,
+    Request,
+    SecureStep,
+    message_bytes,
+)
 from fedssl.engines.remote.payload import PayloadWriter
 from fedssl.engines.remote.replies import ReplyChecker
 from fedssl.federation.aggregate import TooFewReplies
@@ -25,8 +31,6 @@ from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 if TYPE_CHECKING:
     from fedssl.engines.remote.engine import RemoteEngine
     from fedssl.privacy.secure import Unmasker
-
-LONGEST_FAULT = 300  # characters
 
 
 class RemoteCohort(Cohort):

@@ -88,8 +88,8 @@ class DiskStates:
 class ReadOnlyStates:
     """The clients' states as a simulation's server reads them (a real server cannot)."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.folder: Path | None = None
         self.history = History((), (), 0)
         self.round = 0
         self.changed: set[int] = set()

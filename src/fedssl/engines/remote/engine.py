@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.data.dataset import Groups
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.cohort import RemoteCohort
 from fedssl.engines.remote.disk_states import History, ReadOnlyStates
 from fedssl.engines.remote.messages import Reply, Request
-from fedssl.federation.aggregate import Aggregator
-from fedssl.federation.algorithm import Algorithm
-from fedssl.training.trainer import Trainer
 
 STATES = Path("checkpoint") / "states"  # of a simulation's clients
 
@@ -38,17 +35,12 @@ class Transport(Protocol):
         """
 
 
+@dataclass(eq=False, repr=False)
 class RemoteEngine(Engine):
     """Asks clients through messages; only their replies come here."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        algorithm: Algorithm,
-        groups: Groups,
-        aggregator: Aggregator | None = None,
-    ) -> None:
-        super().__init__(trainer, algorithm, groups, aggregator)
+    def __post_init__(self) -> None:
+        """Begin the run's first attempt."""
         self.transport: Transport | None = None
         self.attempt = secrets.token_hex(4)
         self.history = History((self.attempt,), (0,), 0)

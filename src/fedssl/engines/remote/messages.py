@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedssl.privacy.secure import Message
 
 CHANGE = "change"  # the leaf of a reply that holds the model's change
+LONGEST_FAULT = 300  # characters of a fault that are kept
 
 
 def half_precision_leaves(config: Config) -> tuple[str, ...]:
