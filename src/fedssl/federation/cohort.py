@@ -107,7 +107,7 @@ class Cohort(ABC):
     ) -> None:
         """End an exchange: count its bytes, drop clients that did not answer, and may stop."""
         self._count(task, payload, answered)
-        self.passes += task.trains
+        self.passes += task.trains or 0
         self.missing += len(self.ids) - len(answered)
         self.ids = answered
         if failure is not None:

@@ -2,36 +2,73 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from fedssl.config import plugins
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree
 
 Seen = Literal["mean", "each", "log", "simulation"]
 Reveals = Literal["update", "statistics", "features", "loss", "numbers"]
-Reply = dict[str, Tree]
+Reply = dict[str, Any]  # a tree of tensors
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, eq=False)
 class ClientTask:
-    """One task of clients. See :func:`client_task`."""
+    """Declare a method as a task of clients; use it as the decorator ``@client_task(…)``.
 
-    name: str  # of the method, and on the wire
-    summary: str
+    Args:
+        seen: What the server sees. ``mean``: only the mean of the replies. ``each``: every client's
+            reply. ``log``: single numbers of each client, for the log. ``simulation``: the same,
+            but no real site is ever asked.
+        reveals: What a reply is computed from. ``update``: a change of the model, with the loss.
+            ``statistics``: means over images' encodings. ``features``: one row per image.
+            ``loss``: the loss alone. ``numbers``: single numbers of the client's state.
+        reply: The shape of a reply, as a function of the algorithm and its trainer, or the names of
+            the numbers. An update and a loss need none.
+        bound: The L2 norm that no reply exceeds. ``None``: only clipping bounds it.
+        few_images: The number of images up to which statistics can reveal each image's encoding.
+        when: Whether rounds ask for the task, given the algorithm and whether sums are secure.
+        sums_hide: Whether a sum over clients hides each of them.
+        trains: How often the task trains on the client's images. ``None``: once for an update or a
+            loss, else not at all.
+        stateless: Whether the reply is independent of ``client.state``. Privacy accounting then
+            counts every round as a fresh draw of clients.
+    """
+
     seen: Seen
     reveals: Reveals
-    reply: Callable[[Any, Trainer], Reply] | tuple[str, ...] | None
-    bound: Callable[[Any], float | None]
-    few_images: Callable[[Any], int]
-    when: Callable[[Any, bool], bool]
-    sums_hide: Callable[[Any], bool]
-    trains: int
-    stateless: bool
+    reply: Callable[[Any, Trainer], Reply] | tuple[str, ...] | None = None
+    bound: Callable[[Any], float | None] = lambda algorithm: None
+    few_images: Callable[[Any], int] = lambda algorithm: 2
+    when: Callable[[Any, bool], bool] = lambda algorithm, secure: True
+    sums_hide: Callable[[Any], bool] = lambda algorithm: True
+    trains: int | None = None
+    stateless: bool = False
+    name: str = field(init=False)  # of the method, and on the wire
+    summary: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        trains = self.reveals in ("update", "loss")
+        if self.trains is None:
+            self.trains = int(trains)
+        if self.reply is None and not trains:
+            raise UserError(
+                f"a task that reveals {self.reveals} must say what a reply looks like",
+                fix="Give @client_task(reply=…).",
+            )
+
+    def __call__(self, method: Method) -> Method:
+        """Declare a method."""
+        task = copy.copy(self)
+        task.name = method.__name__
+        task.summary = (method.__doc__ or method.__name__).strip().splitlines()[0].rstrip(".")
+        method.client_task = task  # type: ignore[attr-defined]
+        return method
 
     @property
     def is_logged(self) -> bool:
@@ -53,62 +90,7 @@ class ClientTask:
         return {"loss": update["loss"]} if self.reveals == "loss" else update
 
 
-def client_task(
-    *,
-    seen: Seen,
-    reveals: Reveals,
-    reply: Callable[[Any, Trainer], Reply] | tuple[str, ...] | None = None,
-    bound: Callable[[Any], float | None] = lambda algorithm: None,
-    few_images: Callable[[Any], int] = lambda algorithm: 2,
-    when: Callable[[Any, bool], bool] = lambda algorithm, secure: True,
-    sums_hide: Callable[[Any], bool] = lambda algorithm: True,
-    trains: int | None = None,
-    stateless: bool = False,
-) -> Callable[[Method], Method]:
-    """Declare a method as a task of clients.
-
-    Args:
-        seen: What the server sees. ``mean``: only the mean of the replies. ``each``: every client's
-            reply. ``log``: single numbers of each client, for the log. ``simulation``: the same,
-            but no real site is ever asked.
-        reveals: What a reply is computed from. ``update``: a change of the model, with the loss.
-            ``statistics``: means over images' encodings. ``features``: one row per image.
-            ``loss``: the loss alone. ``numbers``: single numbers of the client's state.
-        reply: The shape of a reply, as a function of the algorithm and its trainer, or the names of
-            the numbers. An update and a loss need none.
-        bound: The L2 norm that no reply exceeds. ``None``: only clipping bounds it.
-        few_images: The number of images up to which statistics can reveal each image's encoding.
-        when: Whether rounds ask for the task, given the algorithm and whether sums are secure.
-        sums_hide: Whether a sum over clients hides each of them.
-        trains: How often the task trains on the client's images.
-        stateless: Whether the reply is independent of ``client.state``. Privacy accounting then
-            counts every round as a fresh draw of clients.
-    """
-    if reply is None and reveals not in ("update", "loss"):
-        raise UserError(
-            f"a task that reveals {reveals} must say what a reply looks like",
-            fix="Give @client_task(reply=…).",
-        )
-    trainings = int(reveals in ("update", "loss")) if trains is None else trains
-
-    def declare(method: Method) -> Method:
-        summary = (method.__doc__ or method.__name__).strip().splitlines()[0].rstrip(".")
-        method.client_task = ClientTask(  # type: ignore[attr-defined]
-            method.__name__,
-            summary,
-            seen,
-            reveals,
-            reply,
-            bound,
-            few_images,
-            when,
-            sums_hide,
-            trainings,
-            stateless,
-        )
-        return method
-
-    return declare
+client_task = ClientTask
 
 
 def update_like(trainer: Trainer) -> Reply:
