@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedssl import config
-from fedssl.algorithms.fedca import FedCA, Step, encode
+from fedssl.algorithms.fedca import FedCA, encode, misalignment
 from fedssl.data.random import choose, key
 from fedssl.deploy.recipe import adapt_recipe
 from fedssl.deploy.write import write_app
@@ -205,17 +205,16 @@ def test_it_is_what_a_plain_loop_would_do(words: str) -> None:
 
 def test_the_alignment_alone_brings_features_to_the_bases() -> None:
     engine, server = made("algorithm.align=1")
-    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
+    trainer = engine.trainer
     images: Tensor = server.state["public"]  # type: ignore[assignment]
     goal: Tensor = server.state["base"]  # type: ignore[assignment]
     trainer.load(trainer.initial)
-    one = Step(engine.algorithm, client, rows(0, 16, 0), images, goal)  # type: ignore[arg-type]
     apart = []
     for _ in range(20):
         with torch.no_grad():
             apart.append((encode(trainer, images) - goal).norm(dim=1))
         trainer.flat.gradient.zero_()
-        one.alignment(len(images)).backward()
+        misalignment(trainer, images, goal).backward()
         trainer.flat.params.sub_(trainer.flat.gradient, alpha=0.2)
     means = [float(a.mean()) for a in apart]
     assert all(after < before for before, after in pairwise(means)) and means[-1] < means[0] / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.algorithm import Algorithm, wrong_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.features import accept_features, join_features, scale_pixels
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task, update_like
+from fedssl.federation.task import Reply, client_task, update_like
 from fedssl.federation.traffic import per_client
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
@@ -31,15 +31,10 @@ from fedssl.training.trainer import Trainer
 from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
 from fedssl.util.secrets import system_generator
-from fedssl.util.trees import Tree
 
 
-def _update_like(ccl: CCL, trainer: Trainer) -> dict[str, Tree]:
+def _update_like(ccl: CCL, trainer: Trainer) -> Reply:
     return {**update_like(trainer), "momentum": trainer.initial[momentum_places(trainer)]}
-
-
-def _features_like(ccl: CCL, trainer: Trainer) -> dict[str, Tree]:
-    return {"features": trainer.initial.new_empty(ccl.features, ccl.width)}
 
 
 class CCL(Algorithm):
@@ -111,17 +106,13 @@ class CCL(Algorithm):
                 )
 
     params: Params
+    objective: MoCo
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
         if not isinstance(objective, MoCo):
-            raise UserError(
-                "ccl needs MoCo's queue and momentum model",
-                key="objective.name",
-                value=objective.params.name,
-                fix="Use objective.name=moco.",
-            )
-        self.moco = objective
+            problem = "ccl needs MoCo's queue and momentum model"
+            raise wrong_objective(objective, problem, "Use objective.name=moco.")
         given = self.params.features
         self.features = objective.params.queue if given is None else given
         self.width = objective.params.projector[-1]
@@ -160,9 +151,9 @@ class CCL(Algorithm):
         """Send models and banks, average the models, and collect the new banks (section 3)."""
         # A momentum model starts as the main one; it has parameters only.
         start = server.model[: server.flat.parameter_count]
-        momentum = cast(Tensor, server.state.get("momentum", start))
-        banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
-        classes = cast("dict[str, Tensor]", server.state.get("classes", {}))
+        momentum = server.state.get("momentum", start)
+        banks = server.state.get("banks", {})
+        classes = server.state.get("classes", {})
         # Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2). Banks travel with the models, and count as shared.
         remote = {
             int(k): join_features(banks, self.width, server.weights, without=int(k))
@@ -185,7 +176,7 @@ class CCL(Algorithm):
                 state = random_key(server.config.seed, "share", server.round, int(client))
                 chosen = members[choose(state, len(members), self.features)]
                 counts[client] = server.census.count(chosen)
-            server.state["classes"] = cast("dict[str, Tree]", counts)
+            server.state["classes"] = counts
 
     def log_false_negatives(
         self, server: Server, cohort: Cohort, classes: Mapping[str, Tensor]
@@ -206,18 +197,16 @@ class CCL(Algorithm):
         server.log_clients(ratios)
 
     @client_task(seen="mean", reveals="update", reply=_update_like)
-    def train(
-        self, client: Client, model: Tensor, momentum: Tensor, remote: Tensor
-    ) -> dict[str, Tree]:
+    def train(self, client: Client, model: Tensor, momentum: Tensor, remote: Tensor) -> Reply:
         """The changes that local training makes to the main and to the momentum model."""
         places = momentum_places(client.trainer)
         start = client.full_weights(model)[: client.trainer.flat.parameter_count]
-        target = cast(Tensor, client.state.get("target", start))
+        target = client.state.get("target", start)
         client.state["target"] = target.index_copy(0, places, momentum)
         step = Step(self, client, remote)
         update = client.train(model, step)
         client.state |= step.count_false_negatives()
-        return {**update, "momentum": cast(Tensor, client.state["target"])[places] - momentum}
+        return {**update, "momentum": client.state["target"][places] - momentum}
 
     @client_task(seen="simulation", reveals="numbers", reply=("alike", "held"))
     def census(self, client: Client) -> dict[str, Tensor]:
@@ -225,19 +214,21 @@ class CCL(Algorithm):
         return client.numbers("alike", "held")
 
     @client_task(
-        seen="each", reveals="features", reply=_features_like, when=lambda ccl, secure: ccl.shares
+        seen="each",
+        reveals="features",
+        reply=lambda ccl, t: {"features": t.initial.new_empty(ccl.features, ccl.width)},
+        when=lambda ccl, secure: ccl.shares,
     )
-    def share(self, client: Client) -> dict[str, Tree]:
+    def share(self, client: Client) -> Reply:
         """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
 
         Q̄_l,c of Eq. 2, one row per image, at most K.
         """
-        trainer, seed = client.trainer, client.trainer.config.seed
+        trainer = client.trainer
         assert trainer.target is not None
-        trainer.target.params.copy_(cast(Tensor, client.state["target"]))
-        chosen = choose(
-            random_key(seed, "share", client.round, client.id), client.samples, self.features
-        )
+        trainer.target.params.copy_(client.state["target"])
+        state = random_key(client.seed, "share", client.round, client.id)
+        chosen = choose(state, client.samples, self.features)
         # Batch norm looks at them together. With no backward pass there is room for more at once.
         batches = np.array_split(chosen, max(1, trainer.batches.per_epoch(len(chosen)) // 4))
         images, secret = trainer.images[0][client.members], self.secret(client)
@@ -270,7 +261,7 @@ class CCL(Algorithm):
     def loss(self, encoded: EncodedBatch, remote: Tensor, chosen: Tensor) -> Tensor:
         """L_contrast + λ L_neigh (Eq. 12), in both directions as MoCo's."""
         params, memory = self.params, encoded.memory
-        loss = self.moco.contrast(encoded.encodings, *self.negatives(memory, remote))
+        loss = self.objective.contrast(encoded.encodings, *self.negatives(memory, remote))
         if params.lambda_:
             candidates = torch.cat((remote, memory["queue"]))[chosen]
             for encoding in encoded.encodings[:2]:
@@ -281,7 +272,7 @@ class CCL(Algorithm):
 
     def negatives(self, memory: Tensors, remote: Tensor) -> tuple[Tensor, Tensor]:
         """Q_l ∪ Q_s (Eq. 3), or Q_s alone (Eq. 5), and which of them are not there."""
-        empty = self.moco.memory.free_places(memory)
+        empty = self.objective.memory.free_places(memory)
         there = empty.new_zeros(len(remote))
         if self.params.remote == "only" and len(remote):
             return remote, there
@@ -296,18 +287,16 @@ class Step(Steps):
         self.function = ccl.loss
         self.recurs = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
-        memory: Any = client.state.get("memory", {"seen": 0})
-        self.seen = int(memory["seen"])  # reading from the device would wait
+        # Read once: reading from the device in every step would wait.
+        self.seen = int(client.state.get("memory", {"seen": 0})["seen"])
         # Which images the queue's keys are of.
-        none = torch.zeros(ccl.moco.params.queue, dtype=torch.int64, device=client.trainer.device)
-        self.origins = cast(Tensor, client.state.get("origins", none)).clone()
+        none = torch.zeros(ccl.objective.params.queue, dtype=torch.int64, device=remote.device)
+        self.origins = client.state.get("origins", none).clone()
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
         client, there = self.client, len(self.remote) + min(self.seen, len(self.origins))
-        drawn = random_key(
-            client.trainer.config.seed, "neighbours", client.round, client.id, self.number
-        )
+        drawn = random_key(client.seed, "neighbours", client.round, client.id, self.number)
         most = self.ccl.features if self.ccl.params.lambda_ else 0
         return self.remote, to_device(choose(drawn, there, most), self.remote.device)
 
@@ -323,7 +312,7 @@ class Step(Steps):
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
 
-    def count_false_negatives(self) -> dict[str, Tree]:
+    def count_false_negatives(self) -> Reply:
         """Count the queue's keys: all, and those of a sample's class, on average over samples."""
         census, client = self.client.trainer.census, self.client
         if census is None:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams
-from fedssl.federation.algorithm import Algorithm, is_one_plain_step
+from fedssl.federation.algorithm import Algorithm, is_one_plain_step, wrong_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import Centre, MomentObjective, Moments
 from fedssl.training.trainer import Trainer
-from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree
 
 
-def _centre_like(dcco: DCCO, trainer: Trainer) -> dict[str, Tree]:
+def _centre_like(dcco: DCCO, trainer: Trainer) -> Reply:
     return dict(dcco.objective.centre(dcco.two_encodings(trainer.initial)))
 
 
-def _moments_like(dcco: DCCO, trainer: Trainer) -> dict[str, Tree]:
+def _moments_like(dcco: DCCO, trainer: Trainer) -> Reply:
     encodings = dcco.two_encodings(trainer.initial)
     return dict(dcco.objective.moments(encodings, dcco.objective.centre(encodings)))
 
@@ -54,11 +51,10 @@ class DCCO(Algorithm):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):
-            raise UserError(
+            raise wrong_objective(
+                objective,
                 "dcco shares moments of encodings, and this loss is not a function of them",
-                key="objective.name",
-                value=objective.params.name,
-                fix="Use objective.name=cco or vicreg, or algorithm.name=fedavg.",
+                "Use objective.name=cco or vicreg, or algorithm.name=fedavg.",
             )
         super().__init__(params, objective)
 
@@ -69,7 +65,7 @@ class DCCO(Algorithm):
             origin = {name: server.model.new_zeros(width) for name in ("f", "g")}
             asks = self.asks_for_centre(server.config.privacy.secure)
             server.state["centre"] = cohort.mean(self.locate, server.model) if asks else origin
-        centre = cast(Centre, server.state["centre"])
+        centre = server.state["centre"]
         moments = cohort.mean(self.encode, server.model, centre)
         update = cohort.mean(self.descend, server.model, centre, moments)
         server.apply(update)
@@ -117,9 +113,7 @@ class DCCO(Algorithm):
         return client.mean(model, lambda encoded: self.objective.moments(encoded.encodings, centre))
 
     @client_task(seen="mean", reveals="update", stateless=True)
-    def descend(
-        self, client: Client, model: Tensor, centre: Centre, moments: Moments
-    ) -> dict[str, Tree]:
+    def descend(self, client: Client, model: Tensor, centre: Centre, moments: Moments) -> Reply:
         """The change of the network's weights that local training makes.
 
         On ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at every step.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 from torch import Tensor
 
@@ -13,10 +11,9 @@ from fedssl.config import key
 from fedssl.federation.algorithm import Result
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.training.optim import Pull
-from fedssl.training.trainer import Trainer
-from fedssl.util.trees import Tree
+from fedssl.training.trainer import State, Trainer
 
 
 class Ditto(FedAvg):
@@ -41,23 +38,22 @@ class Ditto(FedAvg):
     params: Params
 
     @client_task(seen="mean", reveals="update", trains=2)
-    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
+    def train(self, client: Client, model: Tensor) -> Reply:
         """The global model's change; the personal model stays."""
         self.personalize(client, client.full_weights(model))
         return super().train(client, model)
 
     def personalize(self, client: Client, anchor: Tensor) -> None:
         """Train the personal model: v ← v − η ∇h(v; w) for the round's local steps."""
-        state: dict[str, Any] = dict(cast("dict[str, Tree]", client.state.get("personal", {})))
+        state = dict(client.state.get("personal", {}))
         start = state.get("weights", client.trainer.initial)
         pull = Pull(self.params.lambda_, anchor) if self.params.lambda_ else None
         state["weights"] = client.train_from(start, state, pull=pull).weights
         client.state["personal"] = state
 
-    def personal_weights(self, server: Server, state: Mapping[str, Tree]) -> Tensor | None:
+    def personal_weights(self, server: Server, state: State) -> Tensor | None:
         """Return v_k."""
-        personal = cast("Mapping[str, Tensor]", state.get("personal", {}))
-        return personal.get("weights")
+        return state.get("personal", {}).get("weights")
 
     def exact_on_union(self, trainer: Trainer) -> bool:
         """Return ``False``: every client has a model of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,8 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.models.flat_weights import FlatWeights
-from fedssl.util.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,13 @@ class DivergenceAware(Algorithm):
         server.log_clients(cohort.gather(self.report))
 
     @client_task(seen="mean", reveals="update")
-    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
+    def train(self, client: Client, model: Tensor) -> Reply:
         """The change that local training makes, from the mixture that the client starts at."""
         trained = client.train_from(self.start(client, client.full_weights(model)), client.state)
-        client.state["network"] = trained.weights
+        client.state["network"] = trained.weights  # the online network
         client.state["trained"] = torch.tensor(client.round)
         if self.params.divergence == "drift":
-            change, flat = trained.weights - trained.start, client.trainer.flat
-            spans = flat.of(nn.Conv2d)
+            change, spans = trained.weights - trained.start, client.trainer.flat.of(nn.Conv2d)
             norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in spans]
             client.state["drift"] = torch.stack(norms).mean()
         return client.reply(trained, model)
@@ -69,14 +67,9 @@ class DivergenceAware(Algorithm):
         if "network" not in client.state:
             return None
         if self.params.divergence == "drift":
-            return cast(Tensor, client.state["drift"]).cpu()
+            return client.state["drift"].cpu()
         n = count_tower_parameters(client.trainer.flat)
-        return torch.linalg.vector_norm(network[:n] - last_network(client)[:n]).cpu()
-
-
-def last_network(client: Client) -> Tensor:
-    """Return the client's online network after its last local training."""
-    return cast(Tensor, client.state["network"])
+        return torch.linalg.vector_norm(network[:n] - client.state["network"][:n]).cpu()
 
 
 def count_tower_parameters(flat: FlatWeights) -> int:

@@ -19,24 +19,23 @@ from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.features import scale_pixels, split_batches
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task, update_like
+from fedssl.federation.task import Reply, client_task, update_like
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, initialize, load_encoders
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
 from fedssl.objectives.mae import MAE
 from fedssl.training import optim
-from fedssl.training.trainer import Trainer
+from fedssl.training.trainer import State, Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree
 
 SHOWN = 20  # clients named when clusters are shown
 
 
-def _update_like(featarc: FeatARC, trainer: Trainer) -> dict[str, Tree]:
+def _update_like(featarc: FeatARC, trainer: Trainer) -> Reply:
     """Return a slot for each cluster, the slot in use, and the loss."""
     update, count = update_like(trainer), featarc.params.clusters
-    change = cast(Tensor, update["change"])
+    change = update["change"]
     return {**update, "change": change.expand(count, -1), "members": change.new_zeros(count)}
 
 
@@ -121,36 +120,32 @@ class FeatARC(Algorithm):
         """Return the cluster models; create all but the server's own before round 1."""
         if "clusters" not in server.state and self.params.clusters > 1:
             rule, n = server.config.server, server.flat.parameter_count
-            apart = self.params.start == "apart"
-            starts = {
-                str(j): another_start(server, j) if apart else server.weights.clone()
-                for j in range(1, self.params.clusters)
-            }
-            server.state["clusters"] = {
-                j: {"weights": start, "rule": cast("dict[str, Tree]", optim.start(rule, start[:n]))}
-                for j, start in starts.items()
-            }
+            clusters = server.state["clusters"] = {}
+            for j in range(1, self.params.clusters):
+                apart = self.params.start == "apart"
+                start = another_start(server, j) if apart else server.weights.clone()
+                clusters[str(j)] = {"weights": start, "rule": optim.start(rule, start[:n])}
         return [cluster_model(server, j) for j in range(self.params.clusters)]
 
-    def server_model(self, server: Server, state: Mapping[str, Tree]) -> Tensor:
+    def server_model(self, server: Server, state: State) -> Tensor:
         """Return the model of the client's cluster."""
-        return cluster_model(server, int(cast(Tensor, state.get("cluster", torch.zeros(())))))
+        return cluster_model(server, int(state.get("cluster", 0)))
 
     def step(self, server: Server, cluster: int, change: Tensor) -> None:
         """Update a cluster's model by the server's rule, with the cluster's optimizer state."""
         if cluster == 0:
             server.weights = server.step(server.weights, server.rule_state, change)
             return
-        model = _cluster(server, cluster)
-        rule = cast(optim.State, model.get("rule", {}))  # files keep no empty trees
-        model["weights"] = server.step(cast(Tensor, model["weights"]), rule, change)
+        model = server.state["clusters"][str(cluster)]
+        rule = model.get("rule", {})  # files keep no empty trees
+        model["weights"] = server.step(model["weights"], rule, change)
 
     def show_clusters(self, server: Server) -> None:
         """Show the clusters' members after the first round, and when a client moves."""
         if self.params.clusters == 1 or "cluster" not in server.client_log:
             return  # or the server may not know them
         now = {k: int(c) for k, c in server.client_log["cluster"].items() if c is not None}
-        assigned = cast("dict[str, Tensor]", server.state.setdefault("assigned", {}))
+        assigned = server.state.setdefault("assigned", {})
         before = {int(k): int(c) for k, c in assigned.items()}
         assigned |= {str(k): torch.tensor(c) for k, c in now.items()}
         if before and all(before.get(k, c) == c for k, c in now.items()):
@@ -170,11 +165,11 @@ class FeatARC(Algorithm):
         # The sum of a cluster with one client is that client's change.
         sums_hide=lambda featarc: featarc.params.clusters == 1,
     )
-    def train(self, client: Client, models: Mapping[str, Tensor]) -> dict[str, Tree]:
+    def train(self, client: Client, models: Mapping[str, Tensor]) -> Reply:
         """The change of the model of the cluster that the client chose, in that cluster's slot."""
         chosen, frozen = self.assign(client, models)
         model = models[str(chosen)]
-        if "cluster" in client.state and int(cast(Tensor, client.state["cluster"])) != chosen:
+        if "cluster" in client.state and int(client.state["cluster"]) != chosen:
             for name in ("target", "memory"):  # they follow another model
                 client.state.pop(name, None)
         client.state["cluster"] = torch.tensor(chosen)
@@ -184,7 +179,7 @@ class FeatARC(Algorithm):
         if self.params.clusters > 1:
             client.state["network"] = trained.weights
         update = client.reply(trained, model)
-        change = cast(Tensor, update["change"])
+        change = update["change"]
         slots = change.new_zeros(self.params.clusters, len(change))
         slots[chosen] = change
         members = change.new_zeros(self.params.clusters)
@@ -197,7 +192,7 @@ class FeatARC(Algorithm):
         The largest mean cosine with the features of the client's last local model; before it has
         one, its number modulo C.
         """
-        last, count = cast("Tensor | None", client.state.get("network")), self.params.clusters
+        last, count = client.state.get("network"), self.params.clusters
         chosen = client.id % count
         if count > 1 and last is not None:
             mine = compute_features(client, last)
@@ -309,9 +304,4 @@ def another_start(server: Server, cluster: int) -> Tensor:
 
 def cluster_model(server: Server, cluster: int) -> Tensor:
     """Return the model of a cluster; that of cluster 0 is the global one."""
-    return cast(Tensor, _cluster(server, cluster)["weights"]) if cluster else server.weights
-
-
-def _cluster(server: Server, cluster: int) -> dict[str, Tree]:
-    clusters = cast("dict[str, dict[str, Tree]]", server.state["clusters"])
-    return clusters[str(cluster)]
+    return server.state["clusters"][str(cluster)]["weights"] if cluster else server.weights

@@ -12,11 +12,10 @@ from fedssl.federation.algorithm import Algorithm, is_one_plain_step
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.objectives.base import Objective
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree
 
 
 class FedAvg(Algorithm):
@@ -66,7 +65,7 @@ class FedAvg(Algorithm):
         server.apply(cohort.mean(self.train, server.model))
 
     @client_task(seen="mean", reveals="update", stateless=True)
-    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
+    def train(self, client: Client, model: Tensor) -> Reply:
         """The change that local training makes."""
         if self.replaces_target:
             client.state.pop("target", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -16,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm
+from fedssl.federation.algorithm import Algorithm, wrong_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.features import (
@@ -26,7 +27,7 @@ from fedssl.federation.features import (
     split_batches,
 )
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.federation.traffic import count_as
 from fedssl.models.network import Tower
 from fedssl.objectives.base import Objective
@@ -35,13 +36,8 @@ from fedssl.objectives.simclr import SimCLR
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree
 
 PUBLIC = 1000
-
-
-def _features_like(fedca: FedCA, trainer: Trainer) -> dict[str, Tree]:
-    return {"features": trainer.initial.new_empty(fedca.params.dictionary, fedca.width)}
 
 
 class FedCA(Algorithm):
@@ -99,17 +95,13 @@ class FedCA(Algorithm):
                 )
 
     params: Params
+    objective: SimCLR
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
         if not isinstance(objective, SimCLR):
-            raise UserError(
-                "fedca's dictionary adds to SimCLR's negatives",
-                key="objective.name",
-                value=objective.params.name,
-                fix="Use objective.name=simclr.",
-            )
-        self.simclr = objective
+            problem = "fedca's dictionary adds to SimCLR's negatives"
+            raise wrong_objective(objective, problem, "Use objective.name=simclr.")
         self.width = objective.params.projector[-1]
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
@@ -125,7 +117,7 @@ class FedCA(Algorithm):
         """Send model and dictionary, average the models, and collect new projections."""
         if self.params.align and "base" not in server.state:
             server.state |= self.train_base(server)
-        banks = cast("dict[str, Tensor]", server.state.get("banks", {}))
+        banks = server.state.get("banks", {})
         # The dictionary travels with the model, and counts as shared.
         dictionary = count_as("share", join_features(banks, self.width, server.weights))
         shown = [server.state[name] for name in ("public", "base") if self.params.align]
@@ -135,7 +127,7 @@ class FedCA(Algorithm):
         cohort.minimum = 0  # the round counts; a missing bank is not renewed
         server.state["banks"] = {**banks, **accept_features(server, cohort.gather(self.share))}
 
-    def train_base(self, server: Server) -> dict[str, Tree]:
+    def train_base(self, server: Server) -> Reply:
         """Train the base model on the public images; return the images and their features."""
         public, trainer = server.public, server.trainer
         if public is None:  # an estimate of traffic, for which only shapes count
@@ -161,9 +153,21 @@ class FedCA(Algorithm):
         dictionary: Tensor,
         public: Tensor | None = None,
         base: Tensor | None = None,
-    ) -> dict[str, Tree]:
+    ) -> Reply:
         """The change that local training makes; the client's projections stay until asked for."""
-        update = client.train(model, Step(self, client, dictionary, public, base))
+        steps, trainer = itertools.count(), client.trainer
+
+        def loss(encoded: EncodedBatch) -> Tensor:
+            """L_contrast + β L_align."""
+            loss = self.objective.contrast(encoded.encodings, dictionary)
+            if public is None or base is None:
+                return loss
+            state = random_key(client.seed, "public", client.round, client.id, next(steps))
+            chosen = choose(state, len(public), len(encoded.encodings[0]))
+            places = to_device(chosen, public.device)
+            return loss + self.params.align * misalignment(trainer, public[places], base[places])
+
+        update = client.train(model, loss)
         if self.params.dictionary:
             client.state["bank"] = self.project(client)
         return update
@@ -172,7 +176,7 @@ class FedCA(Algorithm):
     def project(self, client: Client) -> Tensor:
         """Project some of the client's images to length 1, by the weights in the network."""
         trainer = client.trainer
-        state = random_key(trainer.config.seed, "share", client.round, client.id)
+        state = random_key(client.seed, "share", client.round, client.id)
         chosen = to_device(choose(state, client.samples, self.params.dictionary), trainer.device)
         images = trainer.images[0][client.members[chosen]]
         parts = (
@@ -184,51 +188,25 @@ class FedCA(Algorithm):
     @client_task(
         seen="each",
         reveals="features",
-        reply=_features_like,
+        reply=lambda fedca, trainer: {
+            "features": trainer.initial.new_empty(fedca.params.dictionary, fedca.width)
+        },
         when=lambda fedca, secure: fedca.params.dictionary > 0,
     )
-    def share(self, client: Client) -> dict[str, Tree]:
+    def share(self, client: Client) -> Reply:
         """Projections of single images, as they are, for all other clients too."""
         return {"features": client.state["bank"]}
 
 
-class Step:
-    """The loss of a client's steps, one after another."""
-
-    def __init__(
-        self,
-        fedca: FedCA,
-        client: Client,
-        dictionary: Tensor,
-        public: Tensor | None,
-        base: Tensor | None,
-    ) -> None:
-        self.fedca, self.client, self.dictionary = fedca, client, dictionary
-        self.public, self.base = public, base
-        self.number = 0
-
-    def __call__(self, encoded: EncodedBatch) -> Tensor:
-        """L_contrast + β L_align."""
-        loss = self.fedca.simclr.contrast(encoded.encodings, self.dictionary)
-        if self.fedca.params.align:
-            loss = loss + self.fedca.params.align * self.alignment(len(encoded.encodings[0]))
-        self.number += 1
-        return loss
-
-    def alignment(self, batch: int) -> Tensor:
-        """Compute the mean squared distance to the base model's features, on a batch of images."""
-        client, trainer = self.client, self.client.trainer
-        assert self.public is not None and self.base is not None
-        state = random_key(trainer.config.seed, "public", client.round, client.id, self.number)
-        chosen = to_device(choose(state, len(self.public), batch), trainer.device)
-        features = encode(trainer, self.public[chosen])
-        return (features - self.base[chosen]).square().sum(1).mean()
+def misalignment(trainer: Trainer, images: Tensor, base: Tensor) -> Tensor:
+    """Compute the mean squared distance of images' features to those of the base model."""
+    return (encode(trainer, images) - base).square().sum(1).mean()
 
 
 def encode(trainer: Trainer, images: Tensor) -> Tensor:
     """Compute the first encoder's features of plain images, of length 1."""
-    encoder, half = cast(Tower, trainer.network.towers[0]).encoder, trainer.precision == "bf16"
-    with torch.autocast(trainer.device.type, torch.bfloat16, enabled=half), unseen(encoder):
+    encoder = cast(Tower, trainer.network.towers[0]).encoder
+    with trainer.autocast(), unseen(encoder):
         features = encoder(scale_pixels(trainer, images))
     return F.normalize(features.to(trainer.dtype), dim=1)
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.divergence import (
-    DivergenceAware,
-    DivergenceParams,
-    count_tower_parameters,
-    last_network,
-)
+from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, count_tower_parameters
 from fedssl.algorithms.fedu import require_predictor
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
@@ -94,7 +89,7 @@ class FedEMA(DivergenceAware):
         logged = (server.client_log.get(name, {}) for name in names[self.params.parts])
         measures = [mu for each in logged for mu in each.values()]
         stuck = bool(measures) and all(mu == 1 for mu in measures)
-        rounds = int(cast(Tensor, server.state.get("stuck", torch.zeros(())))) + 1
+        rounds = int(server.state.get("stuck", 0)) + 1
         server.state = {"stuck": torch.tensor(float(rounds))} if stuck else {}
         if stuck and rounds == 2:
             server.warn(
@@ -108,7 +103,7 @@ class FedEMA(DivergenceAware):
         divergence = self.divergence(client, network)
         if divergence is not None:
             client.state.setdefault("first", divergence.clone())
-        last = cast("Tensor | None", client.state.get("trained"))
+        last = client.state.get("trained")
         if divergence is None or last is None or int(last) != client.round - 1:
             client.state.pop("target", None)
             client.state |= {"mu": torch.tensor(0.0), "mu_predictor": torch.tensor(0.0)}
@@ -121,7 +116,7 @@ class FedEMA(DivergenceAware):
         n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
         mixed = network.clone()
         for part, weight in ((slice(0, n), mu[0]), (slice(n, end), mu[1])):
-            mixed[part] = weight * last_network(client)[part] + (1 - weight) * network[part]
+            mixed[part] = weight * client.state["network"][part] + (1 - weight) * network[part]
         return mixed
 
     def mu(self, client: Client, divergence: float) -> tuple[float, float]:
@@ -131,7 +126,7 @@ class FedEMA(DivergenceAware):
             both = (p.decay[0], p.decay[-1])
         elif p.lambda_ == "auto":
             # τ/d₁ · d, in this order: at the first divergence d₁ it is τ to the last bit.
-            first = float(cast(Tensor, client.state["first"]))
+            first = float(client.state["first"])
             both = (min(p.tau * (divergence / first), 1.0) if first else 0.0,) * 2
         else:
             both = (min(p.lambda_ * divergence, 1.0),) * 2

@@ -9,9 +9,8 @@ from torch import Tensor
 from fedssl.algorithms.fedavg import FedAvg
 from fedssl.config import key
 from fedssl.federation.client import Client
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.training.optim import Pull
-from fedssl.util.trees import Tree
 
 
 class FedProx(FedAvg):
@@ -32,7 +31,7 @@ class FedProx(FedAvg):
     params: Params
 
     @client_task(seen="mean", reveals="update")
-    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
+    def train(self, client: Client, model: Tensor) -> Reply:
         """The change that local training makes; at μ = 0 that of FedAvg."""
         if self.replaces_target:
             client.state.pop("target", None)

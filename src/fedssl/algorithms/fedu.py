@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.divergence import (
-    DivergenceAware,
-    DivergenceParams,
-    count_tower_parameters,
-    last_network,
-)
+from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, count_tower_parameters
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
 from fedssl.federation.task import client_task
@@ -55,7 +50,7 @@ class FedU(DivergenceAware):
             return network
         client.state["kept_predictor"] = torch.tensor(1.0)
         n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
-        return torch.cat((network[:n], last_network(client)[n:end], network[end:]))
+        return torch.cat((network[:n], client.state["network"][n:end], network[end:]))
 
     @client_task(seen="log", reveals="numbers", reply=("divergence", "kept_predictor"))
     def report(self, client: Client) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ from fedssl.federation.algorithm import Algorithm, Result
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.federation.traffic import per_client
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree
 
 Graph: TypeAlias = Any  # networkx has no types
 TOPOLOGIES = ("star", "cycle", "tree", "random", "complete")
@@ -98,27 +97,27 @@ class Gossip(Algorithm):
         """Build the graph of clients and their neighbours."""
         import networkx as nx
 
-        kind = self.params.topology
-        if kind not in TOPOLOGIES:
-            graph = read_graph(Path(kind), clients)
-        elif kind == "star":
-            graph = nx.star_graph(clients - 1)
-        elif kind == "cycle":
-            graph = nx.cycle_graph(clients)
-        elif kind == "tree":
-            graph = nx.full_rary_tree(2, clients)
-        elif kind == "random":
-            state = random_key(seed, "topology") % 2**32
-            graph = nx.gnp_random_graph(clients, self.params.edge_probability, seed=state)
-        else:
-            graph = nx.complete_graph(clients)
+        match self.params.topology:
+            case "star":
+                graph = nx.star_graph(clients - 1)
+            case "cycle":
+                graph = nx.cycle_graph(clients)
+            case "tree":
+                graph = nx.full_rary_tree(2, clients)
+            case "random":
+                state = random_key(seed, "topology") % 2**32
+                graph = nx.gnp_random_graph(clients, self.params.edge_probability, seed=state)
+            case "complete":
+                graph = nx.complete_graph(clients)
+            case path:
+                graph = read_graph(Path(path), clients)
         graph.remove_edges_from(list(nx.selfloop_edges(graph)))  # a cycle of one has one
         return graph
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Train each client's model; then the clients that answered mix."""
         everyone = len(self.weights)
-        before = cast(Tensor, server.state.get("models", server.model.expand(everyone, -1)))
+        before = server.state.get("models", server.model.expand(everyone, -1))
         sent = {int(k): before[int(k)] for k in cohort.ids}
         replies: dict[int, Any] = cohort.gather(self.train, per_client(sent))
         ids = sorted(replies)
@@ -135,7 +134,7 @@ class Gossip(Algorithm):
         server.log["consensus"] = (models - mean).norm(dim=1).mean()
 
     @client_task(seen="each", reveals="update")
-    def train(self, client: Client, model: Tensor) -> dict[str, Tree]:
+    def train(self, client: Client, model: Tensor) -> Reply:
         """The change that local training makes to the client's own model."""
         return client.train(model)
 

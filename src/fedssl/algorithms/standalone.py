@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
-
 from torch import Tensor
 
 from fedssl.federation.algorithm import Algorithm, Result
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server, apply_update, learning_rates
-from fedssl.federation.task import client_task
+from fedssl.federation.task import Reply, client_task
 from fedssl.training import optim
-from fedssl.util.trees import Tree
+from fedssl.training.trainer import State
 
 
 class Standalone(Algorithm):
@@ -31,17 +28,17 @@ class Standalone(Algorithm):
         server.log["loss"] = cohort.mean(self.train)["loss"]
 
     @client_task(seen="mean", reveals="loss")
-    def train(self, client: Client) -> dict[str, Tree]:
+    def train(self, client: Client) -> Reply:
         """The loss of one round of its own training; the model stays with it."""
         trainer, rule = client.trainer, client.trainer.config.server
         if "weights" not in client.state:
-            start = optim.start(rule, trainer.flat.params)
-            client.state |= {"weights": trainer.initial, "rule": cast("dict[str, Tree]", start)}
-        weights = cast(Tensor, client.state["weights"])
+            client.state["weights"] = trainer.initial
+            client.state["rule"] = optim.start(rule, trainer.flat.params)
+        weights = client.state["weights"]
         trained = client.train_from(weights, client.state)
         client.state["weights"] = apply_update(
             rule,
-            cast(optim.State, client.state.get("rule", {})),  # files keep no empty trees
+            client.state.get("rule", {}),  # files keep no empty trees
             weights,
             trained.change,
             learning_rates(trainer.config, client.round)[0],
@@ -49,6 +46,6 @@ class Standalone(Algorithm):
         )
         return {"loss": trained.loss}
 
-    def personal_weights(self, server: Server, state: Mapping[str, Tree]) -> Tensor | None:
+    def personal_weights(self, server: Server, state: State) -> Tensor | None:
         """Return the client's own model."""
-        return cast("Tensor | None", state.get("weights"))
+        return state.get("weights")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,9 +16,9 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.task import ClientTask, Seen
 from fedssl.objectives.base import Objective
-from fedssl.training.trainer import Trainer
+from fedssl.training.trainer import State, Trainer
 from fedssl.util.errors import UserError
-from fedssl.util.trees import Tree, find_unsavable
+from fedssl.util.trees import find_unsavable
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Algorithm(ABC):
         """Return whether a merged cohort gives exactly the clients' mean. Tests prove each case."""
         return False
 
-    def server_model(self, server: Server, state: Mapping[str, Tree]) -> Tensor:
+    def server_model(self, server: Server, state: State) -> Tensor:
         """Return the server's model that the client with this state trains."""
         return server.weights
 
-    def personal_weights(self, server: Server, state: Mapping[str, Tree]) -> Tensor | None:
+    def personal_weights(self, server: Server, state: State) -> Tensor | None:
         """Return the model of the client with this state, ``None`` if it has none of its own.
 
         Unless overridden, that is the server's model with the layers that the client keeps.
@@ -89,7 +89,7 @@ class Algorithm(ABC):
         model, kept = self.server_model(server, state), server.trainer.kept
         if kept is None:
             return model if self.result.evaluated == "personal" else None
-        norm = cast("Tensor | None", state.get("norm"))
+        norm = state.get("norm")
         return None if norm is None else model.index_copy(0, kept, norm.to(model))
 
     @classmethod
@@ -125,6 +125,11 @@ def is_one_plain_step(trainer: Trainer) -> bool:
     mixes_samples = trainer.network.has_batch_norm or not trainer.objective.needs_batch_only
     one_step = trainer.batches.is_one_full_step and trainer.config.client.optimizer == "sgd"
     return one_step and not mixes_samples and not trainer.keeps_state
+
+
+def wrong_objective(objective: Objective, problem: str, fix: str) -> UserError:
+    """Return the error of an algorithm that does not work with an objective."""
+    return UserError(problem, key="objective.name", value=objective.params.name, fix=fix)
 
 
 def build_algorithm(config: Config) -> Algorithm:

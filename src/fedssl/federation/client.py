@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.data.random import key, mix
+from fedssl.federation.task import Reply
 from fedssl.models.norms import STATISTICS_MOMENTUM
 from fedssl.objectives.batch import EncodedBatch, Loss, Steps
 from fedssl.training.compiled import CompiledStep
@@ -96,7 +96,7 @@ class Client:
             each = self._encoded_batches(self.full_weights(model), steps)
             return mean((len(e.encodings[0]), function(e)) for e in each)[0]
 
-    def train(self, model: Tensor, loss: Loss | None = None) -> dict[str, Tree]:
+    def train(self, model: Tensor, loss: Loss | None = None) -> Reply:
         """Train the model that the server sent for the round's local steps; return the reply."""
         return self.reply(self.train_from(self.full_weights(model), self.state, loss), model)
 
@@ -110,14 +110,14 @@ class Client:
         if trainer.kept is not None and trainer.shared is not None:
             full = torch.empty_like(trainer.initial)
             full[trainer.shared] = model
-            full[trainer.kept] = cast(Tensor, self.state.get("norm", trainer.initial[trainer.kept]))
+            full[trainer.kept] = self.state.get("norm", trainer.initial[trainer.kept])
             return full
         if trainer.config.algorithm.norm_policy == "reset":
             n = trainer.flat.parameter_count
             return torch.cat((model[:n], trainer.initial[n:]))
         return model
 
-    def reply(self, trained: Trained, model: Tensor) -> dict[str, Tree]:
+    def reply(self, trained: Trained, model: Tensor) -> Reply:
         """Return the change from the model that the server sent, and the mean loss."""
         trainer, change = self.trainer, trained.change
         watched = trainer.watched
@@ -145,7 +145,7 @@ class Client:
     def numbers(self, *names: str) -> dict[str, Tensor]:
         """Return numbers of the state, for the log; NaN for those that are not there."""
         nan = torch.tensor(torch.nan)
-        return {name: cast(Tensor, self.state.get(name, nan)) for name in names}
+        return {name: self.state.get(name, nan) for name in names}
 
     # Local training.
 

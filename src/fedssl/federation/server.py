@@ -11,11 +11,11 @@ from torch import Tensor
 from fedssl.config import Config, Optimizer
 from fedssl.data.dataset import Census
 from fedssl.federation.client import Client
+from fedssl.federation.task import Reply
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
-from fedssl.training.trainer import Trainer
+from fedssl.training.trainer import State, Trainer
 from fedssl.util.text import name_client
-from fedssl.util.trees import Tree
 
 SCHEDULES = {"constant": optim.constant, "cosine": optim.cosine, "steps": optim.steps}
 
@@ -59,7 +59,7 @@ class Server:
         self.flat = trainer.flat
         self.shared = trainer.shared
         self.weights = trainer.flat.vector.clone()
-        self.state: dict[str, Tree] = {}  # the algorithm's: tensors by name, kept in checkpoints
+        self.state: State = {}  # the algorithm's: tensors by name, kept in checkpoints
         self.rule_state = optim.start(self.config.server, self.weights[: self.flat.parameter_count])
         self.round = 0
         self.client_names = client_names
@@ -102,13 +102,11 @@ class Server:
         """Return the words for a client in a message: ``client 3``, or the name of its folder."""
         return name_client(self.client_names, client)
 
-    def apply(self, update: Mapping[str, Tree]) -> None:
+    def apply(self, update: Reply) -> None:
         """Update the model by the clients' mean change, and log their mean loss if they sent it."""
-        change, loss = update["change"], update.get("loss")
-        assert isinstance(change, Tensor)
-        if isinstance(loss, Tensor):
-            self.log["loss"] = loss
-        self.weights = self.step(self.weights, self.rule_state, change)
+        if "loss" in update:
+            self.log["loss"] = update["loss"]
+        self.weights = self.step(self.weights, self.rule_state, update["change"])
 
     def step(self, weights: Tensor, state: optim.State, change: Tensor) -> Tensor:
         """Return a model after one step of the server's optimizer along a mean change."""

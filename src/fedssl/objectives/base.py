@@ -58,11 +58,11 @@ class LocalClient(Protocol):
 class Objective(ABC):
     """A loss of the encodings of one client's batch.
 
-    A subclass needs ``Params``, :meth:`heads` and :meth:`loss`; the other members have defaults.
-    :class:`ProjectorObjective` has the first two.
+    A subclass needs :meth:`heads` and :meth:`loss`; the other members have defaults.
+    :class:`ProjectorObjective` has the first.
     """
 
-    Params: ClassVar[type[ObjectiveParams]]
+    Params: ClassVar[type[ObjectiveParams]] = ObjectiveParams
     views: ClassVar[int] = 2  # of an image, each augmented anew (or its modalities)
     joint: ClassVar[bool] = False  # batch norm sees all views as one batch
     min_samples: ClassVar[int] = 1  # the smallest batch that the loss is defined for
@@ -106,13 +106,16 @@ class Objective(ABC):
         return type(self).round_loss is Objective.round_loss
 
 
+def projector_key(*default: int) -> tuple[int, ...]:
+    """Return the key of a projector with these default widths."""
+    return key(default, ge=1, nonempty=True, help="Widths of the projector's layers.")
+
+
 @dataclass(frozen=True)
 class ProjectorParams(ObjectiveParams):
     """Keys of objectives with a projector."""
 
-    projector: tuple[int, ...] = key(
-        (1024, 1024, 1024), ge=1, nonempty=True, help="Widths of the projector's layers."
-    )
+    projector: tuple[int, ...] = projector_key(1024, 1024, 1024)
 
 
 class ProjectorObjective(Objective):

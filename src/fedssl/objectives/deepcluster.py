@@ -12,7 +12,7 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.data.random import choose, permutation
 from fedssl.data.random import key as random_key
-from fedssl.objectives.base import LocalClient, ProjectorObjective, ProjectorParams
+from fedssl.objectives.base import LocalClient, ProjectorObjective, ProjectorParams, projector_key
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.util.device import to_device
 
@@ -37,9 +37,7 @@ class DeepCluster(ProjectorObjective):
     class Params(ProjectorParams):
         """Keys of DeepCluster-v2. The temperature is SwAV's, and so is our reading of k."""
 
-        projector: tuple[int, ...] = key(
-            (512, 128), ge=1, nonempty=True, help="Widths of the projector's layers."
-        )
+        projector: tuple[int, ...] = projector_key(512, 128)
         clusters: tuple[int, ...] = key(
             (300, 300, 300),
             ge=2,

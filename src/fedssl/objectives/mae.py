@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import ObjectiveParams
 from fedssl.data.random import mix, uniform
 from fedssl.models.network import Backbone, Heads, Tower
 from fedssl.models.norms import Norm
@@ -51,10 +49,6 @@ class MAE(Objective):
     """
 
     views = 1
-
-    @dataclass(frozen=True)
-    class Params(ObjectiveParams):
-        """No keys of its own."""
 
     def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
         """Return the decoder of patches as the encoder cuts them."""

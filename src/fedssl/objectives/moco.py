@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import key
-from fedssl.objectives.base import Encodings, ProjectorParams
+from fedssl.objectives.base import Encodings, ProjectorParams, projector_key
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.memory import Queue, Target
 from fedssl.objectives.siamese import Siamese
@@ -25,9 +25,7 @@ class MoCo(Siamese):
     class Params(ProjectorParams):
         """Keys of MoCo; the defaults are those of the FedEMA paper."""
 
-        projector: tuple[int, ...] = key(
-            (4096, 2048), ge=1, nonempty=True, help="Widths of the projector's layers."
-        )
+        projector: tuple[int, ...] = projector_key(4096, 2048)
         version: Literal[1, 2] = key(
             2,
             help="Version of MoCo, which sets the temperature. Their augmentations are "

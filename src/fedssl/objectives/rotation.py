@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import ObjectiveParams
 from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Encodings, Networks, Objective
@@ -26,10 +23,6 @@ class Rotation(Objective):
 
     views = 1
     joint = True
-
-    @dataclass(frozen=True)
-    class Params(ObjectiveParams):
-        """No keys of its own."""
 
     def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
         """Return the classifier of rotations."""

@@ -15,7 +15,13 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.models.network import Backbone, Heads, mlp
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Encodings, Networks, ProjectorObjective, ProjectorParams
+from fedssl.objectives.base import (
+    Encodings,
+    Networks,
+    ProjectorObjective,
+    ProjectorParams,
+    projector_key,
+)
 from fedssl.util.errors import UserError
 
 
@@ -23,9 +29,7 @@ from fedssl.util.errors import UserError
 class PredictorParams(ProjectorParams):
     """Keys of SimSiam and BYOL; the defaults are the FedEMA paper's (appendix B.2)."""
 
-    projector: tuple[int, ...] = key(
-        (4096, 2048), ge=1, nonempty=True, help="Widths of the projector's layers."
-    )
+    projector: tuple[int, ...] = projector_key(4096, 2048)
     predictor: tuple[int, ...] | Literal["off"] | None = key(
         None,
         ge=1,

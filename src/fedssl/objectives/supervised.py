@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import ObjectiveParams
 from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import Objective
@@ -19,10 +16,6 @@ class Supervised(Objective):
 
     views = 1
     needs_labels = True
-
-    @dataclass(frozen=True)
-    class Params(ObjectiveParams):
-        """No keys of its own."""
 
     def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
         """Return the classifier."""

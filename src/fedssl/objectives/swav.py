@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from fedssl.config import key
 from fedssl.models.network import Backbone, Heads
 from fedssl.models.norms import Norm
-from fedssl.objectives.base import Encodings, Networks, ProjectorObjective, ProjectorParams
+from fedssl.objectives.base import (
+    Encodings,
+    Networks,
+    ProjectorObjective,
+    ProjectorParams,
+    projector_key,
+)
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.memory import Memory, Queue
 
@@ -38,9 +44,7 @@ class SwAV(ProjectorObjective):
         lower ``objective.epsilon``, for example to 0.02, or ``client.lr``.
         """
 
-        projector: tuple[int, ...] = key(
-            (512, 128), ge=1, nonempty=True, help="Widths of the projector's layers."
-        )
+        projector: tuple[int, ...] = projector_key(512, 128)
         prototypes: tuple[int, ...] = key(
             (300,),
             ge=2,

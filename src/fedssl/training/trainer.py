@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
 from fedssl.objectives.base import Encodings, Networks, Objective
 from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.memory import Tensors
 from fedssl.training import optim
 from fedssl.training.batches import Batches
 from fedssl.training.compiled import CapturedEncoder, CompiledSteps, compile_function
 from fedssl.training.optim import Pull
-from fedssl.util.trees import Tree
 
-State = dict[str, Tree]
+State = dict[str, Any]  # a tree of tensors
 
 
 def precision_on(device: torch.device, asked: str) -> str:
@@ -123,9 +121,9 @@ class Trainer:
         """
         if self.target is not None:
             target = state.get("target", weights[: self.target.parameter_count])
-            self.target.params.copy_(cast(Tensor, target))
+            self.target.params.copy_(target)
         if self.memory:
-            before = cast(Tensors, state.get("memory") or self.objective.memory.start(self.initial))
+            before = state.get("memory") or self.objective.memory.start(self.initial)
             for name, tensor in self.memory.items():
                 tensor.copy_(before[name])
         for rule_state in (self.rule_state, self.target_state):
