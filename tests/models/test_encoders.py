@@ -85,13 +85,13 @@ def test_projector_of_the_paper() -> None:
 @pytest.mark.parametrize(("groups", "channels"), [(5, 64), (128, 64)])
 def test_group_norm_with_too_few_channels_is_refused(groups: int, channels: int) -> None:
     with pytest.raises(UserError) as error:
-        Norm("group", groups).after_conv(channels)
+        Norm("group", groups).conv(channels, channels, 3)
     assert (error.value.key, error.value.value) == ("encoder.groups", groups)
 
 
 def test_a_group_of_one_number_is_refused() -> None:
     with pytest.raises(UserError, match="at most 16 groups") as error:
-        Norm("group", 32).after_linear(32)
+        Norm("group", 32).linear(32, 32)
     assert (error.value.key, error.value.value) == ("encoder.groups", 32)
 
 

@@ -21,8 +21,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
 
 
 def batch_norm(channels: int) -> BatchNorm:
-    layer = Norm("batch").after_conv(channels)
-    assert isinstance(layer, BatchNorm)
+    layer = BatchNorm(channels)
     generator = torch.Generator().manual_seed(3)
     for parameter in (layer.weight, layer.bias):
         nn.init.normal_(parameter, generator=generator)
@@ -57,7 +56,9 @@ def test_stacked_views_have_statistics_of_their_own(shape: tuple[int, ...], view
 
 def network(joint: bool = False, towers: int = 1) -> Network:
     norm = Norm("batch")
-    bodies = [Tower(norm.conv(1, 2, 3), nn.Sequential(nn.Flatten(), mlp(18, (8, 4), norm)))]
+    bodies = [
+        Tower(nn.Conv2d(1, 2, 3, padding=1), nn.Sequential(nn.Flatten(), mlp(18, (8, 4), norm)))
+    ]
     made = Network(bodies * towers, [mlp(4, (8, 4), norm)] * towers, joint)
     return made.double()
 

@@ -26,9 +26,7 @@ class Tiny(nn.Module):
         self.features = widths[-1]
         self.layers = nn.Sequential()
         for i, (inputs, outputs) in enumerate(pairwise(widths)):
-            self.layers.append(norm.conv(inputs, outputs, 3, stride=1 if i == 2 else 2))
-            self.layers.append(norm.after_conv(outputs, relu=True))
-            self.layers.append(norm.activation())
+            self.layers.extend(norm.conv(inputs, outputs, 3, stride=1 if i == 2 else 2))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[B, 96]``."""
@@ -57,11 +55,8 @@ class Basic(Block):
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         body = nn.Sequential(
-            norm.conv(inputs, width, 3, stride),
-            norm.after_conv(width, relu=True),
-            norm.activation(),
-            norm.conv(width, width, 3),
-            norm.after_conv(width),
+            *norm.conv(inputs, width, 3, stride),
+            *norm.conv(width, width, 3, relu=False),
         )
         super().__init__(body, shortcut(inputs, width, stride, norm))
 
@@ -74,14 +69,9 @@ class Bottleneck(Block):
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         outputs = width * self.expansion
         body = nn.Sequential(
-            norm.conv(inputs, width, 1),
-            norm.after_conv(width, relu=True),
-            norm.activation(),
-            norm.conv(width, width, 3, stride),
-            norm.after_conv(width, relu=True),
-            norm.activation(),
-            norm.conv(width, outputs, 1),
-            norm.after_conv(outputs),
+            *norm.conv(inputs, width, 1),
+            *norm.conv(width, width, 3, stride),
+            *norm.conv(width, outputs, 1, relu=False),
         )
         super().__init__(body, shortcut(inputs, outputs, stride, norm))
 
@@ -90,7 +80,7 @@ def shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
     """Build the identity, or a 1 × 1 projection if the shape changes."""
     if inputs == outputs and stride == 1:
         return nn.Identity()
-    return nn.Sequential(norm.conv(inputs, outputs, 1, stride), norm.after_conv(outputs))
+    return nn.Sequential(*norm.conv(inputs, outputs, 1, stride, relu=False))
 
 
 class ResNet(nn.Module):
@@ -105,13 +95,10 @@ class ResNet(nn.Module):
         stem: Literal["small", "large"],
     ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            norm.conv(channels, 64, 3) if stem == "small" else norm.conv(channels, 64, 7, 2),
-            norm.after_conv(64, relu=True),
-            norm.activation(),
-        )
-        if stem == "large":
-            self.stem.append(nn.MaxPool2d(3, 2, 1))
+        if stem == "small":
+            self.stem = nn.Sequential(*norm.conv(channels, 64, 3))
+        else:
+            self.stem = nn.Sequential(*norm.conv(channels, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
         self.stages = nn.Sequential()
         inputs = 64
         for stage, depth in enumerate(depths):

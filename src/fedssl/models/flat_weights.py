@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,11 @@ class Span:
     def last(self) -> str:
         """Its name in the module that owns it."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer."""
+        return getattr(self.owner, self.last)
 
     def of(self, vector: Tensor) -> Tensor:
         """Return its part of a vector."""
@@ -46,13 +51,12 @@ class FlatWeights:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.spans = list(_spans(module))
-        params = list(module.parameters())
-        self.layers: list[torch.Size] = [p.shape for p in params]
-        self.parameter_count = sum(p.numel() for p in params)
-        self.vector = torch.cat([_tensor(s).detach().reshape(-1) for s in self.spans])
+        self.layers: list[torch.Size] = [p.shape for p in module.parameters()]
+        self.parameter_count = sum(shape.numel() for shape in self.layers)
+        self.vector = torch.cat([s.tensor.detach().reshape(-1) for s in self.spans])
         self.gradient = torch.zeros_like(self.vector[: self.parameter_count])
         for span in self.spans:
-            view, tensor = span.of(self.vector), _tensor(span)
+            view, tensor = span.of(self.vector), span.tensor
             if isinstance(tensor, nn.Parameter):
                 tensor.data = view
                 tensor.grad = span.of(self.gradient)
@@ -79,14 +83,7 @@ class FlatWeights:
 
     def named(self, vector: Tensor | None = None) -> dict[str, Tensor]:
         """Return the module's state by name, from another vector of the same layout if given."""
-        source = self.vector if vector is None else vector
-        return {s.name: s.of(source) for s in self.spans}
-
-
-def positions(spans: Iterable[Span]) -> Tensor:
-    """Return the positions of all numbers of some spans."""
-    ranges = [torch.arange(s.start, s.stop) for s in spans]
-    return torch.cat(ranges) if ranges else torch.arange(0)
+        return {s.name: s.of(self.vector if vector is None else vector) for s in self.spans}
 
 
 def _spans(module: nn.Module) -> Iterator[Span]:
@@ -100,12 +97,6 @@ def _spans(module: nn.Module) -> Iterator[Span]:
                 full = f"{prefix}.{name}" if prefix else name
                 yield Span(owner, full, start, start + tensor.numel(), tensor.shape)
                 start += tensor.numel()
-
-
-def _tensor(span: Span) -> Tensor:
-    tensor = getattr(span.owner, span.last)
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 def differentiate(loss: Tensor, *flats: FlatWeights) -> list[tuple[Tensor, ...]]:

@@ -34,22 +34,17 @@ class Heads(NamedTuple):
     predictor: nn.Module | None = None
 
 
-MakeHeads = Callable[[Backbone, Norm], Heads]
-
-
 def mlp(inputs: int, widths: tuple[int, ...], norm: Norm) -> nn.Sequential:
     """Build a projector: linear, norm and ReLU for each layer; the last layer is only linear.
 
     >>> mlp(2048, (1024, 1024, 1024), Norm("group"))[-1]
     Linear(in_features=1024, out_features=1024, bias=True)
     """
-    layers = nn.Sequential()
+    layers: list[nn.Module] = []
     for width in widths[:-1]:
-        layers.extend([norm.linear(inputs, width), norm.after_linear(width, relu=True)])
-        layers.append(norm.activation())
+        layers += norm.linear(inputs, width)
         inputs = width
-    layers.append(nn.Linear(inputs, widths[-1]))
-    return layers
+    return nn.Sequential(*layers, nn.Linear(inputs, widths[-1]))
 
 
 class Tower(nn.Module):
@@ -92,10 +87,9 @@ class Network(nn.Module):
         Batch norm uses each view's own statistics. A joint network already needs one pass.
         """
         norms = [m for m in self.modules() if isinstance(m, BatchNorm)]
-        apart = bool(norms) and len(self.towers) == 1 and views > 1 and not self.joint
-        self._stacked = apart
-        for norm in norms:
-            norm.views = views if apart else 1
+        self._stacked = bool(norms) and len(self.towers) == 1 and views > 1 and not self.joint
+        for norm in norms if self._stacked else ():
+            norm.views = views
         try:
             yield
         finally:
@@ -125,7 +119,7 @@ def build(
     settings: Encoder,
     channels: tuple[int, ...],
     size: int,
-    make_heads: MakeHeads,
+    make_heads: Callable[[Backbone, Norm], Heads],
     seed: int,
     joint: bool = False,
 ) -> Network:

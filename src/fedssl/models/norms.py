@@ -167,57 +167,49 @@ def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm |
 
 @dataclass(frozen=True)
 class Norm:
-    """Builds the layers of a network in their batch-norm or group-norm form.
+    """Builds a network's layers, each with the batch norm or group norm after it.
 
-    >>> Norm("group", groups=32).after_conv(64)
+    >>> Norm("group", groups=32).conv(3, 64, size=3)[1]
     GroupNorm(32, 64, eps=1e-05, affine=True)
 
-    With ``relu`` a norm includes the ReLU after it.
+    Weights are standardized below group norm. Layers have no bias, since the norm has one. A norm
+    includes the ReLU after it; an identity in ReLU's place keeps the names in state dicts.
     """
 
     kind: Literal["batch", "group"]
     groups: int = 32
 
-    def conv(self, inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-        """Build a convolution without bias: the norm after it has one."""
-        layer = nn.Conv2d if self.kind == "batch" else StandardizedConv2d
-        return layer(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    def conv(
+        self, inputs: int, outputs: int, size: int, stride: int = 1, relu: bool = True
+    ) -> list[nn.Module]:
+        """Build a convolution, its norm and ReLU."""
+        kind = nn.Conv2d if self.kind == "batch" else StandardizedConv2d
+        layer = kind(inputs, outputs, size, stride, padding=size // 2, bias=False)
+        return [layer, *self._after(outputs, relu)]
 
-    def linear(self, inputs: int, outputs: int) -> nn.Linear:
-        """Build a linear layer without bias: the norm after it has one."""
-        layer = nn.Linear if self.kind == "batch" else StandardizedLinear
-        return layer(inputs, outputs, bias=False)
-
-    def activation(self) -> nn.Module:
-        """Build an identity layer, which keeps state-dict names stable after a norm with ReLU."""
-        return nn.Identity()
-
-    def after_conv(self, channels: int, relu: bool = False) -> nn.Module:
-        """Build the norm of a feature map."""
-        return BatchNorm(channels, relu) if self.kind == "batch" else self._group(channels, relu)
-
-    def after_linear(self, channels: int, relu: bool = False) -> nn.Module:
-        """Build the norm of a vector."""
-        if self.kind == "batch":
-            return BatchNorm(channels, relu)
-        if channels < 2 * self.groups:
+    def linear(self, inputs: int, outputs: int) -> list[nn.Module]:
+        """Build a linear layer, its norm and ReLU."""
+        if self.kind == "group" and outputs < 2 * self.groups:
             raise UserError(
-                f"in a layer of {channels} channels a group has one number, which becomes 0",
+                f"in a layer of {outputs} channels a group has one number, which becomes 0",
                 key="encoder.groups",
                 value=self.groups,
-                fix=f"Use at most {channels // 2} groups, or wider layers (objective.projector).",
+                fix=f"Use at most {outputs // 2} groups, or wider layers (objective.projector).",
             )
-        return self._group(channels, relu)
+        kind = nn.Linear if self.kind == "batch" else StandardizedLinear
+        return [kind(inputs, outputs, bias=False), *self._after(outputs, relu=True)]
 
-    def _group(self, channels: int, relu: bool) -> nn.Module:
-        if channels % self.groups:
+    def _after(self, channels: int, relu: bool) -> list[nn.Module]:
+        if self.kind == "group" and channels % self.groups:
             raise UserError(
                 f"does not divide a layer of {channels} channels",
                 key="encoder.groups",
                 value=self.groups,
                 fix=f"Use a divisor of {channels}.",
             )
-        return GroupNorm(self.groups, channels, relu)
+        batch = self.kind == "batch"
+        norm = BatchNorm(channels, relu) if batch else GroupNorm(self.groups, channels, relu)
+        return [norm, nn.Identity()] if relu else [norm]
 
 
 def replace_batch_norms(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Split
-from fedssl.models.flat_weights import FlatWeights, differentiate, positions
+from fedssl.models.flat_weights import FlatWeights, differentiate
 from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
 from fedssl.objectives.base import Encodings, Networks, Objective
@@ -75,23 +75,28 @@ class Trainer:
         self.shared: Tensor | None = None
         if config.algorithm.norm_policy == "local":
             sent = torch.ones(len(self.initial), dtype=torch.bool)
-            sent[positions(self.flat.of(*NORMS))] = False
+            for span in self.flat.of(*NORMS):
+                sent[span.start : span.stop] = False
             self.kept, self.shared = (chosen.nonzero()[:, 0].to(device) for chosen in (~sent, sent))
 
     def _allocate(self, network: Network) -> None:
         """Create everything that training changes."""
         self.network, rule = network, self.config.client
+        follows = self.objective.memory.target
         self.target: FlatWeights | None = None
-        if self.objective.memory.target is not None:
+        if follows is not None:
             self.target = FlatWeights(Network(copy.deepcopy(list(network.towers))))
         self.flat = FlatWeights(network)
         self.loads = 0
         self.memory = self.objective.memory.start(self.flat.vector)
         encode_targets = None if self.target is None else self._encode_targets
         self.networks = Networks(network, encode_targets, self.memory)
+        # The networks that follow a gradient.
+        self.learning: tuple[FlatWeights, ...] = (self.flat,)
         self.rule_state = optim.start(rule, self.flat.params)
         self.target_state: optim.State = {}
-        if self.target is not None and self._target_learns:
+        if self.target is not None and follows is not None and follows.learns:
+            self.learning = (self.flat, self.target)
             self.target_state = optim.start(rule, self.target.params)
         self.compiled_steps = CompiledSteps(self)
 
@@ -163,7 +168,7 @@ class Trainer:
 
     def _encode_targets(self, views: tuple[Tensor, ...]) -> Encodings:
         assert self.target is not None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._target_learns):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and len(self.learning) > 1):
             return cast("Encodings", self.target.module(views))
 
     def step(
@@ -178,18 +183,6 @@ class Trainer:
         change = self.update(lr, pull)
         self.objective.memory.update(self.memory, encodings)
         return change
-
-    @property
-    def learning(self) -> tuple[FlatWeights, ...]:
-        """The networks that follow a gradient."""
-        if self.target is not None and self._target_learns:
-            return self.flat, self.target
-        return (self.flat,)
-
-    @property
-    def _target_learns(self) -> bool:
-        target = self.objective.memory.target
-        return target is not None and target.learns
 
     def differentiate(self, loss: Tensor) -> None:
         """Compute the gradients of all networks that learn."""
@@ -222,11 +215,8 @@ class Trainer:
     def compile_passes(self) -> None:
         """Compile ``encode_batch``, for merged cohorts of one size."""
         self.augmentation.constants(self.device)
-        self._encoder = (
-            CapturedEncoder(self)
-            if self.device.type == "cuda"
-            else compile_function(self.encode_samples)
-        )
+        on_gpu = self.device.type == "cuda"
+        self._encoder = CapturedEncoder(self) if on_gpu else compile_function(self.encode_samples)
 
     def tuned(self) -> contextlib.AbstractContextManager[object]:
         """Let cuDNN try which convolutions are fastest while merged cohorts of one shape train."""

@@ -208,21 +208,14 @@ def _residual_outputs(
 
 @_residual.register_fake
 def _(
-    x: Tensor,
-    _w: Tensor,
-    _b: Tensor,
-    z: Tensor,
-    weight_z: Tensor | None,
-    _bz: Any,
-    groups: int,
-    *_: Any,
+    x: Tensor, _w: Tensor, _b: Tensor, _z: Tensor, weight_z: Any, _bz: Any, groups: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _residual_outputs(x, weight_z, groups)
 
 
 @_residual_backward.register_fake
 def _(
-    _g: Tensor, x: Tensor, _w: Tensor, _b: Tensor, z: Tensor, weight_z: Tensor | None, *_: Any
+    _g: Tensor, x: Tensor, _w: Tensor, _b: Tensor, z: Tensor, weight_z: Any, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx, dweight, _unused = _residual_outputs(x, weight_z, x.shape[1])
     return dx, torch.empty_like(z), dweight, torch.empty_like(dweight[0])
