@@ -17,7 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
-from fedssl.runs import loop, reproduce, sweep
+from fedssl.runs import batch, loop, reproduce
 from fedssl.util.errors import UserError
 
 
@@ -42,7 +42,7 @@ def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job
 def measure(lines: list[str], words: list[str], out: Path, until: float) -> list[reproduce.Job]:
     """The rows that have not come to their end then; all are checked before the first is run."""
     jobs, started = planned(lines, words, out), time.monotonic()
-    sweep.check_runs({job.label: job.settings for job in jobs if job.summary() is None})
+    batch.check_all(jobs)
     for job in jobs:
         seconds = time.monotonic() - started
         if seconds > until:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedssl import config
 from fedssl.cli.arguments import Commands, add_words, complete_with, path, resolve_words
-from fedssl.runs.folder import SWEEP, check_alone, has_file, make_folder
+from fedssl.runs.folder import SWEEP, check_alone, find_config, make_folder
 from fedssl.util.errors import UserError, format_resume
 
 REPRODUCE = """examples:
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedssl.runs import loop
     from fedssl.runs.result import format_cost, format_result
 
-    if not options.resume and _find_config(out) is None:
+    if not options.resume and find_config(out) is None:
         check_alone(out)
     try:
         summary = loop.run(settings, out, options.resume)
@@ -105,7 +105,7 @@ def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Recipe, list[s
     """
     named = bool(options.words) and "=" not in options.words[0]
     words = options.words[1:] if named else options.words
-    held = _find_config(options.out) if options.resume else None
+    held = find_config(options.out) if options.resume else None
     name = options.words[0] if named else "default"
     recipe = config.read_recipe(name) if named or held is None else config.read_yaml(held)
     tree = config.apply_words(recipe, words)
@@ -116,15 +116,9 @@ def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Recipe, list[s
     return name, tree, list(config.find_omissions(recipe, tree))
 
 
-def _find_config(out: Path) -> Path | None:
-    """Return the configuration file of the sweep or run in a folder, if there is one."""
-    files = (SWEEP, "config.yaml")
-    return next((out / file for file in files if has_file(out, file)), None)
-
-
 def _report_stop(out: Path) -> int:
     """Print how to continue after Ctrl-C, if the run had begun; return the exit code."""
-    hint = "" if _find_config(out) is None else f". Continue with: {format_resume(out)}"
+    hint = "" if find_config(out) is None else f". Continue with: {format_resume(out)}"
     print(f"fedssl: stopped{hint}", file=sys.stderr)
     return 130
 

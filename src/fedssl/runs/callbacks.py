@@ -8,11 +8,11 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from fedssl.config import Config, plugins
+from fedssl.config import Config
 from fedssl.evaluate import drift
 from fedssl.runs import checkpoint, loggers, metrics
 from fedssl.runs.build import Experiment
@@ -29,41 +29,23 @@ class Stop:
     requested = False
 
 
-class Callback:
-    """Called around every round; each method does nothing unless it is overridden."""
-
-    def before_round(self) -> None:
-        """Prepare for a round."""
+class Callback(Protocol):
+    """Called after every round."""
 
     def after_round(self, line: dict[str, Any]) -> None:
         """Use the round's line of metrics, or add numbers to it."""
 
 
-class Drift(Callback):
-    """Compare the round's local models with the global model (``evaluate.drift``)."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
-
-    def before_round(self) -> None:
-        """Forget the last round's models."""
-        if self.experiment.trainer.watched is not None:
-            self.experiment.trainer.watched.clear()
-
-    def after_round(self, line: dict[str, Any]) -> None:
-        """Add the distances."""
-        line |= drift.measure(self.experiment.models, self.experiment.evaluator)
-
-
-class Evaluation(Callback):
-    """Evaluate during training (``evaluate.every``, ``evaluate.monitor``)."""
+class Evaluation:
+    """Evaluate during training (``evaluate.every``, ``monitor`` and ``drift``)."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
 
     def after_round(self, line: dict[str, Any]) -> None:
-        """Add the measures of the result so far."""
+        """Add the distances of local models, and the measures of the result so far."""
         config, evaluator = self.experiment.config, self.experiment.evaluator
+        line |= drift.measure(self.experiment.models, evaluator)
         every, monitor, done = config.evaluate.every, config.evaluate.monitor, line["round"]
         # All protocols run at the end anyway.
         is_due = every and done % every == 0 and (monitor is not None or done < config.rounds)
@@ -72,7 +54,7 @@ class Evaluation(Callback):
                 line |= evaluator.evaluate_result(self.experiment.models, monitor)
 
 
-class MetricsLog(Callback):
+class MetricsLog:
     """Append to ``metrics.jsonl`` and to the loggers.
 
     Lines after the checkpoint that is resumed are dropped.
@@ -114,7 +96,7 @@ class MetricsLog(Callback):
             logger.write([(round, dict(numbers))])
 
 
-class Checkpoints(Callback):
+class Checkpoints:
     """Write checkpoints now and then, at a stop, and after the last round."""
 
     def __init__(self, experiment: Experiment, out: Path, stop: Stop) -> None:
@@ -140,19 +122,6 @@ class Checkpoints(Callback):
         """Write a checkpoint now."""
         with self.experiment.overhead.timed("checkpoint"):
             checkpoint.write(self.out, self.experiment)
-
-
-class ProgressBar(Callback):
-    """Show the rounds on standard error."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        config = experiment.config
-        label = plugins.short_name(config.algorithm.name)
-        self.progress = Progress(label, config.rounds, experiment.server.round)
-
-    def after_round(self, line: dict[str, Any]) -> None:
-        """Show the round."""
-        self.progress.update(line["round"], line["loss"], line["images"], line["skipped"])
 
 
 @contextlib.contextmanager

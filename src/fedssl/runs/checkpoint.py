@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,9 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedssl import config as configuration
+from fedssl import config
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
+from fedssl.data.places import name_images
+from fedssl.runs.reader import RunReader
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import save_tensors
 from fedssl.util.trees import Tree, flatten, unflatten
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
+Clients = Sequence[Mapping[str, Any]]  # name and samples of each
 FORMAT = "3"  # changes where older checkpoints cannot be read
 
 
@@ -94,7 +98,7 @@ def _list_large_weights(settings: Config) -> str:
 
     Such a term diverges as soon as its weight times the learning rate is above 2.
     """
-    keys = configuration.flatten(configuration.to_tree(settings.algorithm), "algorithm.")
+    keys = config.flatten(config.to_tree(settings.algorithm), "algorithm.")
     large = {k: v for k, v in keys.items() if isinstance(v, float) and v * settings.client.lr > 2}
     return "".join(f" or {key} (now {value})" for key, value in large.items())
 
@@ -134,16 +138,37 @@ def read(out: Path, experiment: Experiment) -> bool:
     return True
 
 
-def has_other_images(out: Path, dataset: Dataset, split: str = "train") -> bool:
-    """Return whether the run had other files. Those of real sites are not known."""
-    before = _read_note(out, "files") or {}
-    return split in before and before[split] != dataset.files.get(split)
+def find_changed_images(out: Path, dataset: Dataset) -> list[str] | None:
+    """Return the splits whose files the run did not have; ``None`` if its files are not known."""
+    before = _read_note(out, "files")
+    if not before:
+        return None
+    return [split for split, digest in before.items() if dataset.files.get(split) != digest]
 
 
-def has_same_images(out: Path, dataset: Dataset) -> bool:
-    """Return whether the run is known to have had these files, wherever they were."""
-    before = _read_note(out, "files") or {}
-    return bool(before) and before == dict(dataset.files)
+def check_images(
+    out: Path, data: config.Data, dataset: Dataset, otherwise: str, clients: Clients = ()
+) -> None:
+    """Check that a run has the images that it had, wherever they are, and the same ``clients``.
+
+    Clients' states are stored by number, and the order of images says which are held out.
+    """
+    key, value = name_images(data)
+    fix = f"Put the images back as they were, or {otherwise}."
+    before, after = (
+        {row["name"]: row["samples"] for row in rows} for rows in (RunReader(out).clients, clients)
+    )
+    # Clients that came or went are named first: the held-out images of others change with them.
+    names = sorted({**before, **after}, key=lambda name: name in before and name in after)
+    for name in names if before and after else ():  # a run that was killed at once has none
+        if before.get(name) != after.get(name):
+            had = f"had {before[name]} images in {out}" if name in before else f"was not in {out}"
+            has = f"has {after[name]}" if name in after else "is not there"
+            client = f"client {name}" if name.isdecimal() else name
+            raise UserError(f"{client} {had} and {has} now", key=key, value=value, fix=fix)
+    for split in find_changed_images(out, dataset) or ():
+        problem = f"the {split.replace('train', 'training')} images are not those of {out}"
+        raise UserError(problem, key=key, value=value, fix=fix)
 
 
 def read_classes(out: Path) -> tuple[str, ...] | None:

@@ -18,32 +18,21 @@ from numpy.typing import NDArray
 
 from fedssl import config
 from fedssl.config import Config, plugins
-from fedssl.data.places import name_images
 from fedssl.federation.driver import RoundResult, run_round
 from fedssl.runs import checkpoint, metrics
 from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.callbacks import (
     Callback,
     Checkpoints,
-    Drift,
     Evaluation,
     MetricsLog,
-    ProgressBar,
     Stop,
     announce_compiling,
 )
 from fedssl.runs.finish import finish_run, list_clients
-from fedssl.runs.folder import (
-    check_clients,
-    check_folder,
-    check_moved,
-    claim,
-    is_started,
-    lock,
-    remove_unused,
-    update_config,
-)
+from fedssl.runs.folder import RUN, check_folder, check_kind, is_started, lock, write_config
 from fedssl.runs.metrics import Overhead
+from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, list_warnings
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import explain_write_errors, write_json
@@ -63,14 +52,10 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     configs = {out: settings}
     for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
         configs[out / "baselines" / name] = config.with_algorithm(settings, name)
-    try:  # all are checked before the first leaves anything on the disk
-        experiments = {
-            folder: open_run(each, folder, resume and (folder == out or is_started(folder)))
-            for folder, each in configs.items()
-        }
-    except BaseException:
-        remove_unused(out)
-        raise
+    experiments = {  # all are checked before the first leaves anything on the disk
+        folder: open_run(each, folder, resume and (folder == out or is_started(folder)))
+        for folder, each in configs.items()
+    }
     with contextlib.ExitStack() as stack:
         for folder in configs:
             stack.enter_context(lock(folder))
@@ -92,18 +77,8 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
         experiment = build_experiment(settings)
     experiment.overhead = overhead
     if resume:
-        key, value = name_images(settings.data)
-        clients, dataset = list_clients(experiment), experiment.dataset
-        otherwise = "start a new run in another folder"
-        check_clients(out, clients, dataset, (key, value), otherwise)
-        if checkpoint.has_other_images(out, dataset, "test"):
-            raise UserError(
-                f"the test images are not those of {out}",
-                key=key,
-                value=value,
-                fix="Put them back as they were, or use fedssl evaluate for other images.",
-            )
-        check_moved(settings, out, dataset)
+        clients, otherwise = list_clients(experiment), "start a new run in another folder"
+        checkpoint.check_images(out, settings.data, experiment.dataset, otherwise, clients)
     return experiment
 
 
@@ -114,11 +89,10 @@ class RunInFolder:
         self.experiment, self.settings, self.out = experiment, settings, out
         with explain_write_errors("--out", out):
             out.mkdir(parents=True, exist_ok=True)
-            if resume and is_started(out):
-                update_config(settings, out)
-            else:
-                claim(out, settings)
+            check_kind(out, resume and is_started(out), RUN)  # another may have come first
+            if not is_started(out):
                 write_json(out / "clients.json", list_clients(experiment))
+            write_config(settings, out)
         experiment.engine.open(out)
         if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
             print(f"fedssl: no checkpoint in {out}: it starts at round 1", file=sys.stderr)
@@ -126,21 +100,22 @@ class RunInFolder:
     def train(self, stop: Stop, log: MetricsLog) -> None:
         """Run the rounds that are left, where the engine's transport is open."""
         experiment, rounds = self.experiment, self.settings.rounds
-        bar = ProgressBar(experiment)
+        label = plugins.short_name(self.settings.algorithm.name)
+        bar = Progress(label, rounds, experiment.server.round)
         checkpoints = Checkpoints(experiment, self.out, stop)
-        others = (Drift(experiment), Evaluation(experiment), log, checkpoints, bar)
+        others = (Evaluation(experiment), log, checkpoints, bar)
 
         def work() -> None:
             experiment.server.public = experiment.public
-            with contextlib.closing(bar.progress) as progress:
+            with contextlib.closing(bar):
                 idle = config.find_idle_keys(self.settings)
                 for warning in (*idle, *list_warnings(experiment)):
-                    progress.say(warning)
+                    bar.say(warning)
                 if not (self.out / checkpoint.FILE).exists():
                     checkpoints.write()  # one to go back to, from the first round on
                 if experiment.server.round < rounds:
-                    with announce_compiling(experiment, progress):
-                        run_rounds(experiment, self.out, others, stop, progress.say)
+                    with announce_compiling(experiment, bar):
+                        run_rounds(experiment, self.out, others, stop, bar.say)
             experiment.engine.rest()
 
         experiment.engine.drive(work)
@@ -174,8 +149,6 @@ def run_rounds(
     """Run all rounds that are left."""
     server, rounds = experiment.server, experiment.config.rounds
     while server.round < rounds:
-        for callback in callbacks:
-            callback.before_round()
         line = run_one_round(experiment, out, say)
         for callback in callbacks:
             callback.after_round(line)
@@ -186,6 +159,8 @@ def run_rounds(
 def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]:
     """Run one round; return its line of metrics."""
     server, started = experiment.server, time.perf_counter()
+    if experiment.trainer.watched:
+        experiment.trainer.watched.clear()  # the last round's local models
     cohort = experiment.engine.cohort(_draw_cohort(experiment, server.round), server.round)
     try:
         done = run_round(experiment.algorithm, server, cohort)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
@@ -37,6 +38,10 @@ class Progress:
     def close(self) -> None:
         """Leave the terminal as it was."""
         self.bar.close()
+
+    def after_round(self, line: Mapping[str, Any]) -> None:
+        """Show the round of a line of metrics."""
+        self.update(line["round"], line["loss"], line["images"], line["skipped"])
 
     def update(self, round: int, loss: float | None, images: int, skipped: bool = False) -> None:
         """Show that ``round`` rounds are done; where clients keep their loss, none is known."""

@@ -19,7 +19,7 @@ from fedssl.evaluate.registry import choose_protocols, list_protocols
 from fedssl.runs import checkpoint
 from fedssl.runs.build import Experiment, build_evaluation
 from fedssl.runs.finish import list_clients
-from fedssl.runs.folder import SWEEP, check_clients
+from fedssl.runs.folder import SWEEP
 from fedssl.runs.reader import RunReader, section
 from fedssl.runs.result import split_models
 from fedssl.runs.validate import is_deployed, list_evaluation_warnings
@@ -85,17 +85,18 @@ def _build(run: Path, settings: Config, keys: Set[str]) -> Experiment:
     if given == {"data.root"}:
         # All images: others may have too few labels to draw from.
         dataset = _load(replace(settings.data, labels=None), settings.seed, given)
-        if checkpoint.has_same_images(run, dataset):  # they were moved
+        if checkpoint.find_changed_images(run, dataset) == []:  # they were moved
             given, dataset = set(), dataset if settings.data.labels is None else None
     if given:
         settings, dataset = _use_other_data(run, settings, given, dataset)
         settings, classes = _leave_out_head(settings, dataset, checkpoint.read_classes(run))
     experiment = build_evaluation(settings, dataset, classes)
     experiment.of_sites = of_sites
-    if not given and checkpoint.has_other_images(run, experiment.dataset):
-        where, other = name_images(settings.data), "evaluate on other images with data.root"
-        check_clients(run, list_clients(experiment), experiment.dataset, where, other)
-    if not given and checkpoint.has_other_images(run, experiment.dataset, "test"):
+    changed = [] if given else checkpoint.find_changed_images(run, experiment.dataset) or []
+    if "train" in changed:
+        clients, otherwise = list_clients(experiment), "evaluate on other images with data.root"
+        checkpoint.check_images(run, settings.data, experiment.dataset, otherwise, clients)
+    if changed:
         _warn("the test images are not those that the run had, whose numbers are in summary.json")
     return experiment
 

@@ -6,9 +6,8 @@ import dataclasses
 import json
 import shlex
 import subprocess
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,49 +18,44 @@ import torch
 from fedssl import __version__, config
 from fedssl.config import Config
 from fedssl.evaluate.registry import check_holdout, find_chooser
-from fedssl.runs import loop, metrics, sweep
-from fedssl.runs.reader import read_json
+from fedssl.runs import metrics
+from fedssl.runs.batch import PlannedRun, check_all, name_in_errors, run_all
+from fedssl.runs.folder import find_changes
+from fedssl.runs.sweep import list_runs
 from fedssl.training.trainer import precision_on
 from fedssl.util.device import name_device, pick_device
-from fedssl.util.errors import TrainingError, UserError, resume_hint
+from fedssl.util.errors import UserError, resume_hint
 from fedssl.util.files import explain_write_errors, write_text
 
 ROOT = Path("runs") / "reproduce"
-# Keys that may differ between a finished run and the one that is asked for.
-SAME_RUN = config.keys_affecting(config.Config, "nothing", "speed", "location")
 # Keys in which a result may differ and still be compared with the paper's.
-COMPARABLE = SAME_RUN | config.keys_affecting(config.Config, "rounding", "monitoring") | {"seed"}
-
+COMPARABLE = {"seed"} | config.keys_affecting(
+    config.Config, "nothing", "speed", "location", "rounding", "monitoring"
+)
 BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
-# What a run says of itself.
-SAID = ("device", "precision", "seconds", "overhead", "images_per_second", "torch", "fedssl")
+# Facts about a run that are copied from its summary.
+COPIED = ("device", "precision", "seconds", "overhead", "images_per_second", "torch", "fedssl")
 TABLE = "table.jsonl"  # in a table's folder: a line for each of its runs
 ABOUT = "about.txt"  # in a data set's folder: what the data is, in one line
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run of a recipe: its settings here, its settings in the paper, and its folder."""
+class Job(PlannedRun):
+    """One run of a recipe: its settings here, its settings in the paper, and its place."""
 
     name: str
+    root: Path
     table: str  # the recipes that are shown together
     row: str
     column: str  # empty: a recipe with a file of its own
-    settings: Config
     published: Config
-    root: Path
     command: str
-    choice: str = ""  # of the values that are searched, those of this run
+    choice: str  # of the values that are searched, those of this run
 
     @property
-    def label(self) -> str:
-        """The name on the screen."""
-        return " ".join(filter(None, (self.name, self.choice)))
-
-    @property
-    def folder(self) -> Path:
-        """The folder of its run."""
-        return self.root / self.table / self.row / self.column / self.choice
+    def table_file(self) -> Path:
+        """The file with a line for each run of the table."""
+        return self.root / self.table / TABLE
 
     @property
     def paper(self) -> dict[str, float]:
@@ -69,18 +63,19 @@ class Job:
         return dict(self.published.paper.get("results", {}))
 
     @cached_property
-    def changed(self) -> list[str]:
-        """Keys that make the result differ from the paper's."""
-        return _differences(self.published, self.settings, COMPARABLE)
-
-    def summary(self) -> dict[str, Any] | None:
-        """Return the summary of the run; ``None`` if it is not finished."""
-        return read_json(self.folder / "summary.json", {}) or None
+    def changed(self) -> dict[str, Any]:
+        """The keys that make the result differ from the paper's, with their values."""
+        changes = find_changes(self.published, self.settings, COMPARABLE)
+        return {key: new for key, (_, new) in changes.items()}
 
     @property
     def failed(self) -> bool:
         """True if the run diverged, according to the table's file."""
-        return "failed" in _lines(self).get((self.name, self.choice), {})
+        return "failed" in self.line()
+
+    def line(self) -> Mapping[str, Any]:
+        """Return the run's line of the table's file; empty if there is none."""
+        return _read_lines(self.table_file).get((self.name, self.choice), {})
 
     @cached_property
     def chooser(self) -> str:
@@ -117,9 +112,10 @@ class Job:
     def record(self, commit: str | None = None, failed: str = "") -> dict[str, Any]:
         """Return a line of table.jsonl: the measures, and everything they depend on."""
         summary = self.summary() or {}
-        values = config.flatten(config.to_tree(self.settings))
         ours = dict.fromkeys((*self.measures, *self.tops))
-        said = _so_far(self) if failed else summary
+        facts = _describe_failed(self) if failed else summary
+        path = self.folder / "summary.json"
+        end = time.localtime(path.stat().st_mtime if path.exists() else None)
         return {
             "recipe": self.name,
             "choice": self.choice,
@@ -134,13 +130,13 @@ class Job:
             "note": self.published.paper.get("note", ""),
             "rounds": self.settings.rounds,
             "paper_rounds": self.published.rounds,
-            "data": described(self.settings.data),
+            "data": _describe_images(self.settings.data),
             "paper_data": self.published.data.name,
-            "changed": {key: values.get(key) for key in self.changed},
-            **{key: said.get(key) for key in SAID},
+            "changed": self.changed,
+            **{key: facts.get(key) for key in COPIED},
             "seed": self.settings.seed,
             "command": self.command,
-            "date": self.date,
+            "date": time.strftime("%Y-%m-%d", end),
             "commit": commit,
             "folder": str(self.folder),
         }
@@ -158,50 +154,48 @@ class Job:
             return list(self.paper)
         return self.tops[:1]
 
-    @property
-    def date(self) -> str:
-        """The date of the run's end, or today."""
-        path = self.folder / "summary.json"
-        end = time.localtime(path.stat().st_mtime if path.exists() else None)
-        return time.strftime("%Y-%m-%d", end)
-
 
 def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
-    """List the runs, and check before the first one what can be checked cheaply."""
-    share = _scale(scale)
+    """List the runs of the recipes that match a pattern."""
+    share = _read_scale(scale)
     root = out or (ROOT if share == 1 else ROOT / f"scale-{share:g}")
     jobs = []
     for name in config.match_recipes(pattern):
         recipe = config.read_recipe(name)
-        try:
+        table, row, column = _find_place(name)
+        with name_in_errors(name, "recipe"):
             tree = config.apply_words(recipe, words)
-            for choice, settings in _choices(tree).items():
-                command = _command(name, words, share, _values(settings, config.find_sweep(tree)))
-                own = scaled(settings, share)
-                place = (*_place(name), own, config.resolve(recipe), root, command, choice)
-                jobs.append(Job(name, *place))
-        except UserError as error:
-            raise sweep.name_error(error, name, "recipe") from None
-    for job in jobs:
-        _check_folder(job)
+            for choice, settings in _list_choices(tree).items():
+                job = Job(
+                    label=f"{name} {choice}".strip(),
+                    settings=scaled(settings, share),
+                    folder=root / table / row / column / choice,
+                    name=name,
+                    root=root,
+                    table=table,
+                    row=row,
+                    column=column,
+                    published=config.resolve(recipe),
+                    command=_command(
+                        name, words, share, _values(settings, config.find_sweep(tree))
+                    ),
+                    choice=choice,
+                )
+                jobs.append(job)
     return jobs
 
 
-def _choices(tree: config.Recipe) -> dict[str, Config]:
+def _list_choices(tree: config.Recipe) -> dict[str, Config]:
     """Return a run for each combination of values; no test image may choose among them."""
-    lists = config.find_sweep(tree)
-    found = sweep.list_runs(tree) if lists else {"": config.build(tree)}
-    for key, values in lists.items():
+    found = list_runs(tree)
+    for key, values in config.find_sweep(tree).items():
         if key == "seed":
             fix = "Run each with its own --out."
             raise UserError("a seed is not chosen", key=key, value=values, fix=fix)
         if not all(find_chooser(settings.evaluate) for settings in found.values()):
-            raise UserError(
-                "one of several values is chosen on held-out images",
-                key=key,
-                value=values,
-                fix="Set data.holdout=0.1, and add heldout@10% to evaluate.protocols.",
-            )
+            problem = "one of several values is chosen on held-out images"
+            fix = "Set data.holdout=0.1, and add heldout@10% to evaluate.protocols."
+            raise UserError(problem, key=key, value=values, fix=fix)
     for settings in found.values():
         check_holdout(settings.evaluate, settings.data.holdout)
     return found
@@ -224,7 +218,7 @@ def _command(name: str, words: Sequence[str], share: float, values: Mapping[str,
     return shlex.join(["fedssl", "reproduce", name, *scale, *plain])
 
 
-def described(data: config.Data) -> str:
+def _describe_images(data: config.Data) -> str:
     """Describe the images: in the words of their folder, or by the data set's name."""
     about = Path(data.root or "").expanduser() / ABOUT
     if data.root is None or not about.is_file():
@@ -234,31 +228,19 @@ def described(data: config.Data) -> str:
 
 def work(jobs: Sequence[Job]) -> list[Job]:
     """Run what is not finished, skip runs that diverge, and return these."""
-    begun = {job.folder: job.settings for job in jobs if _started(job)}
-    waiting = {job.label: job.settings for job in jobs if job.summary() is None}
-    sweep.check_same_images(begun, sweep.check_runs(waiting))
-    sweep.update_all_places(begun)
-    failed, commit = [], _commit()
-    for number, job in enumerate(jobs, 1):
-        label = f"[{number}/{len(jobs)}] {job.label}"
+    check_all(jobs)
+    for job in jobs:
         if job.summary() is not None:
-            print(f"{label}: finished before", file=sys.stderr)
-            _write(job, _lines(job).get((job.name, job.choice), {}).get("commit"))
-            continue
-        print(label, file=sys.stderr)
-        try:
-            with resume_hint("Then call it again, and it continues."):
-                loop.run(job.settings, job.folder, resume=_started(job))
-        except TrainingError as error:
-            print(f"{label}: {error}", file=sys.stderr)
-            failed.append(job)
-            _write(job, commit, error.problem)
-        else:
-            _write(job, commit)
+            _write(job, job.line().get("commit"))
+    failed, commit = [], _commit()
+    with resume_hint("Then call it again, and it continues."):
+        for job, error in run_all(jobs):
+            _write(job, commit, error.problem if error else "")
+            failed += [job] if error else []
     return failed
 
 
-def _so_far(job: Job) -> dict[str, Any]:
+def _describe_failed(job: Job) -> dict[str, Any]:
     """Return the facts about a failed run that a summary would have."""
     device = pick_device(job.settings.device)
     return {
@@ -293,7 +275,7 @@ def scaled(settings: Config, share: float) -> Config:
     return dataclasses.replace(settings, rounds=rounds, evaluate=evaluate)
 
 
-def _scale(text: str) -> float:
+def _read_scale(text: str) -> float:
     try:
         share = float(text)
     except ValueError:
@@ -304,7 +286,7 @@ def _scale(text: str) -> float:
     return share
 
 
-def _place(name: str) -> tuple[str, str, str]:
+def _find_place(name: str) -> tuple[str, str, str]:
     """Return table, row and column; a recipe with its own file is a row of its folder."""
     table = config.find_table(name)
     if table is None:
@@ -316,35 +298,8 @@ def _place(name: str) -> tuple[str, str, str]:
     return file, row, column
 
 
-def _started(job: Job) -> bool:
-    return (job.folder / "config.yaml").exists()
-
-
-def _check_folder(job: Job) -> None:
-    """Check that a folder with a run holds this run; ``work`` compares moved images."""
-    if not _started(job):
-        return
-    before = config.with_absolute_paths(config.build(config.read_yaml(job.folder / "config.yaml")))
-    now = config.with_absolute_paths(job.settings)
-    for key in _differences(before, now, SAME_RUN):
-        old, new = (config.flatten(config.to_tree(c)).get(key) for c in (before, now))
-        raise UserError(
-            f"the run in {job.folder} has {old}",
-            key=key,
-            value=new,
-            fix="Choose another folder with --out, or remove that one.",
-        )
-
-
-def _differences(a: Config, b: Config, free: Set[str]) -> list[str]:
-    """Return the keys in which two configurations differ, except ``free`` ones."""
-    left, right = (config.flatten(config.to_tree(c)) for c in (a, b))
-    return [key for key in {**left, **right} if left.get(key) != right.get(key) and key not in free]
-
-
-def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
-    """Read the table's file, by recipe and choice."""
-    path = job.root / job.table / TABLE
+def _read_lines(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Read a table's file, by recipe and choice."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     runs: dict[tuple[str, str], dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
@@ -352,18 +307,15 @@ def _lines(job: Job) -> dict[tuple[str, str], dict[str, Any]]:
             row = json.loads(line)
             runs[row["recipe"], row.get("choice", "")] = row
         except (ValueError, LookupError, TypeError):
-            raise UserError(
-                f"{path}: line {number} is not about a run",
-                fix="Remove it: finished runs are written there again.",
-            ) from None
+            fix = "Remove it: finished runs are written there again."
+            raise UserError(f"{path}: line {number} is not about a run", fix=fix) from None
     return runs
 
 
 def _write(job: Job, commit: str | None, failed: str = "") -> None:
     """Write a run's line into its table's file, in place of an older one."""
-    rows = _lines(job) | {(job.name, job.choice): job.record(commit, failed)}
+    rows = _read_lines(job.table_file) | {(job.name, job.choice): job.record(commit, failed)}
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
-    path = job.root / job.table / TABLE
     with explain_write_errors("--out", job.root):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        job.table_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(job.table_file, text)

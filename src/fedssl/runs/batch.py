@@ -1,0 +1,118 @@
+"""Run several configurations one after another: those of a sweep, or of a paper's table."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedssl import config
+from fedssl.config import Config, plugins
+from fedssl.data.dataset import Dataset
+from fedssl.data.heterogeneity import alter_training_images
+from fedssl.data.load import load_dataset
+from fedssl.runs import checkpoint, loop
+from fedssl.runs.build import assemble
+from fedssl.runs.folder import check_folder, is_started, write_config
+from fedssl.runs.reader import RunReader, read_json
+from fedssl.runs.split import split_clients
+from fedssl.runs.validate import check_environment
+from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.files import explain_write_errors
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of several: its name on the screen, its configuration and its folder."""
+
+    label: str
+    settings: Config
+    folder: Path
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the summary of the run; ``None`` if it is not finished."""
+        return read_json(self.folder / "summary.json", {}) or None
+
+
+Run = TypeVar("Run", bound=PlannedRun)
+
+
+def check_all(runs: Sequence[PlannedRun]) -> None:
+    """Check all runs before the first one starts, also that they have the same images."""
+    loaded: dict[tuple[config.Data, int], Dataset] = {}
+    begun = [run for run in runs if is_started(run.folder)]
+    waiting = [run for run in runs if run.summary() is None]
+    for run in runs:
+        is_final = run not in waiting
+        check_folder(run.settings, run.folder, run in begun, is_final=is_final)
+    for run in waiting:
+        place = run.settings.data, run.settings.seed
+        with name_in_errors(run.label), plugins.translate_errors():
+            check_environment(run.settings)
+            if place not in loaded:
+                loaded[place] = load_dataset(*place)
+            _check_parts(run.settings, loaded[place])
+    datasets = {data: dataset for (data, _), dataset in loaded.items()}
+    for run in begun:
+        data, before = run.settings.data, RunReader(run.folder).settings.data
+        if data not in datasets and before != config.with_absolute_paths(run.settings).data:
+            datasets[data] = load_dataset(data, run.settings.seed)
+        if data in datasets:
+            otherwise = "start anew in another folder"
+            checkpoint.check_images(run.folder, data, datasets[data], otherwise)
+
+
+def _check_parts(settings: Config, images: Dataset) -> None:
+    """Build a run and its baselines, without weights where nothing looks at them."""
+    dataset = alter_training_images(settings.partition, images, settings.seed)
+    clients = split_clients(settings, dataset)
+    others = sorted(set(settings.evaluate.baselines) - {settings.algorithm.name})
+    for each in (settings, *(config.with_algorithm(settings, name) for name in others)):
+        is_shipped = (
+            each.objective.name in config.VARIANTS["objective"]
+            and each.algorithm.name in config.VARIANTS["algorithm"]
+            and not each.encoder.name.startswith(config.TIMM)
+        )
+        assemble(each, dataset, clients, weights=not is_shipped or each.encoder.init is not None)
+
+
+def run_all(runs: Sequence[Run]) -> Iterator[tuple[Run, TrainingError | None]]:
+    """Run what is not finished; yield each run, with its error if it diverged."""
+    _update_places(runs)
+    for number, run in enumerate(runs, 1):
+        title, error = f"[{number}/{len(runs)}] {run.label}", None
+        if run.summary() is not None:
+            print(f"{title}: finished before", file=sys.stderr)
+            continue
+        print(title, file=sys.stderr)
+        try:
+            loop.run(run.settings, run.folder, is_started(run.folder))
+        except TrainingError as caught:
+            error = caught
+            print(f"{title}: {error}", file=sys.stderr)
+        yield run, error
+
+
+def _update_places(runs: Sequence[PlannedRun]) -> None:
+    """Write where the images of runs and their baselines are now, also of finished ones."""
+    for run in runs:
+        for folder in (run.folder, *(run.folder / "baselines").glob("*")):
+            if is_started(folder):
+                before, now = RunReader(folder).settings, run.settings.data
+                data = replace(before.data, root=now.root, cache=now.cache)
+                with explain_write_errors("--out", folder):
+                    write_config(replace(before, data=data), folder)
+
+
+@contextlib.contextmanager
+def name_in_errors(name: str, kind: str = "run") -> Iterator[None]:
+    """Name the run in errors, unless there is only one."""
+    try:
+        yield
+    except UserError as error:
+        if name:
+            error.problem = f"{error.problem} ({kind} {name})"
+        raise
