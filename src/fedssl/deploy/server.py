@@ -25,7 +25,7 @@ from fedssl.engines.remote.engine import RemoteEngine
 from fedssl.runs import loggers
 from fedssl.runs.build import Experiment, assemble
 from fedssl.runs.folder import check_folder, lock
-from fedssl.runs.loop import Interrupted, run_experiment
+from fedssl.runs.loop import Interrupted, RunInFolder, execute
 from fedssl.util.errors import TrainingError, UserError, resume_hint
 from fedssl.util.files import explain_write_errors
 
@@ -108,7 +108,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     experiment.engine.transport = transport
     with explain_write_errors("out", out):
         write_plugins(out, plugin_texts)
-    return run_experiment(experiment, kept, out, resume)
+    return execute([RunInFolder(experiment, kept, out, resume)])[out]
 
 
 def build_server_experiment(config: Config, sites: Sequence[Introduction]) -> Experiment:

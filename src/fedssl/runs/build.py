@@ -105,8 +105,10 @@ class Experiment:
         return cast(Tower, self.trainer.network.towers[number])
 
     def draw_cohort(self, round: int) -> NDArray[np.int64]:
-        """Draw the clients of a round."""
-        return draw_cohort(self.config, len(self.engine.groups), round)
+        """Draw the clients of a round, once: they are drawn ahead while the device is at work."""
+        if self.drawn is None or self.drawn[0] != round:
+            self.drawn = round, draw_cohort(self.config, len(self.engine.groups), round)
+        return self.drawn[1]
 
     def untrained(self) -> Tensor:
         """Return random weights, also if the run starts from given ones (``encoder.init``)."""
@@ -127,38 +129,29 @@ class Experiment:
         return convert_channels(load_run_dataset(self.config, size), channels)
 
 
-def build_experiment(config: Config, dataset: Dataset | None = None) -> Experiment:
-    """Load the data, unless it is given, and build a run whose clients are simulated."""
-    list_protocols(
-        config.evaluate
-    )  # their errors come before images are decoded, which may be long
-    if dataset is None:
-        dataset = load_run_dataset(config)
-    else:
-        dataset = alter_training_images(config.partition, dataset, config.seed)
-    experiment = assemble(config, dataset, split_clients(config, dataset))
-    labels, groups = dataset.train.labels, experiment.engine.groups
-    if labels is not None and bool((labels[groups.members] >= 0).all()):
-        census = Census(labels.to(experiment.trainer.device), groups, len(dataset.classes))
-        experiment.trainer.census = experiment.server.census = census
-    _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
-    return experiment
-
-
-def build_evaluation(
-    config: Config, dataset: Dataset | None = None, head_classes: int | None = None
+def build_experiment(
+    config: Config,
+    dataset: Dataset | None = None,
+    head_classes: int | None = None,
+    trains: bool = True,
 ) -> Experiment:
-    """Build what evaluates a run's checkpoint; nothing is trained.
+    """Load the data, unless it is given, and build a run whose clients are simulated.
 
-    ``head_classes`` is the number of classes that the network's own classifier has.
+    ``head_classes`` is the number of classes of the network's own classifier, if it is not the
+    data's. If it does not train, it evaluates a run's checkpoint.
     """
+    list_protocols(config.evaluate)  # reports errors before images are decoded, which may be long
     if dataset is None:
         dataset = load_run_dataset(config)
     else:
         dataset = alter_training_images(config.partition, dataset, config.seed)
     clients = split_clients(config, dataset)
-    experiment = assemble(config, dataset, clients, head_classes=head_classes, trains=False)
-    _ = experiment.evaluator
+    experiment = assemble(config, dataset, clients, head_classes=head_classes, trains=trains)
+    labels, groups = dataset.train.labels, experiment.engine.groups
+    if trains and labels is not None and bool((labels[groups.members] >= 0).all()):
+        census = Census(labels.to(experiment.trainer.device), groups, len(dataset.classes))
+        experiment.trainer.census = experiment.server.census = census
+    _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
     return experiment
 
 
@@ -187,7 +180,7 @@ def assemble(
         config, groups = pool_clients(config, clients, cohort_size(config, len(clients)))
     algorithm = build_algorithm(config)
     known = () if kind.pools_data else names
-    notes = validate.check_clients(config, algorithm, dataset, clients, groups, known, trains)
+    notes = validate.check_clients(config, algorithm, dataset, groups, known, trains)
     classes = head_classes or len(dataset.classes)
     with torch.device("cpu" if weights else "meta"):
         network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
@@ -250,9 +243,8 @@ def build_trainer(
         device = torch.device("meta")
     train = dataset.train
     height, width = train.images[0].shape[2:]
-    augmentation = Augmentation.from_config(
-        config.augment, train.images[0].shape[1], (height, width)
-    )
+    channels = train.images[0].shape[1]
+    augmentation = Augmentation.from_config(config.augment, channels, (height, width))
     return Trainer(config, network, objective, augmentation, train, device)
 
 
@@ -309,9 +301,7 @@ def compiles_passes(engine: Engine) -> bool:
     step takes about six times that, so that a minute or two of compiling is paid back.
     """
     config, sizes = engine.trainer.config, engine.groups.sizes
-    mode, same = config.engine.compile, bool((sizes == sizes[0]).all())
-    if not engine.merges or not same or mode == "off":
-        return False
-    return mode == "on" or (
-        engine.trainer.device.type == "cuda" and config.rounds >= WORTH_COMPILING
-    )
+    mode, possible = config.engine.compile, engine.merges and bool((sizes == sizes[0]).all())
+    if mode != "auto" or not possible:
+        return mode == "on" and possible
+    return engine.trainer.device.type == "cuda" and config.rounds >= WORTH_COMPILING

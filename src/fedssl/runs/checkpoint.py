@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedssl import config
-from fedssl.config import Config
 from fedssl.data.dataset import Dataset
 from fedssl.data.places import name_images
 from fedssl.runs.reader import RunReader
@@ -85,22 +84,21 @@ def _remove_old(out: Path, versions: dict[int, int]) -> None:
 
 def _check_finite(tensors: dict[str, Tensor], experiment: Experiment, out: Path) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        settings = experiment.config
-        raise TrainingError(
-            f"round {experiment.server.round}: the weights are no longer finite",
-            f"Lower server.lr (now {settings.server.lr}) or client.lr (now {settings.client.lr})"
-            f"{_list_large_weights(settings)}. {describe_kept(out)}.",
+        number = experiment.server.round
+        raise describe_divergence(
+            f"round {number}: the weights are no longer finite", experiment, out
         )
 
 
-def _list_large_weights(settings: Config) -> str:
-    """List keys of the algorithm that a proximal term may have as its weight.
-
-    Such a term diverges as soon as its weight times the learning rate is above 2.
-    """
-    keys = config.flatten(config.to_tree(settings.algorithm), "algorithm.")
-    large = {k: v for k, v in keys.items() if isinstance(v, float) and v * settings.client.lr > 2}
-    return "".join(f" or {key} (now {value})" for key, value in large.items())
+def describe_divergence(problem: str, experiment: Experiment, out: Path) -> TrainingError:
+    """Return the error of a run that diverged, with the keys that may help."""
+    server, client = experiment.config.server.lr, experiment.config.client.lr
+    fix = f"Lower server.lr (now {server}) or client.lr (now {client})"
+    keys = config.flatten(config.to_tree(experiment.config.algorithm), "algorithm.")
+    for key, value in keys.items():  # a proximal term diverges where its weight times lr is above 2
+        if isinstance(value, float) and value * client > 2:
+            fix += f" or {key} (now {value})"
+    return TrainingError(problem, f"{fix}. {describe_kept(out)}.")
 
 
 def describe_kept(out: Path) -> str:

@@ -36,7 +36,6 @@ QUIET = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "WANDB_ERROR_REPORTING": "false",
 }
-WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 _MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # of one of MLflow's requests, of a value
 
 Numbers = dict[str, float]
@@ -86,7 +85,7 @@ class WandB(Logger):
         import wandb
 
         known = _known(out / self.FILE) or uuid.uuid4().hex[:8]
-        mode: Any = _wandb_mode()
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedssl"),
             name=out.resolve().name,
@@ -116,7 +115,9 @@ class MLflow(Logger):
     FILE = "mlflow.json"
 
     def __init__(self, config: Config, out: Path) -> None:
-        self._client = _mlflow(os.environ.get("MLFLOW_TRACKING_URI") or _database(out))
+        self._client = _connect(
+            os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{out.resolve() / 'mlflow.db'}"
+        )
         known = _known(out / self.FILE)
         self._id = known if known is not None and self._knows(known) else self._new(config, out)
         self._client.update_run(self._id, status="RUNNING")
@@ -170,7 +171,8 @@ class Behind(Logger):
     def __init__(self, name: str, logger: Logger) -> None:
         self.name = name
         self._logger = logger
-        self._lines: queue.SimpleQueue[Line | bool] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[Line | None] = queue.SimpleQueue()  # ``None`` is the end
+        self._finished = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -182,7 +184,8 @@ class Behind(Logger):
 
     def close(self, finished: bool) -> None:
         """Wait for queued lines, but not for ever."""
-        self._lines.put(finished)
+        self._finished = finished
+        self._lines.put(None)
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
             self._warn(f"no answer for {PATIENCE:g} s")
@@ -190,25 +193,15 @@ class Behind(Logger):
     def _work(self) -> None:
         try:
             while True:
-                lines, end = self._waiting()
-                if lines:
-                    self._logger.write(lines)
-                if end is not None:
-                    self._logger.close(end)
+                items = [self._lines.get()]
+                while not self._lines.empty():  # a request may take longer than a round
+                    items.append(self._lines.get())
+                self._logger.write([line for line in items if line is not None])
+                if items[-1] is None:
+                    self._logger.close(self._finished)
                     return
         except Exception as error:  # of whatever the logger is made of
-            self._warn(" ".join(str(error).split())[:200] or type(error).__name__)
-
-    def _waiting(self) -> tuple[list[Line], bool | None]:
-        """Return all queued lines, at least one, and how the run ended, if it has."""
-        lines: list[Line] = []
-        item = self._lines.get()
-        while not isinstance(item, bool):
-            lines.append(item)
-            if self._lines.empty():
-                return lines, None
-            item = self._lines.get()
-        return lines, item
+            self._warn(_format(error))
 
     def _warn(self, reason: str) -> None:
         line = f"fedssl: log={self.name}: {reason}; nothing more goes there, training goes on"
@@ -226,25 +219,14 @@ def require(config: Config) -> None:
             raise UserError("not installed", key="log", value=name, fix=fix)
     if config.log:
         os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
-    if "wandb" in config.log and _wandb_mode() not in WANDB_MODES:
-        raise UserError(
-            "unknown",
-            key="WANDB_MODE",
-            value=_wandb_mode(),
-            fix=f"Choose one of {', '.join(WANDB_MODES)}.",
-        )
     server = os.environ.get("MLFLOW_TRACKING_URI")
     if "mlflow" in config.log and server:
         try:
-            _mlflow(server).search_experiments(max_results=1)
+            _connect(server).search_experiments(max_results=1)
         except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"the server does not answer ({reason})",
-                key="MLFLOW_TRACKING_URI",
-                value=server,
-                fix="Start it, set another one, or leave log out.",
-            ) from None
+            problem = f"the server does not answer ({_format(error)})"
+            fix = "Start it, set another one, or leave log out."
+            raise UserError(problem, key="MLFLOW_TRACKING_URI", value=server, fix=fix) from None
 
 
 def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
@@ -258,14 +240,9 @@ def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
         except Exception as error:
             for logger in loggers:
                 logger.close(False)
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"cannot be opened ({reason})",
-                key="log",
-                value=name,
-                fix=f"Correct it, or leave it out with log=[]. The run is in {out}.",
-                can_resume=True,
-            ) from None
+            problem = f"cannot be opened ({_format(error)})"
+            fix = f"Correct it, or leave it out with log=[]. The run is in {out}."
+            raise UserError(problem, key="log", value=name, fix=fix, can_resume=True) from None
     return loggers
 
 
@@ -275,20 +252,16 @@ def installed(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _wandb_mode() -> str:
-    return os.environ.get("WANDB_MODE") or "offline"
+def _format(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _mlflow(server: str) -> Any:
+def _connect(server: str) -> Any:
     from mlflow import MlflowClient
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=server)
-
-
-def _database(out: Path) -> str:
-    return f"sqlite:///{out.resolve() / 'mlflow.db'}"
 
 
 def _known(path: Path) -> str | None:

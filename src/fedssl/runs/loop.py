@@ -12,9 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedssl import config
 from fedssl.config import Config, plugins
@@ -34,7 +32,7 @@ from fedssl.runs.folder import RUN, check_folder, check_kind, is_started, lock, 
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, list_warnings
-from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, write_json
 
 Say = Callable[[str], None]
@@ -136,13 +134,6 @@ def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
     return summaries
 
 
-def run_experiment(
-    experiment: Experiment, settings: Config, out: Path, resume: bool
-) -> dict[str, Any]:
-    """Run an experiment that is built, in a folder that is locked; return the summary."""
-    return execute([RunInFolder(experiment, settings, out, resume)])[out]
-
-
 def run_rounds(
     experiment: Experiment, out: Path, callbacks: Sequence[Callback], stop: Stop, say: Say
 ) -> None:
@@ -161,7 +152,7 @@ def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]
     server, started = experiment.server, time.perf_counter()
     if experiment.trainer.watched:
         experiment.trainer.watched.clear()  # the last round's local models
-    cohort = experiment.engine.cohort(_draw_cohort(experiment, server.round), server.round)
+    cohort = experiment.engine.cohort(experiment.draw_cohort(server.round), server.round)
     try:
         done = run_round(experiment.algorithm, server, cohort)
     except torch.OutOfMemoryError:
@@ -172,16 +163,12 @@ def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]
         say(f"round {done.number}: {warning}")
     for client, fault in done.faults.items():
         say(f"round {done.number}: no reply of {experiment.names[client]}: {fault}")
-    _draw_cohort(experiment, server.round)  # while a GPU is at work; reading the loss waits for it
+    experiment.draw_cohort(server.round)  # while a GPU is at work: reading the loss waits for it
     # Where clients are seen only through noise, no loss leaves them.
     loss = None if done.loss is None else float(done.loss)
     if loss is not None and not math.isfinite(loss):
-        rates = experiment.config
-        raise TrainingError(
-            f"round {done.number}: the loss is {loss}",
-            f"Lower server.lr (now {rates.server.lr}) or client.lr (now {rates.client.lr}). "
-            f"{checkpoint.describe_kept(out)}.",
-        )
+        problem = f"round {done.number}: the loss is {loss}"
+        raise checkpoint.describe_divergence(problem, experiment, out)
     return _make_line(experiment, done, loss, time.perf_counter() - started)
 
 
@@ -220,13 +207,6 @@ def count_bytes(done: RoundResult) -> dict[str, Any]:
         "bytes_down_per_client": one["down"],
         "exchanges": exchanges,
     }
-
-
-def _draw_cohort(experiment: Experiment, round: int) -> NDArray[np.int64]:
-    """Draw a round's clients, once: they are drawn ahead while the device is at work."""
-    if experiment.drawn is None or experiment.drawn[0] != round:
-        experiment.drawn = (round, experiment.draw_cohort(round))
-    return experiment.drawn[1]
 
 
 def _describe_memory(experiment: Experiment, out: Path) -> UserError:

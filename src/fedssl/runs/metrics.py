@@ -39,10 +39,9 @@ class Overhead:
 def totals(out: Path, overhead: Mapping[str, float]) -> dict[str, Any]:
     """Sum over a run's rounds; ``overhead`` came after the last one."""
     lines = list(read(out))
-    others: dict[str, float] = defaultdict(float)
-    for each in (overhead, *(line.get("overhead") for line in lines)):
-        # An algorithm may log a number of this name.
-        for purpose, taken in each.items() if isinstance(each, Mapping) else ():
+    others: dict[str, float] = defaultdict(float, overhead)
+    for line in lines:
+        for purpose, taken in line.get("overhead", {}).items():
             others[purpose] += taken
     seconds = sum(line["seconds"] for line in lines)
     images = sum(line["images"] for line in lines)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 LINE_SECONDS = 5.0
 
@@ -25,7 +24,7 @@ class Progress:
         self.started = time.monotonic()
         self.last_line = self.started
         self.live = sys.stderr.isatty() or in_notebook()
-        self.bar: Any = _kind()(
+        self.bar = tqdm(
             total=rounds,
             initial=done,
             desc=title,
@@ -75,12 +74,3 @@ def in_notebook() -> bool:
     shell = sys.modules.get("IPython")
     ours = None if shell is None else shell.get_ipython()
     return ours is not None and hasattr(ours, "kernel")
-
-
-def _kind() -> Any:
-    """The bar: a notebook's own needs ipywidgets, and text does without."""
-    if in_notebook() and importlib.util.find_spec("ipywidgets") is not None:
-        from tqdm.notebook import tqdm as own
-
-        return own
-    return tqdm

@@ -17,9 +17,9 @@ from fedssl.data.load import convert_channels, load_dataset
 from fedssl.data.places import name_images
 from fedssl.evaluate.registry import choose_protocols, list_protocols
 from fedssl.runs import checkpoint
-from fedssl.runs.build import Experiment, build_evaluation
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.finish import list_clients
-from fedssl.runs.folder import SWEEP
+from fedssl.runs.folder import RUN, SWEEP
 from fedssl.runs.reader import RunReader, section
 from fedssl.runs.result import split_models
 from fedssl.runs.validate import is_deployed, list_evaluation_warnings
@@ -33,14 +33,13 @@ SAME_IMAGES = {"data.size", "data.cache", "data.corrupt"}  # keys that leave the
 def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     """Measure a run's result and an untrained network, by row; also append them to the folder."""
     keys = _check_words(run, words)
-    settings = config.resolve(config.read_yaml(run / "config.yaml"), words)
+    settings = config.resolve(config.read_yaml(run / RUN), words)
     # What was measured during training need not suit the protocols or the data.
     settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
     experiment = _build(run, settings, keys)
     experiment.engine.open(run)
     if not checkpoint.read(run, experiment):
-        fix = "Let it run, or resume it."
-        raise UserError(f"{run} has no checkpoint yet", fix=fix)
+        raise UserError(f"{run} has no checkpoint yet", fix="Let it run, or resume it.")
     done, rounds = experiment.server.round, settings.rounds
     if done < rounds:
         _warn(f"round {done} of {rounds}: it has not ended")
@@ -56,23 +55,21 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
 
 def _check_words(run: Path, words: Sequence[str]) -> set[str]:
     """Check that there is a run, and that evaluation depends on the keys; return the keys."""
-    if not (run / "config.yaml").is_file():
-        if (run / SWEEP).exists():
-            raise UserError(f"{run} holds a sweep", fix="Name one of its runs.")
-        raise UserError(
-            f"{run} holds no run: it has no config.yaml",
-            fix="For an encoder alone use `fedssl run` with encoder.init=PATH rounds=0.",
-        )
-    during_training = {"data.holdout"} | config.keys_affecting(Config, "monitoring")
-    for word in words:
-        key, _, value = word.partition("=")
+    if (run / SWEEP).exists():
+        raise UserError(f"{run} holds a sweep", fix="Name one of its runs.")
+    if not (run / RUN).is_file():
+        fix = "For an encoder alone use `fedssl run` with encoder.init=PATH rounds=0."
+        raise UserError(f"{run} holds no run: it has no config.yaml", fix=fix)
+    given = dict(word.partition("=")[::2] for word in words)
+    for key, value in given.items():
         if not key.startswith(("evaluate.", "data.")) and key != "device":
             problem = "only evaluate.*, data.* and device can change here"
-            raise UserError(problem, key=key, value=value, fix="Leave it out.")
-        if key in during_training:
+        elif key == "data.holdout" or key in config.keys_affecting(Config, "monitoring"):
             problem = "is about training, and nothing is trained here"
-            raise UserError(problem, key=key, value=value, fix="Leave it out.")
-    return {word.partition("=")[0] for word in words}
+        else:
+            continue
+        raise UserError(problem, key=key, value=value, fix="Leave it out.")
+    return set(given)
 
 
 def _build(run: Path, settings: Config, keys: Set[str]) -> Experiment:
@@ -84,13 +81,13 @@ def _build(run: Path, settings: Config, keys: Set[str]) -> Experiment:
     dataset, classes = None, None
     if given == {"data.root"}:
         # All images: others may have too few labels to draw from.
-        dataset = _load(replace(settings.data, labels=None), settings.seed, given)
+        dataset = load_dataset(replace(settings.data, labels=None), settings.seed)
         if checkpoint.find_changed_images(run, dataset) == []:  # they were moved
             given, dataset = set(), dataset if settings.data.labels is None else None
     if given:
         settings, dataset = _use_other_data(run, settings, given, dataset)
         settings, classes = _leave_out_head(settings, dataset, checkpoint.read_classes(run))
-    experiment = build_evaluation(settings, dataset, classes)
+    experiment = build_experiment(settings, dataset, classes, trains=False)
     experiment.of_sites = of_sites
     changed = [] if given else checkpoint.find_changed_images(run, experiment.dataset) or []
     if "train" in changed:
@@ -113,76 +110,43 @@ def _use_other_data(
         if protocol.needs != "nothing":
             problem = f"needs the run's own {protocol.needs}"
             raise protocol.error(problem, "Leave the data.* keys out, or use other protocols.")
-    name = section(config.read_yaml(run / "config.yaml"), "data").get("name")
+    name = section(config.read_yaml(run / RUN), "data").get("name")
+    is_same, levels = settings.data.name == name, settings.data.levels
     data = replace(settings.data, holdout=0.0)
     if "data.labels" not in given:
         data = replace(data, labels=None)
-    if data.name != name and "data.root" not in given:
+    if not is_same and "data.root" not in given:
         data = replace(data, root=None)
-    levels = data.levels
-    has_no_class = levels is not None and "class" not in levels
-    needs_class = has_no_class and bool(set(settings.evaluate.protocols or ()) - {"unlabeled"})
-    if "data.levels" not in given and (data.name != name or needs_class):
+    needs_class = bool(set(settings.evaluate.protocols or ()) - {"unlabeled"})
+    lacks_class = needs_class and levels is not None and "class" not in levels
+    if "data.levels" not in given and (lacks_class or not is_same):
         data = replace(data, levels=None)
     if dataset is None or data.levels != levels:
-        dataset = _load(data, settings.seed, given)
-    if data.name == name and data.levels != levels and dataset.classes:
-        _check_folder_names(run, data, dataset.classes)
+        dataset = load_dataset(data, settings.seed)
+    key, value = name_images(data)
+    if is_same and data.levels != levels and dataset.classes:
+        folders = (
+            f"the folders in train/ are taken for classes ({shorten_list(dataset.classes, 3)})"
+        )
+        _warn(f"{key}={value}: {folders}, as with data.levels=class")
+    # A run that has not ended has no encoder.json; its checkpoint reports a difference.
+    channels = RunReader(run).read_json("encoder.json", {}).get("channels")
+    if channels and channels[0] != dataset.train.images[0].shape[1]:
+        kind = "grey" if channels[0] == 1 else "in colour"
+        _warn(f"{key}={value}: images are made {kind}, as the run's are")
     if getattr(settings.algorithm, "public", 0):
         without: Any = {"public": 0, "align": 0.0}
         settings = replace(settings, algorithm=replace(settings.algorithm, **without))
     whole = config.build({"partition": {"name": "iid", "clients": 1}})
-    engine = replace(settings.engine, name="local")
     settings = replace(
         settings,
         data=data,
         partition=whole.partition,
         cohort=whole.cohort,
-        engine=engine,
+        engine=replace(settings.engine, name="local"),
         privacy=whole.privacy,
     )
-    return settings, _convert(run, data, dataset)
-
-
-def _load(data: config.Data, seed: int, given: Set[str]) -> Dataset:
-    try:
-        return load_dataset(data, seed)
-    except UserError as error:
-        if "data.levels" in given or error.key != "data.levels":
-            raise
-        fix = f"{error.fix} The run set this key."
-        raise UserError(error.problem, key=error.key, value=error.value, fix=fix) from None
-
-
-def _convert(run: Path, data: config.Data, dataset: Dataset) -> Dataset:
-    """Convert images to the channels that the run's encoder takes."""
-    (key, value), train = name_images(data), dataset.train
-    if len(train) < 2:
-        problem = f"holds {len(train)} training image, and evaluation needs two"
-        raise UserError(problem, key=key, value=value, fix="Use a folder with more.")
-    # A run that has not ended has no encoder.json; its checkpoint reports a difference.
-    channels = RunReader(run).read_json("encoder.json", {}).get("channels")
-    if channels and channels[0] != train.images[0].shape[1]:
-        kind = "grey" if channels[0] == 1 else "in colour"
-        _warn(f"{key}={value}: images are made {kind}, as the run's are")
-    return convert_channels(dataset, channels) if channels else dataset
-
-
-def _check_folder_names(run: Path, data: config.Data, classes: tuple[str, ...]) -> None:
-    """Say that folders are taken for classes; refuse folders that are named like clients."""
-    key, value = name_images(data)
-    names = {row["name"] for row in RunReader(run).clients if row["name"] != str(row["client"])}
-    clients = sorted(set(classes) & names)
-    if clients:
-        raise UserError(
-            "data.levels of the run names no class, and the folders in train/ are named like the "
-            f"run's clients ({shorten_list(clients, 3)})",
-            key=key,
-            value=value,
-            fix="Say what they are, as in data.levels=client,class.",
-        )
-    taken = f"the folders in train/ are taken for classes ({shorten_list(classes, 3)})"
-    _warn(f"{key}={value}: {taken}, as with data.levels=class")
+    return settings, convert_channels(dataset, channels) if channels else dataset
 
 
 def _leave_out_head(
@@ -198,12 +162,9 @@ def _leave_out_head(
     specs = choose_protocols(settings.evaluate, dataset.train, dataset.test)
     if "head" in specs and dataset.classes:  # without classes, no protocol with labels will do
         known, given = (shorten_list(names, 5) for names in (before, dataset.classes))
-        raise UserError(
-            f"the run's classifier knows the classes {known}, and these images have {given}",
-            key="evaluate.protocols",
-            value="head",
-            fix="Use other protocols, such as evaluate.protocols=[knn,linear].",
-        )
+        problem = f"the run's classifier knows the classes {known}, and these images have {given}"
+        fix = "Use other protocols, such as evaluate.protocols=[knn,linear]."
+        raise UserError(problem, key="evaluate.protocols", value="head", fix=fix)
     return replace(settings, evaluate=replace(settings.evaluate, protocols=specs)), len(before)
 
 

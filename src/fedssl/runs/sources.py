@@ -35,17 +35,13 @@ def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArra
         settings = _read_settings(Path(params.encoder)) or settings
     settings = replace(settings, init=params.encoder, towers=1)
     size = min(images.shape[2:])
+    channels, seed = (images.shape[1],), config.seed
     try:
-        network = build(
-            settings, (images.shape[1],), size, lambda *_: Heads(nn.Identity()), config.seed
-        )
+        network = build(settings, channels, size, lambda *_: Heads(nn.Identity()), seed)
     except UserError as error:
-        if error.key not in (None, "encoder.init"):
-            raise
-        fix = error.fix
-        raise UserError(
-            error.problem, key="partition.encoder", value=params.encoder, fix=fix
-        ) from None
+        if error.key in (None, "encoder.init"):
+            error.key, error.value = "partition.encoder", params.encoder
+        raise
     torch.set_num_threads(config.engine.threads)  # the order of sums depends on it
     tower = cast(Tower, network.towers[0])
     return extract(tower.encoder.to(device), images, device=device).cpu().numpy()

@@ -40,15 +40,10 @@ def split_clients(config: Config, dataset: Dataset, sources: Sources | None = No
             fix="Use fewer, or set algorithm.align=0 and algorithm.public=0.",
         )
     sources = sources or find_sources(config, dataset, pick_device(config.device))
-    if not len(held_out) and not len(public):
-        return partition(
-            config.partition, replace(train, labels=sources.labels), len(sources.names), config.seed
-        )
-    labels = train.full_labels if sources.labels is None else sources.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
-        labels[kept],
+        None if sources.labels is None else sources.labels[kept],
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )

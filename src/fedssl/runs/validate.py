@@ -25,7 +25,7 @@ from fedssl.privacy.leakage import describe_leaks
 from fedssl.runs import loggers
 from fedssl.runs.folder import SITES, format_deploy_command
 from fedssl.util.errors import UserError
-from fedssl.util.text import name_client
+from fedssl.util.text import name_client, shorten_list
 
 if TYPE_CHECKING:
     from fedssl.runs.build import Experiment
@@ -58,12 +58,8 @@ def check_deployment(config: Config) -> None:
         return
     source = getattr(config.partition, "source", "labels")
     if source != "labels":
-        raise UserError(
-            "real sites have their own data, which is neither divided nor altered",
-            key="partition.source",
-            value=source,
-            fix="Leave it out.",
-        )
+        problem = "real sites have their own data, which is neither divided nor altered"
+        raise UserError(problem, key="partition.source", value=source, fix="Leave it out.")
     for protocol in list_protocols(config.evaluate):
         if protocol.needs == "clients":
             problem = "the server of real sites does not have the clients' images"
@@ -75,22 +71,24 @@ def check_clients(
     algorithm: Algorithm,
     dataset: Dataset,
     clients: Groups,
-    groups: Groups,
     names: Sequence[str],
     trains: bool,
 ) -> list[str]:
     """Check algorithm and objective against all clients' data; return the algorithm's notes."""
-    _check_objective(algorithm.objective, dataset, config, trains)
+    objective, towers = algorithm.objective, config.encoder.towers
+    method, loss = config.algorithm.name, config.objective.name
+    if towers > objective.views:
+        problem = f"objective {loss} uses one input, so a second tower learns nothing"
+        raise UserError(problem, key="encoder.towers", value=towers, fix="Use encoder.towers=1.")
+    if trains:
+        _check_labels(objective, dataset)
     if algorithm.pools_data and config.engine.name != "local":
-        raise UserError(
-            f"{config.algorithm.name} has all data in one place, so there is nothing to send",
-            key="engine.name",
-            value=config.engine.name,
-            fix="Use engine.name=local.",
-        )
-    check_client_sizes(algorithm, groups.sizes, names)
-    _check_cohort(config, algorithm, groups, names)
-    return list(algorithm.validate(config, len(groups))) if trains else []
+        problem = f"{method} has all data in one place, so there is nothing to send"
+        fix = "Use engine.name=local."
+        raise UserError(problem, key="engine.name", value=config.engine.name, fix=fix)
+    check_client_sizes(algorithm, clients.sizes, names)
+    _check_cohort(config, objective, clients, names)
+    return list(algorithm.validate(config, len(clients))) if trains else []
 
 
 def check_site(algorithm: Algorithm, dataset: Dataset, clients: Groups) -> None:
@@ -99,108 +97,68 @@ def check_site(algorithm: Algorithm, dataset: Dataset, clients: Groups) -> None:
     check_client_sizes(algorithm, clients.sizes)
 
 
-def _check_objective(objective: Objective, dataset: Dataset, config: Config, trains: bool) -> None:
-    if config.encoder.towers > objective.views:
-        raise UserError(
-            f"objective {config.objective.name} uses one input, so a second tower learns nothing",
-            key="encoder.towers",
-            value=config.encoder.towers,
-            fix="Use encoder.towers=1.",
-        )
-    if trains:
-        _check_labels(objective, dataset)
-
-
 def _check_labels(objective: Objective, dataset: Dataset) -> None:
     labels = dataset.train.labels
     if objective.needs_labels and (labels is None or bool((labels < 0).any())):
-        raise UserError(
-            "needs a label for every training image",
-            key="objective.name",
-            value=objective.params.name,
-            fix="Use labeled data, or another objective such as cco.",
-        )
+        problem, name = "needs a label for every training image", objective.params.name
+        fix = "Use labeled data, or another objective such as cco."
+        raise UserError(problem, key="objective.name", value=name, fix=fix)
 
 
 def _check_cohort(
-    config: Config, algorithm: Algorithm, groups: Groups, names: Sequence[str]
+    config: Config, objective: Objective, clients: Groups, names: Sequence[str]
 ) -> None:
     """Check that rounds have enough images for the loss, and batches for batch norm."""
-    objective, size = algorithm.objective, cohort_size(config, len(groups))
-    fewest = int(np.sort(groups.sizes)[:size].sum())
-    if fewest < objective.min_samples:
-        raise UserError(
-            f"a round may have only {fewest} image, and objective {config.objective.name} "
-            f"compares at least {objective.min_samples}",
-            key="cohort.size",
-            value=size,
-            fix="Use more clients per round.",
-        )
-    smallest = int(groups.sizes.argmin())
-    if config.encoder.norm != "batch":
-        return
-    if config.algorithm.batch == 1 or groups.sizes[smallest] < 2:
-        name = name_client(names, smallest)
-        reason = "algorithm.batch is 1" if config.algorithm.batch == 1 else f"{name} has 1"
-        raise UserError(
-            f"needs batches of at least 2 images, and {reason}",
-            key="encoder.norm",
-            value="batch",
-            fix="Use encoder.norm=group.",
-        )
+    size, needed = cohort_size(config, len(clients)), objective.min_samples
+    fewest = int(np.sort(clients.sizes)[:size].sum())
+    if fewest < needed:
+        loss = config.objective.name
+        problem = f"a round may have only {fewest} image, and objective {loss} compares {needed}"
+        fix = "Use more clients per round."
+        raise UserError(problem, key="cohort.size", value=size, fix=fix)
+    smallest, batch = int(clients.sizes.argmin()), config.algorithm.batch
+    if config.encoder.norm == "batch" and (batch == 1 or clients.sizes[smallest] < 2):
+        reason = "algorithm.batch is 1" if batch == 1 else f"{name_client(names, smallest)} has 1"
+        problem = f"needs batches of at least 2 images, and {reason}"
+        raise UserError(problem, key="encoder.norm", value="batch", fix="Use encoder.norm=group.")
 
 
 def check_norms(config: Config, network: Network) -> None:
     """Check that a policy for running statistics has some to act on."""
     if config.algorithm.norm_policy == "reset" and not network.has_batch_norm:
-        raise UserError(
-            "resets batch norm's running statistics, and encoder.norm="
-            f"{config.encoder.norm} has none",
-            key="algorithm.norm_policy",
-            value="reset",
-            fix="Use average or local.",
-        )
+        norm, fix = config.encoder.norm, "Use average or local."
+        problem = f"resets batch norm's running statistics, and encoder.norm={norm} has none"
+        raise UserError(problem, key="algorithm.norm_policy", value="reset", fix=fix)
 
 
 def check_evaluation(data: EvaluationData, objective: Objective) -> None:
     """Check that the data allows the protocols, before any training."""
     check_protocols(data, has_head=objective.needs_labels)
     if data.settings.tower == "second" and data.config.encoder.towers == 1:
-        raise UserError(
-            "the network has one tower",
-            key="evaluate.tower",
-            value="second",
-            fix="Set encoder.towers=2.",
-        )
+        problem, fix = "the network has one tower", "Set encoder.towers=2."
+        raise UserError(problem, key="evaluate.tower", value="second", fix=fix)
 
 
 def check_engine(engine: Engine) -> None:
     """Check what was asked of the engine."""
     trainer, config = engine.trainer, engine.trainer.config
-    if config.evaluate.drift:
-        _check_drift(engine)
+    method, problem = config.algorithm.name, ""
+    if config.evaluate.drift:  # local models must be seen here, one by one
+        if config.engine.name != "local":
+            problem, fix = "clients' models never come here whole", "Use engine.name=local."
+        elif engine.algorithm.pools_data:
+            problem, fix = f"{method} has no clients to compare", "Leave it out."
+        elif engine.merges:
+            problem, fix = "a merged cohort has no local models", "Set engine.merge=off."
+        if problem:
+            raise UserError(problem, key="evaluate.drift", value=True, fix=fix)
     if config.engine.compile == "on" and not trainer.compiles and not trainer.compiles_passes:
-        raise UserError(
-            f"{config.algorithm.name} with {config.objective.name} cannot be compiled: it takes "
-            "local training in batches of one size (algorithm.batch), or merged cohorts of "
-            "clients of one size",
-            key="engine.compile",
-            value="on",
-            fix="Use engine.compile=auto.",
+        problem = (
+            f"{method} with {config.objective.name} cannot be compiled: it takes local training in "
+            "batches of one size (algorithm.batch), or merged cohorts of clients of one size"
         )
-
-
-def _check_drift(engine: Engine) -> None:
-    """Check that local models are seen here one by one."""
-    config, problem = engine.trainer.config, None
-    if config.engine.name != "local":
-        problem, fix = "clients' models never come here whole", "Use engine.name=local."
-    elif engine.algorithm.pools_data:
-        problem, fix = f"{config.algorithm.name} has no clients to compare", "Leave it out."
-    elif engine.merges:
-        problem, fix = "a merged cohort has no local models", "Set engine.merge=off."
-    if problem is not None:
-        raise UserError(problem, key="evaluate.drift", value=True, fix=fix)
+        fix = "Use engine.compile=auto."
+        raise UserError(problem, key="engine.compile", value="on", fix=fix)
 
 
 def list_warnings(experiment: Experiment) -> Iterator[str]:
@@ -250,10 +208,6 @@ def _describe_folders(experiment: Experiment) -> str:
     is_split = isinstance(experiment.config.partition, Folder.Params)
     clients = f"{len(names)} {'' if is_split else 'made '}clients"
     if names != list(map(str, range(len(names)))):
-        clients += f" ({_shorten(names)})"
-    labels = f"{len(classes)} classes ({_shorten(classes)})" if classes else "no classes"
+        clients += f" ({shorten_list(names, 5)})"
+    labels = f"{len(classes)} classes ({shorten_list(classes, 5)})" if classes else "no classes"
     return f"folders: {labels}, {clients}; data.levels says what folders mean"
-
-
-def _shorten(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
