@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +118,31 @@ def assert_both_engines_agree(folder: Path, *words: str) -> None:
     assert_sessions_agree(build_experiment(config), far_session(config, folder)[0], 2)
 
 
-def run_and_resume(config: Config, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run to ``whole``, and to ``cut`` with a stop after two rounds; return the first summary."""
-    summary, real = loop.run(config, folder / "whole"), loop.run_one_round
+def before_round(patch: pytest.MonkeyPatch, round: int, act: Callable[[], object]) -> None:
+    """Act when a run begins this round, counted from zero."""
+    real = loop.run_one_round
 
-    def stop(session: Experiment, *rest: Any) -> Any:
-        if session.server.round == 2:
-            raise KeyboardInterrupt
+    def one_round(session: Experiment, *rest: Any) -> Any:
+        if session.server.round == round:
+            act()
         return real(session, *rest)
 
+    patch.setattr(loop, "run_one_round", one_round)
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def run_and_resume(config: Config, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run to ``whole``, and to ``cut`` with a stop after two rounds; return the first summary."""
+    summary = loop.run(config, folder / "whole")
     with patch.context() as cut:
-        cut.setattr(loop, "run_one_round", stop)
+        before_round(cut, 2, interrupt)
         with pytest.raises(KeyboardInterrupt):
             loop.run(config, folder / "cut")
     loop.run(config, folder / "cut", resume=True)

@@ -10,17 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import timeless, without_code
+from helpers import refused, timeless, without_code
+from rounds import before_round, interrupt, press_ctrl_c
 from safetensors.torch import load_file
 
 from fedssl import config
 from fedssl.algorithms.dcco import DCCO
 from fedssl.cli import main
 from fedssl.engines.local import LocalCohort
+from fedssl.federation.server import Server
 from fedssl.runs import checkpoint, loop
 from fedssl.runs import folder as run_folder
 from fedssl.util.errors import TrainingError, UserError
@@ -53,19 +57,6 @@ def same_run(a: Path, b: Path) -> bool:
     return equal and timeless(a) == timeless(b)
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
-    """As if Ctrl-C came in that round."""
-    real = loop.run_one_round
-
-    def one_round(session, out, progress):  # type: ignore[no-untyped-def]
-        line = real(session, out, progress)
-        if session.server.round == rounds:
-            os.kill(os.getpid(), signal.SIGINT)
-        return line
-
-    monkeypatch.setattr(loop, "run_one_round", one_round)
-
-
 def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     out = tmp_path / "run"
     summary = loop.run(small("evaluate.baselines=fedavg", "evaluate.every=2"), out)
@@ -87,6 +78,10 @@ def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     assert set(stored["baselines"]) == {"fedavg"} and "knn_top1" in stored["untrained"]
     again = config.build(config.read_yaml(out / "config.yaml"))
     assert again == small("evaluate.baselines=fedavg", "evaluate.every=2")
+    note = json.loads((out / "encoder.json").read_text())
+    assert note["model"] == "global" and note["features"] == 96
+    started = loop.run(small(f"encoder.init={out}", "rounds=0"), tmp_path / "again")
+    assert started["knn_top1"] == summary["knn_top1"], "it is the encoder that was evaluated"
 
 
 def test_what_a_run_spends_outside_rounds_is_written(
@@ -107,16 +102,6 @@ def test_what_a_run_spends_outside_rounds_is_written(
     assert again == {"checkpoint": 3, "evaluate": 2, "prepare": 2}
 
 
-def test_the_exported_encoder_is_the_one_that_was_judged(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    loop.run(small(), out)
-    note = json.loads((out / "encoder.json").read_text())
-    assert note["model"] == "global" and note["features"] == 96
-    started = small(f"encoder.init={out}", "rounds=0")
-    summary = loop.run(started, tmp_path / "again")
-    assert summary["knn_top1"] == json.loads((out / "summary.json").read_text())["knn_top1"]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -134,7 +119,7 @@ def test_resume_gives_the_same_bits(
     settings = small(*words.split())
     loop.run(settings, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        stop_after(patch, 3)
+        before_round(patch, 2, press_ctrl_c)
         with pytest.raises(loop.Interrupted):
             loop.run(settings, tmp_path / "cut")
     assert len(lines(tmp_path / "cut")) == 3
@@ -190,7 +175,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(
 ) -> None:
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        stop_after(patch, 2)
+        before_round(patch, 1, press_ctrl_c)
         with pytest.raises(loop.Interrupted):
             loop.run(small(), out)
     with (out / "metrics.jsonl").open("a") as file:
@@ -214,9 +199,13 @@ def test_resume_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
 def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
     loop.run(small(), tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
+    with refused("--out", tmp_path, "--resume"):
         loop.run(small("rounds=2"), tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    with refused("server.lr", 0.1, "was 0.003"):
+        loop.run(small("server.lr=0.1"), tmp_path, resume=True)
+    with refused("--resume", says="holds no run"):
+        loop.run(small(), tmp_path / "nothing", resume=True)
 
 
 def test_of_two_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
@@ -224,7 +213,7 @@ def test_of_two_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) ->
     out, settings = tmp_path / "run", (small(), small("rounds=5"))
     first, second = (loop.open_run(own, out, resume=False) for own in settings)
     loop.RunInFolder(first, settings[0], out, resume=False)
-    with pytest.raises(UserError, match=r"--out .*holds another run.*--resume"):
+    with refused("--out", out, "holds a run"):
         loop.RunInFolder(second, settings[1], out, resume=False)
     assert config.build(config.read_yaml(out / "config.yaml")) == settings[0]
 
@@ -253,29 +242,21 @@ def test_a_folder_where_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
 def test_a_run_holds_its_folder_while_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[Path] = []
-
-    def held(out: Path) -> contextlib.AbstractContextManager[None]:
-        return run_folder.lock(out)
-
     def train(self: loop.RunInFolder, *_: object) -> None:
-        out = self.out
-        with pytest.raises(UserError, match="a run is at work there"), held(out):
+        with refused("--out", self.out, "a run is at work there"), run_folder.lock(self.out):
             pass
-        tried.append(out)
         raise loop.Interrupted
 
     monkeypatch.setattr(loop.RunInFolder, "train", train)
     with pytest.raises(loop.Interrupted):
         loop.run(small(), tmp_path / "run")
-    assert tried
-    with held(tmp_path / "run"):
+    with run_folder.lock(tmp_path / "run"):
         pass
 
 
 @pytest.mark.parametrize("words", [[], ["seed=[0,1]"]])
 def test_a_folder_of_other_runs_is_left_alone(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     """fedssl compare and report would show the new run alone, or a sweep's among the others."""
     for name, file in (("conf", "config.yaml"), ("runs/a", "sweep.yaml"), ("b/x", "metrics.jsonl")):
@@ -283,9 +264,8 @@ def test_a_folder_of_other_runs_is_left_alone(
         (tmp_path / name / file).touch()
     for folder, other in (("runs", "a"), ("b", "x")):
         before = sorted((tmp_path / folder).rglob("*"))
-        assert main(["run", *SMALL, *words, "--out", str(tmp_path / folder)]) == 2
-        said = f"fedssl: --out {tmp_path / folder}: holds other runs ({other})."
-        assert capsys.readouterr().err.startswith(said)
+        said = f"--out {tmp_path / folder}: holds other runs ({other})."
+        assert refusal("run", *SMALL, *words, "--out", tmp_path / folder).startswith(said)
         assert sorted((tmp_path / folder).rglob("*")) == before
     run_folder.check_alone(tmp_path)  # another program's configuration is no run
 
@@ -297,49 +277,35 @@ def test_ctrl_c_while_a_run_is_judged_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def stopped(*_: object) -> None:
-        raise KeyboardInterrupt
-
     command = ["run", *SMALL, *words, "rounds=1", "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "open_run", stopped)
-        patch.setattr("fedssl.runs.sweep.check_runs", stopped)
+        patch.setattr(loop, "open_run", interrupt)
+        patch.setattr("fedssl.runs.sweep.check_all", interrupt)
         assert main(command) == 130
         assert capsys.readouterr().err == "fedssl: stopped\n"
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "finish_run", stopped)
+        patch.setattr(loop, "finish_run", interrupt)
         assert main(command) == 130
     said = f"fedssl: stopped. Continue with: fedssl run --resume --out {tmp_path / 'out'}\n"
     assert capsys.readouterr().err.endswith(said)
     assert main(["run", "--resume", "--out", str(tmp_path / "out")]) == 0
 
 
-def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the disk be full for files above this size."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            run_folder.claim(tmp_path, small())
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
+    with largest_file(5), pytest.raises(OSError, match="File too large"):
+        run_folder.write_config(small(), tmp_path)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_folder_whose_name_is_no_text_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / os.fsdecode(b"caf\xe9")
-    assert main(["run", *SMALL, "--out", str(out)]) == 2
-    said = f"fedssl: --out {tmp_path}/caf\\xe9: the name is not UTF-8. Choose another folder.\n"
-    assert capsys.readouterr().err == said and not any(tmp_path.iterdir())
-
-
-def test_resume_with_a_changed_key_is_refused(tmp_path: Path) -> None:
-    loop.run(small(), tmp_path)
-    with pytest.raises(UserError, match=r"^server\.lr=0\.1: was 0\.003"):
-        loop.run(small("server.lr=0.1"), tmp_path, resume=True)
-    with pytest.raises(UserError, match=r"--resume: .* holds no run"):
-        loop.run(small(), tmp_path / "nothing", resume=True)
 
 
 def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None:
@@ -367,14 +333,14 @@ def test_compiled_runs_in_one_process_do_not_use_up_torchs_patience(
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = loop.run_one_round
+    real = DCCO.round
 
-    def poisoned(session, out, progress):  # type: ignore[no-untyped-def]
-        if session.server.round == 3:
-            session.server.weights = session.server.weights * torch.nan
-        return real(session, out, progress)
+    def poisoned(self: DCCO, server: Server, cohort: Any) -> None:
+        if server.round == 3:
+            server.weights = server.weights * torch.nan
+        real(self, server, cohort)
 
-    monkeypatch.setattr(loop, "run_one_round", poisoned)
+    monkeypatch.setattr(DCCO, "round", poisoned)
     with pytest.raises(TrainingError, match=r"round 4: the loss is nan.*last good checkpoint"):
         loop.run(small(), tmp_path)
     state = load_file(tmp_path / checkpoint.FILE)
@@ -420,13 +386,9 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     session = loop.open_run(small(), tmp_path, resume=False)
     checkpoint.write(tmp_path, session)
     before = (tmp_path / checkpoint.FILE).read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"cannot be written .*Make room.*--resume"):
-            checkpoint.write(tmp_path, session)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = r"cannot be written .*Make room.*--resume"
+    with largest_file(len(before) // 2), pytest.raises(UserError, match=said):
+        checkpoint.write(tmp_path, session)
     assert (tmp_path / checkpoint.FILE).read_bytes() == before
     assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["state.safetensors"]
 
