@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import refused
 from PIL import Image
+from rounds import interrupt
 from safetensors.torch import load_file, save_file
 
 from fedssl import cli, config
-from fedssl.runs import checkpoint, loop, sweep
-from fedssl.runs import folder as run_folder
+from fedssl.runs import batch, checkpoint, loop, sweep
 from fedssl.runs.build import Experiment, assemble, build_experiment
+from fedssl.runs.folder import SWEEP, lock
 from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
@@ -80,7 +82,7 @@ def test_keys_beside_names_stay_in_a_longer_list_and_go_with_another_name() -> N
 def test_a_sweep_says_which_keys_its_runs_go_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(loop.Interrupted))
+    monkeypatch.setattr(loop, "run", interrupt)
     words = [*SMALL, "algorithm.name=[fedprox,fedavg]", "algorithm.mu=0.5"]
     words += ["objective.name=[cco,vicreg]", "objective.lambda=0.5"]
     lines = {
@@ -101,48 +103,29 @@ def test_a_sweep_says_which_keys_its_runs_go_without(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["algorithm.name=[fedprox,fedavg]", "algorithm.mux=1"], "algorithm.mux: unknown key (did"),
-        (["algorithm.name=[fedavg,fedprox]", "algorithm.mu=[1,2]"], "algorithm.mu: unknown key"),
-        (["objective=x", "seed=[0,1]"], "objective=x:"),
-    ],
-)
-def test_a_key_that_no_run_or_not_every_run_has_is_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = [word for word in SMALL if not word.startswith("objective.")]
-    assert cli.main(["run", *small, *words, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (["partition.alpha=[1,-1]"], "partition.alpha=-1.0:"),
-        (["seed=[1,1]"], "seed=1: a list has a value twice"),
-        (["seed=[1,x]"], ": seed=x:"),
-        (["server.lr=[1,-1]"], "fedssl: server.lr=-1.0:"),
+        (["seed=[1,x]"], "seed=x:"),
         (["seed=[0,1]", "server.lr=[-1,1]"], "(run server.lr=-1,seed=0)"),
         (["server.lr=[-1,1]", "seed=[3]"], "(run server.lr=-1,seed=3)"),
         (["seed=[]"], "seed=[]:"),
         (["algorithm.name=[dcco,fedavgg]"], "unknown (did you mean fedavg?)"),
-        (["client.lr=[1,1.0]"], "client.lr=1.0 is the same run as client.lr=1"),
-        (
-            [f"about=[a,{'é' * 125}]"],
-            f"about={'é' * 60}…: a run's folder is named after it, with 256",
-        ),
-        ([f"about=[{'a' * 244}]", "seed=[10,2]"], f"about={'a' * 60}…: a run's folder is named"),
-        (['encoder.init=[a,"b\\0"]'], "encoder.init='b\\x00': a run's folder is named after it"),
-        (['encoder.init=[a,"b\\uDCFF"]'], "encoder.init='b\\udcff': a run's folder is named"),
-        (['encoder.init=[a,"b\\nc"]'], "encoder.init='b\\nc': a run's folder is named after it"),
+        ([f"about=[a,{'é' * 125}]"], f"about={'é' * 54}… is too long a name"),
+        # Keys that no run has, or not every run.
+        (["algorithm.name=[fedprox,fedavg]", "algorithm.mux=1"], "algorithm.mux: unknown key (did"),
+        (["algorithm.name=[fedavg,fedprox]", "algorithm.mu=[1,2]"], "algorithm.mu: unknown key"),
+        (["objective=x", "seed=[0,1]"], "objective=x:"),
+        # Found when a later run meets its data.
+        (["partition.clients=[4,100]"], "partition.clients=100: more than"),
+        (["cohort.size=[2,9]"], "cohort.size=9: "),
+        (["algorithm.name=[dcco,gossip]"], "server.optimizer=adam: "),
+        (["evaluate.baselines=[[fedavg],[gossip]]"], "server.optimizer=adam: "),
     ],
 )
 def test_bad_values_are_found_before_the_first_run(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    assert cli.main(["run", *SMALL, *words, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    small = [word for word in SMALL if "objective=x" not in words or "objective." not in word]
+    assert message in refusal("run", *small, *words, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -178,15 +161,19 @@ def test_a_half_done_sweep_goes_on_and_prints_one_table(
 
 
 def test_what_has_not_ended_may_be_judged_in_another_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
 ) -> None:
+    out = tmp_path / "a b"
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(loop.Interrupted))
-        assert cli.main(["run", *SMALL, "seed=[0]", "--out", f"{tmp_path}/a b"]) == 130
-    assert capsys.readouterr().err.endswith(f"fedssl run --resume --out '{tmp_path}/a b'\n")
-    assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=3"]) == 0
-    assert cli.main(["run", "--resume", "--out", f"{tmp_path}/a b", "evaluate.k=5"]) == 2
-    assert "evaluate.k=5: was 3 in" in capsys.readouterr().err
+        patch.setattr(loop, "run", interrupt)
+        assert cli.main(["run", *SMALL, "seed=[0]", "--out", str(out)]) == 130
+    assert capsys.readouterr().err.endswith(f"fedssl run --resume --out '{out}'\n")
+    assert cli.main(["run", "--resume", "--out", str(out), "evaluate.k=3"]) == 0
+    said = refusal("run", "--resume", "--out", out, "evaluate.k=5")
+    assert said.startswith(f"evaluate.k=5: was 3 in {out / 'seed=0'}")
 
 
 def test_a_run_that_diverges_is_passed_over(
@@ -203,30 +190,6 @@ def test_a_run_that_diverges_is_passed_over(
     assert cli.main(["run", *SMALL, "seed=[0,1]", "--out", str(tmp_path)]) == 1
     out, said = capsys.readouterr()
     assert "[1/2] seed=0: the loss is nan" in said and "1 of 2 runs" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["partition.clients=[4,100]"], "partition.clients=100: more than"),
-        (["cohort.size=[2,9]"], "cohort.size=9: "),
-        (
-            ["algorithm.name=[dcco,gossip]"],
-            "server.optimizer=adam: ",
-        ),
-        (
-            ["evaluate.baselines=[[fedavg],[gossip]]"],
-            "server.optimizer=adam: ",
-        ),
-    ],
-)
-def test_a_later_run_that_cannot_be_is_refused_first(
-    words: list[str], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError) as error:
-        sweep.sweep(tree(*words), tmp_path / "out", resume=False)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
@@ -253,29 +216,26 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 NEW = (*SMALL, "seed=[0,1]")
 
 
+LEFT_OUT = "--out sweep: has the run seed={}, and no list has these values."
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("seed=0", "seed=0: was [0, 1] in sweep."),
-        ("seed=[0]", "seed=[0]: was [0, 1] in sweep."),
-        ("seed=[0,2]", "seed=[0,2]: was [0, 1] in sweep."),
-        ("client.lr=[1,0.1]", "client.lr=[1,0.1]: is no list in sweep."),
-        ("rounds=2", "rounds=2: was 1 in sweep/seed=0."),
-        ("evaluate.protocols=linear", "evaluate.protocols=[linear]: was ['knn'] in sweep, and"),
-        ("default", "seed=null: was [0, 1] in sweep."),
-        (["default", *SMALL], "seed=null: was [0, 1] in sweep."),
-        (["default", *SMALL, "seed=0"], "seed=0: was [0, 1] in sweep."),
+        (["seed=0"], LEFT_OUT.format(0)),
+        (["seed=[0,2]"], LEFT_OUT.format(1)),
+        (["client.lr=[1,0.1]"], LEFT_OUT.format(0)),
+        (["rounds=2"], "rounds=2: was 1 in sweep/seed=0."),
+        (["evaluate.protocols=linear"], "evaluate.protocols=[linear]: was ['knn'] in sweep/seed=0"),
+        (["default", *SMALL], LEFT_OUT.format(0)),
         (["default", *NEW, "rounds=3"], "rounds=3: was 1 in sweep/seed=0."),
     ],
 )
 def test_a_resume_that_would_lose_runs_is_refused(
-    words: str | list[str], message: str, folders: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, folders: Path, refusal: Callable[..., str]
 ) -> None:
     before = contents(folders)
-    words = [words] if isinstance(words, str) else words
-    assert cli.main(["run", "--resume", "--out", "sweep", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: {message}") and said.count("\n") == 1
+    assert refusal("run", "--resume", "--out", "sweep", *words).startswith(message)
     assert contents(folders) == before
 
 
@@ -288,11 +248,7 @@ def test_values_may_be_added_to_a_list(
     assert cli.main(["run", "--resume", "--out", "sweep", *words]) == 0
     out, said = capsys.readouterr()
     assert "3 of 3 runs" in out and said.count(": finished before") == 2
-    assert sorted(config.find_sweep(config.read_yaml(Path("sweep/sweep.yaml")))["seed"]) == [
-        0,
-        1,
-        2,
-    ]
+    assert sorted(config.read_yaml(Path("sweep/sweep.yaml"))["seed"]) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -318,123 +274,91 @@ def test_a_resume_finds_its_runs_whatever_order_keys_have(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*NEW, "--out", "run"], "seed=[0,1]: is a sweep, and run holds one run."),
-        (["--resume", "--out", "run", "seed=[0,1]"], "seed=[0,1]: is a sweep, and run holds"),
-        (["--resume", "--out", "run", "default", *NEW], "seed=[0,1]: is a sweep, and run holds"),
+        ([*NEW, "--out", "run"], "--out run: holds a run."),
+        (["--resume", "--out", "run", "seed=[0,1]"], "--out run: holds a run."),
         ([*SMALL, "--out", "sweep"], "--out sweep: holds a sweep."),
-        (["--resume", "--out", "nowhere", "seed=[0,1]"], "--resume: nowhere holds no run"),
-        (["--resume", "--out", "nowhere", "default", *NEW], "--resume: nowhere holds no run"),
+        (["--resume", "--out", "nowhere", *NEW], "--resume: nowhere holds no sweep."),
+        ([*NEW, "--out", "/proc/fedssl"], "--out /proc/fedssl: cannot be written (No such file"),
+        ([*NEW, "--out", "run/lock"], "--out run/lock: cannot be written (File exists)."),
     ],
 )
-def test_a_folder_holds_a_run_or_a_sweep(
-    words: list[str], message: str, folders: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_cannot_have_the_sweep(
+    words: list[str], message: str, folders: Path, refusal: Callable[..., str]
 ) -> None:
     before = contents(folders)
-    assert cli.main(["run", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: {message}") and said.count("\n") == 1
+    said = refusal("run", *words)
+    assert said.startswith(message) and "room" not in said
     assert contents(folders) == before
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("sweep.yaml", "", "sweep/sweep.yaml has no key with a list of values."),
-        ("seed=1/summary.json", "{", "sweep/seed=1/summary.json is not JSON"),
-    ],
-)
-def test_a_damaged_file_of_a_sweep_is_named(
-    file: str, text: str, message: str, folders: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folders / "sweep" / file).write_text(text)
-    before = contents(folders)
-    assert cli.main(["run", "--resume", "--out", "sweep"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: {message}") and said.count("\n") == 1
+def test_a_damaged_summary_is_named(folders: Path, refusal: Callable[..., str]) -> None:
+    (folders / "sweep/seed=1/summary.json").write_text("{")
+    before, said = contents(folders), "sweep/seed=1/summary.json is not JSON"
+    assert refusal("run", "--resume", "--out", "sweep").startswith(said)
     assert contents(folders) == before
 
 
-@pytest.mark.parametrize(
-    ("out", "why"),
-    [
-        ("/proc/fedssl", "cannot be written (No such file or directory)"),
-        ("file", "cannot be written (File exists)"),
-        ("x" * 300, "cannot be read (File name too long)"),
-    ],
+PHOTOS = (
+    *("data.name=folder", "data.root=photos", "data.labels=null", "partition.name=iid"),
+    *("evaluate.protocols=unlabeled", "data.cache=cache"),
 )
-def test_an_out_that_cannot_be_written(
-    out: str,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    assert cli.main(["run", *NEW, "--out", out]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: --out {out}: {why}.") and said.count("\n") == 1
-    assert "room" not in said
+
+
+def make_photos(*folders: str) -> None:
+    for folder in folders:
+        Path(folder).mkdir()
+        for number in range(12):
+            Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(f"{folder}/{number}.png")
 
 
 def test_a_sweep_goes_on_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
 ) -> None:
     """Of relative paths, to images and to a file with code."""
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
-    Path("photos").mkdir()
-    for number in range(12):
-        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(f"photos/{number}.png")
-    words = [
-        *("data.name=folder", "data.root=photos", "data.labels=null", "partition.name=iid"),
-        *("algorithm.name=own.py:Own", "objective.name=simclr", "evaluate.protocols=unlabeled"),
-        f"data.cache={tmp_path / 'cache'}",
-    ]
+    make_photos("photos")
+    words = [*PHOTOS, "algorithm.name=own.py:Own", "objective.name=simclr"]
     assert cli.main(["run", *SMALL, *words, "seed=[0]", "--out", "out"]) == 0
-    (tmp_path / "elsewhere").mkdir()
+    Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     capsys.readouterr()
     assert cli.main(["run", "--resume", "--out", "../out", "seed=[0,1]"]) == 0
     out, said = capsys.readouterr()
     assert "[1/2] seed=0: finished before" in said and "2 of 2 runs" in out
     (tmp_path / "photos/0.png").rename(tmp_path / "photos/x.png")
-    assert cli.main(["run", "--resume", "--out", "../out", "seed=[0,1,2]"]) == 2
-    said = f"fedssl: data.root={tmp_path / 'photos'}: the training images are not those of ../out/"
-    assert said in capsys.readouterr().err
+    said = f"data.root={tmp_path / 'photos'}: the training images are not those of ../out/"
+    assert refusal("run", "--resume", "--out", "../out", "seed=[0,1,2]").startswith(said)
     assert not (tmp_path / "out/seed=2").exists()
 
 
 def test_a_sweep_goes_on_with_images_that_were_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in (Path("photos"), Path("others")):
-        folder.mkdir()
-        for number in range(12):
-            Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    make_photos("photos", "others")
     Path("others/11.png").rename("others/x.png")
-    words = [
-        *("data.name=folder", "data.root=photos", "data.labels=null", "partition.name=iid"),
-        *("evaluate.protocols=unlabeled", f"data.cache={tmp_path / 'cache'}"),
-    ]
-    words += ["evaluate.baselines=[fedavg]"]
+    words = [*PHOTOS, "evaluate.baselines=[fedavg]"]
     assert cli.main(["run", *SMALL, *words, "seed=[0]", "--out", "out"]) == 0
     Path("photos").rename("moved")
     before = contents(Path("out"))
     goes_on = ["run", "--resume", "--out", "out"]
     for more in (["data.root=others"], ["data.root=others", "seed=[0,1]"], ["data.root=nowhere"]):
-        capsys.readouterr()
-        assert cli.main([*goes_on, *more]) == 2
-        said = [line for line in capsys.readouterr().err.splitlines() if "decoding" not in line]
-        assert len(said) == 1 and ("not those of out/seed=0" in said[0] or "nowhere" in said[0])
+        said = refusal(*goes_on, *more)
+        assert "not those of out/seed=0" in said or "nowhere" in said
         assert contents(Path("out")) == before
     state = Path("out/seed=0") / checkpoint.FILE
     known = state.read_bytes()
     save_file(load_file(state), state, {"round": "1"})
-    assert cli.main([*goes_on, "data.root=moved"]) == 2
-    assert "was written by another version of fedssl" in capsys.readouterr().err
+    assert "was written by another version of fedssl" in refusal(*goes_on, "data.root=moved")
     state.write_bytes(known)
+    capsys.readouterr()
     assert cli.main([*goes_on, "data.root=moved", "seed=[0,1]"]) == 0
     assert "2 of 2 runs" in capsys.readouterr().out
     below = ("", "baselines/fedavg/")
@@ -444,40 +368,39 @@ def test_a_sweep_goes_on_with_images_that_were_moved(
 
 
 def test_of_two_sweeps_in_a_folder_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     """Until the other ends; one that came and went meanwhile is seen, too."""
     out = tmp_path / "out"
     start = ["run", *SMALL, "seed=[0,1]", "--out", str(out)]
-    goes_on = ["run", "--resume", "--out", str(out)]
-    with run_folder.lock(out):
-        assert cli.main(start) == 2
-    said = rf"fedssl: --out {out}: a sweep is at work there \(process {os.getpid()}\)\."
-    assert re.match(said, capsys.readouterr().err) and not (out / run_folder.SWEEP).exists()
+    said = f"--out {out}: a run is at work there (process {os.getpid()})."
+    with lock(out):
+        assert refusal(*start).startswith(said) and not (out / SWEEP).exists()
 
-    def at_work(settings: config.Config, folder: Path, resume: bool) -> object:
-        with pytest.raises(UserError, match="at work"), run_folder.lock(out):
+    def at_work(*_: object) -> object:
+        with refused("--out", out, "at work"), lock(out):
             pass
         raise loop.Interrupted
 
     monkeypatch.setattr(loop, "run", at_work)
     assert cli.main(start) == 130
     before = contents(out)
-    with run_folder.lock(out):
-        assert cli.main([*goes_on, "seed=[0,1,2]"]) == 2
-    assert re.search(said, capsys.readouterr().err) and contents(out) == before
+    with lock(out):
+        assert refusal("run", "--resume", "--out", out, "seed=[0,1,2]").startswith(said)
+    assert contents(out) == before
     shutil.rmtree(out)
-    real = sweep.check_runs
 
-    def meanwhile(waiting: dict[str, config.Config]) -> object:
+    def meanwhile(runs: object) -> None:
         out.mkdir()
-        (out / run_folder.SWEEP).write_text("seed: [7]")
-        return real(waiting)
+        (out / SWEEP).write_text("seed: [7]")
 
-    monkeypatch.setattr(sweep, "check_runs", meanwhile)
-    assert cli.main(start) == 2
-    assert "holds a sweep." in capsys.readouterr().err
-    assert (out / run_folder.SWEEP).read_text() == "seed: [7]"
+    monkeypatch.setattr(sweep, "check_all", meanwhile)
+    assert "holds a sweep." in refusal(*start)
+    assert (out / SWEEP).read_text() == "seed: [7]"
+
+
+def check(settings: config.Config) -> None:
+    batch.check_all([batch.PlannedRun("a", settings, Path("nowhere"))])
 
 
 @pytest.fixture
@@ -489,7 +412,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
         made.append(assemble(*arguments, **keys))
         return made[-1]
 
-    monkeypatch.setattr(sweep, "assemble", kept)
+    monkeypatch.setattr(batch, "assemble", kept)
     return made
 
 
@@ -502,7 +425,7 @@ def test_a_check_makes_the_same_network_without_weights(
     words += ["algorithm.name=fedavg", f"objective.name={name}"]
     words += ["encoder.name=vit-tiny", "encoder.patch=4"] * (name == "mae")
     settings = config.resolve(config.read_recipe(None), words)
-    sweep.check_runs({"a": settings})
+    check(settings)
     (session,), real = checked, build_experiment(settings)
     tensors = (session.trainer.flat.vector, session.server.weights, *session.trainer.images)
     assert all(tensor.is_meta for tensor in tensors)
@@ -547,21 +470,20 @@ def test_code_that_is_not_ours_may_look_at_weights(
         "algorithm": [f"algorithm.name={own}:Own"],
         "encoder": ["encoder.name=timm/resnet10t", "encoder.norm=batch", "data.size=32"],
     }
-    sweep.check_runs({"a": config.build(tree(*words[key]))})
+    check(config.build(tree(*words[key])))
     assert not checked[0].trainer.flat.vector.is_meta
 
 
 def test_an_error_in_code_that_is_not_ours_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN.replace("return float(work.initial.norm()) < 0", "raise ValueError('no')"))
-    words = [*SMALL, f"algorithm.name={own}:Own", "seed=[0,1]"]
-    assert cli.main(["run", *words, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: algorithm.name={own}:Own: line ")
-    assert "ValueError: no (run seed=0)." in said and said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    said = refusal(
+        "run", *SMALL, f"algorithm.name={own}:Own", "seed=[0,1]", "--out", tmp_path / "out"
+    )
+    assert said.startswith(f"algorithm.name={own}:Own: line ")
+    assert "ValueError: no (run seed=0)." in said and not (tmp_path / "out").exists()
 
 
 def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Experiment]) -> None:
@@ -570,9 +492,9 @@ def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Experiment]) 
     state = {name: tensor + 1 for name, tensor in first.tower().encoder.state_dict().items()}
     save_file(state, tmp_path / "encoder.safetensors")
     settings = config.build(tree(*words))
-    sweep.check_runs({"a": settings})
+    check(settings)
     assert torch.equal(checked[0].trainer.initial, build_experiment(settings).trainer.initial)
     name = next(iter(state))
     save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
-    with pytest.raises(UserError, match=rf"^encoder.init=.*\(1,\) for {name}.*run b"):
-        sweep.check_runs({"b": settings})
+    with pytest.raises(UserError, match=rf"^encoder.init=.*\(1,\) for {name}.*run a"):
+        check(settings)
