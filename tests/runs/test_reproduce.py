@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import load
 from PIL import Image
+from rounds import before_round, press_ctrl_c
 
 from fedssl import __version__, config
 from fedssl.cli import main
 from fedssl.runs import loop, paper_table, reproduce
+from fedssl.runs.batch import check_all
+from fedssl.runs.folder import write_config
 from fedssl.runs.paper_table import format_tables
-from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.errors import TrainingError
 
 TABLE = """
 table: Tiny Table 1
@@ -95,28 +98,26 @@ def test_a_table_is_run_once_and_shown_beside_the_papers_numbers(
 def test_ctrl_c_and_the_same_command_again(
     table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds, once = 0, loop.run_one_round
+    begun: list[int] = []
 
-    def stop_in_the_fifth(*arguments: Any) -> dict[str, Any]:
-        nonlocal rounds
-        rounds += 1
-        if rounds == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return once(*arguments)
+    def in_the_second_run() -> None:
+        begun.append(1)
+        if len(begun) == 2:
+            press_ctrl_c()
 
-    monkeypatch.setattr(loop, "run_one_round", stop_in_the_fifth)
-    command = ["reproduce", table, "--scale", "0.2"]  # three runs of four rounds
+    command = ["reproduce", table, "--scale", "0.1"]  # three runs of two rounds
+    before_round(monkeypatch, 0, in_the_second_run)
     assert main(command) == 130
     shown = capsys.readouterr()
     assert "The same command continues" in shown.err
     rows = [line.split()[0] for line in shown.out.splitlines()]
     assert rows.count("simclr") == 1, "what is finished is shown, and nothing else"
     assert "failed" not in shown.out
-    root = Path("runs/reproduce/scale-0.2/mine")
+    root = Path("runs/reproduce/scale-0.1/mine")
     assert (root / "simclr/noniid/summary.json").exists()
     assert not (root / "simclr/iid/summary.json").exists()
     assert main(command) == 0
-    assert rounds == 12, "the interrupted run went on from where it was"
+    assert len(begun) == 3, "the interrupted run went on from where it was"
     assert len(lines(root / "table.jsonl")) == 3
 
 
@@ -150,23 +151,6 @@ def test_other_data_and_other_keys_are_named(table: str) -> None:
         "with data.name=fashion-mnist objective.projector=8,8 seed=3",
     ]
     assert "not comparable" not in format_tables(reproduce.plan(table, ["seed=3"], "1", None))
-
-
-def test_a_run_that_diverges_is_said_and_the_others_go_on(
-    table: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train = loop.run
-
-    def first_fails(settings: config.Config, out: Path, resume: bool = False) -> dict[str, Any]:
-        if out.match("simclr/noniid"):
-            raise TrainingError("round 1: the loss is nan")
-        return train(settings, out, resume)
-
-    monkeypatch.setattr(loop, "run", first_fails)
-    assert main(["reproduce", table, "--scale", "0.05"]) == 1
-    shown = capsys.readouterr()
-    assert "[1/3] mine.yaml/simclr/noniid: round 1: the loss is nan" in shown.err
-    assert "failed (80.1)" in shown.out and "(90.2)" in shown.out
 
 
 def test_several_measures_and_the_longer_side_downwards(tmp_path: Path) -> None:
@@ -209,29 +193,31 @@ def test_scaled(rounds: int, every: int, share: float, expected: tuple[int, int]
     ],
 )
 def test_mistakes_are_found_before_the_first_run(
-    table: str, words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+    table: str, words: list[str], key: str, refusal: Callable[..., str]
 ) -> None:
-    assert main(["reproduce", *words]) == 2
-    shown = capsys.readouterr().err
-    assert key in shown and shown.count("\n") == 1
+    assert key in refusal("reproduce", *words)
     assert not Path("runs").exists()
 
 
-def test_a_folder_with_another_run_is_not_touched(table: str) -> None:
+def test_a_folder_with_another_run_is_not_touched(table: str, refusal: Callable[..., str]) -> None:
     folder = Path("a/mine/simclr/iid")
     folder.mkdir(parents=True)
     settings = config.resolve(config.read_recipe("mine.yaml/simclr/iid"), ["device=cpu"])
-    (folder / "config.yaml").write_text(config.dump(settings))
+    write_config(settings, folder)
+    (folder / "summary.json").write_text('{"rounds": 20}')
     free = ["device=auto", "log=[mlflow]", "engine.workers=3"]
-    jobs = reproduce.plan(table, free, "1", Path("a"))
-    assert not any(job.changed for job in jobs)  # nor do they make another result
-    for words, scale, key in (([], "0.5", "rounds=10"), (["evaluate.k=3"], "1", "evaluate.k=3")):
-        with pytest.raises(UserError, match=f"{key}: the run in a/mine/simclr/iid has"):
-            reproduce.plan(table, words, scale, Path("a"))
+    (job,) = reproduce.plan("mine.yaml/simclr/iid", free, "1", Path("a"))
+    assert not job.changed  # nor do they make another result
+    check_all([job])
+    for words, said in (
+        (["--scale", "0.5"], "rounds=10: was 20 in"),
+        (["evaluate.k=3"], "evaluate.k=3: was 20 in"),
+    ):
+        assert refusal("reproduce", table, *words, "--out", "a").startswith(f"{said} {folder}")
 
 
 def test_a_table_goes_on_with_images_that_were_moved(
-    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
 ) -> None:
     """One run is finished, one is not; other images are refused for both."""
     for number in range(12):
@@ -250,14 +236,9 @@ def test_a_table_goes_on_with_images_that_were_moved(
     (cut / "summary.json").unlink()
     Path("photos").rename("moved")
     for unfinished in (True, False):
-        before = tmp_path / ("photos" if unfinished else "moved")
-        for root, text in (
-            ("others", f"data.root=others: the training images are not those of {done}"),
-            ("judges", f"data.root={tmp_path / 'judges'}: was {before} in {done}."),
-        ):
-            capsys.readouterr()
-            assert main([*command, f"data.root={root}", "data.cache=first"]) == 2
-            assert capsys.readouterr().err.splitlines()[-1].startswith(f"fedssl: {text}")
+        for root, kind in (("others", "training"), ("judges", "test")):
+            said = refusal(*command, f"data.root={root}", "data.cache=first")
+            assert said.startswith(f"data.root={root}: the {kind} images are not those of {done}")
         assert main([*command, "data.root=moved", "data.cache=second"]) == 0
         assert capsys.readouterr().err.count("finished before") == 2 - unfinished
     assert (done / "summary.json").read_bytes() == result and (cut / "summary.json").exists()
@@ -271,22 +252,22 @@ def test_a_table_goes_on_with_images_that_were_moved(
     [("table.jsonl", "{}\n"), ("table.jsonl", '{"recipe'), ("cco/noniid/summary.json", "{")],
 )
 def test_a_damaged_file_of_a_table_is_named(
-    file: str, text: str, table: str, capsys: pytest.CaptureFixture[str]
+    file: str, text: str, table: str, refusal: Callable[..., str]
 ) -> None:
-    command = ["reproduce", f"{table}/cco/noniid", "--scale", "0.05", "--out", "a"]
-    assert main(command) == 0
+    folder = Path("a/mine/cco/noniid")
+    folder.mkdir(parents=True)
+    (job,) = reproduce.plan("mine.yaml/cco", [], "1", Path("a"))
+    write_config(job.settings, folder)
+    (folder / "summary.json").write_text('{"rounds": 20}')
     path = Path("a/mine") / file
     path.write_text(text)
-    capsys.readouterr()
-    assert main(command) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"fedssl: {path}")
+    assert refusal("reproduce", "mine.yaml/cco", "--out", "a").startswith(str(path))
 
 
 @pytest.mark.parametrize(
     ("keys", "place"),
     [
         ("encoder: {groups: 7}", "encoder.groups=7"),
-        ("encoder: {groups: 16}", "encoder.groups=16"),
         ("objective: {name: mae}", "objective.name=mae"),
         ("algorithm: {norm_policy: reset}", "algorithm.norm_policy=reset"),
         ("encoder: {init: nowhere}", "encoder.init=nowhere"),
@@ -295,13 +276,11 @@ def test_a_damaged_file_of_a_table_is_named(
     ],
 )
 def test_a_mistake_in_the_last_cell_is_told_before_the_first_one_trains(
-    table: str, keys: str, place: str, capsys: pytest.CaptureFixture[str]
+    table: str, keys: str, place: str, refusal: Callable[..., str]
 ) -> None:
     Path(table).write_text(f"{TABLE}  last: {{{keys}, paper: [-, 50.0]}}\n")
-    assert main(["reproduce", table, "--scale", "0.05", "--out", "a"]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"fedssl: {place}: ") and "(run mine.yaml/last/iid)" in shown
-    assert shown.count("\n") == 1
+    said = refusal("reproduce", table, "--scale", "0.05", "--out", "a")
+    assert said.startswith(f"{place}: ") and "(run mine.yaml/last/iid)" in said
     assert not Path("a").exists()
 
 
@@ -337,12 +316,9 @@ def test_values_and_rounds_are_chosen_on_held_out_images_alone(table: str) -> No
 
 def test_without_held_out_images_the_last_round_counts(table: str) -> None:
     (job,) = reproduce.plan("mine.yaml/cco", ["evaluate.every=1"], "0.1", Path("a"))
-    job.folder.mkdir(parents=True)
-    (job.folder / "metrics.jsonl").write_text(json.dumps({"round": 1, "knn_top1": 90.0}) + "\n")
-    result = {"knn_top1": 20.0}
-    (job.folder / "summary.json").write_text(json.dumps({"result": result, **result, "rounds": 2}))
+    finished(job, (0.0, 20.0), (0.0, 90.0))
     record = job.record()
-    assert (record["round"], record["ours"], record["heldout"]) == (2, result, None)
+    assert (record["round"], record["ours"]["knn_top1"], record["heldout"]) == (2, 20.0, None)
     assert "20.00 (70.5)" in format_tables([job]) and "held-out" not in format_tables([job])
 
 
@@ -441,13 +417,12 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
     ],
 )
 def test_a_search_that_would_choose_on_test_images_is_refused(
-    table: str, words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+    table: str, words: list[str], key: str, refusal: Callable[..., str]
 ) -> None:
     Path("own.py").write_text("def heldout(*sides):\n    return {'top1': 99.0}\n")
-    assert main(["reproduce", table, *words, "--out", "a"]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith(f"fedssl: {key}=") and shown.count("\n") == 1
-    assert "(recipe mine.yaml/simclr/noniid)" in shown and not Path("a").exists()
+    said = refusal("reproduce", table, *words, "--out", "a")
+    assert said.startswith(f"{key}=") and "(recipe mine.yaml/simclr/noniid)" in said
+    assert not Path("a").exists()
 
 
 def test_a_command_has_the_lines_own_value_whatever_its_kind(table: str) -> None:
@@ -461,42 +436,35 @@ def test_a_command_has_the_lines_own_value_whatever_its_kind(table: str) -> None
         assert again.settings == job.settings and again.command == job.command
 
 
-def test_a_line_says_what_the_images_are_and_why_a_run_failed(
-    table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise TrainingError("round 7: the loss is nan")
-
-    monkeypatch.setattr(loop, "run", fails)
-    monkeypatch.setattr(reproduce.sweep, "check_runs", lambda runs: {})
+def test_a_line_says_what_the_images_are(table: str) -> None:
+    (job,) = reproduce.plan(
+        "mine.yaml/cco", ["data.name=folder", "data.root=photos"], "1", Path("a")
+    )
+    assert job.record()["data"] == "folder" and job.record()["paper_data"] == "digits"
     Path("photos").mkdir()
     Path("photos/about.txt").write_text("photos of\nshoes\n")
-    words = ["data.name=folder", "data.root=photos"]
-    (job,) = jobs = reproduce.plan("mine.yaml/cco", words, "1", Path("a"))
-    assert reproduce.work(jobs) == [job]
-    (line,) = lines(Path("a/mine/table.jsonl"))
-    assert line["failed"] == "round 7: the loss is nan" and line["ours"] == {}
-    assert line["data"] == "photos of shoes" and line["paper_data"] == "digits"
-    Path("photos/about.txt").unlink()
-    assert job.record()["data"] == "folder"
+    assert job.record()["data"] == "photos of shoes"
 
 
-def test_a_failed_run_says_what_it_cost_and_not_where_it_was(
-    table: str, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_diverges_says_what_it_cost_and_the_others_go_on(
+    table: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    once = loop.run_one_round
+    failed: list[int] = []
 
-    def fails_in_the_third(session: Any, out: Path, *rest: Any) -> dict[str, Any]:
-        if session.server.round == 2:
-            raise TrainingError("round 3: the loss is nan", f"See {out}.")
-        return once(session, out, *rest)
+    def in_the_first_run() -> None:
+        failed.append(1)
+        if len(failed) == 1:
+            raise TrainingError("round 3: the loss is nan", "See a.")
 
-    monkeypatch.setattr(loop, "run_one_round", fails_in_the_third)
-    words = ["device=cpu", "evaluate.every=0"]
-    assert main(["reproduce", "mine.yaml/cco", *words, "--scale", "0.2", "--out", "a"]) == 1
-    (line,) = lines(Path("a/mine/table.jsonl"))
-    assert line["failed"] == "round 3: the loss is nan"
-    metrics = lines(Path("a/mine/cco/noniid/metrics.jsonl"))
+    before_round(monkeypatch, 2, in_the_first_run)
+    words = ["device=cpu", "evaluate.every=0", "--scale", "0.2", "--out", "a"]
+    assert main(["reproduce", f"{table}/simclr", *words]) == 1
+    shown = capsys.readouterr()
+    assert "[1/2] mine.yaml/simclr/noniid: round 3: the loss is nan" in shown.err
+    assert "failed (80.1)" in shown.out and "(90.2)" in shown.out
+    line, other = lines(Path("a/mine/table.jsonl"))
+    assert line["failed"] == "round 3: the loss is nan" and "failed" not in other
+    metrics = lines(Path("a/mine/simclr/noniid/metrics.jsonl"))
     assert line["seconds"] == round(sum(row["seconds"] for row in metrics), 3) > 0
     assert line["images_per_second"] > 0 and line["fedssl"] == __version__
     assert (line["device"], line["precision"]) == ("cpu", "fp32")
