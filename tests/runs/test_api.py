@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import refused
+from rounds import before_round, press_ctrl_c
 
 import fedssl
 from fedssl.cli import main
-from fedssl.runs import loop, progress
+from fedssl.runs import progress
 from fedssl.runs.folder import make_folder
 from fedssl.util.errors import UserError
 
@@ -84,15 +85,7 @@ def test_evaluate_gives_a_frame_of_models_and_measures(trained: fedssl.Run) -> N
 
 def test_protocols_may_be_a_list(trained: fedssl.Run) -> None:
     pytest.importorskip("pandas")
-    assert trained.evaluate(["knn", "knn@10"]).equals(trained.evaluate("knn", "knn@10"))
     assert trained.evaluate(["knn"], evaluate__k=3).columns.tolist() == ["knn_top1"]
-
-
-def test_several_values_are_for_the_command_line(tmp_path: Path) -> None:
-    said = r"^seed=\[0,1\]: a list of values is a sweep\. Call fedssl\.train"
-    with pytest.raises(UserError, match=said):
-        fedssl.train("default", tmp_path / "run", **{**KEYS, "seed": [0, 1]})
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_is_told_as_what_goes_on_in_python(
@@ -125,7 +118,7 @@ def test_recipes_as_a_dict_and_a_file(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             fedssl.train(recipe, tmp_path / "bad", **keys)  # type: ignore[arg-type]
     assert not (tmp_path / "bad").exists()
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds a run"):
         fedssl.train(out=tmp_path / "dict", **KEYS)
     with pytest.raises(UserError, match=r"resume=true: the run's folder is missing"):
         fedssl.train(resume=True)
@@ -135,19 +128,11 @@ def test_an_interrupted_run_goes_on(
     trained: fedssl.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook's stop button is SIGINT; what is left can be resumed to the same numbers."""
-    import signal
-
-    real, out = loop.run_one_round, tmp_path / "run"
-
-    def stopping(session: Any, *rest: Any) -> dict[str, Any]:
-        if session.server.round == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(session, *rest)
-
-    monkeypatch.setattr(loop, "run_one_round", stopping)
-    with pytest.raises(KeyboardInterrupt, match=r"fedssl.train\(out='.*', resume=True\)"):
-        fedssl.train(out=out, **KEYS)
-    monkeypatch.setattr(loop, "run_one_round", real)
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        before_round(patch, 1, press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt, match=r"fedssl.train\(out='.*', resume=True\)"):
+            fedssl.train(out=out, **KEYS)
     cut = fedssl.Run(out)
     assert not cut.finished and cut.rounds == 2 and "not finished" in cut._repr_html_()
     whole = fedssl.train(out=out, resume=True)
@@ -177,18 +162,15 @@ def test_without_pandas_one_line_names_the_extra(
 def test_the_bar_in_a_notebook(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Live there, as text where ipywidgets is missing; plain lines anywhere else."""
+    """Live there; plain lines anywhere else."""
     assert not progress.in_notebook() and not progress.Progress("x", 2).live
     shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
     monkeypatch.setitem(sys.modules, "IPython", shell)  # type: ignore[arg-type]
-    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
     bar = progress.Progress("mine", 2)
     bar.update(1, 0.5, 10)
     bar.update(2, 0.25, 10)
     bar.close()
     assert bar.live and "mine 2/2" in capsys.readouterr().err
-    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: object())
-    assert progress._kind().__module__ == "tqdm.notebook"
     terminal = SimpleNamespace(get_ipython=lambda: SimpleNamespace())
     monkeypatch.setitem(sys.modules, "IPython", terminal)  # type: ignore[arg-type]
     assert not progress.in_notebook()
@@ -213,10 +195,8 @@ def test_the_first_round_is_not_in_the_estimate(
 
 def test_a_run_needs_no_folder_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="rounds=-1"):
+    with refused("rounds", -1):
         fedssl.train(rounds=-1)
-    with pytest.raises(UserError, match="/nonexistent"):  # found out when it has its folder
-        fedssl.train(data__name="folder", data__root="/nonexistent")
     assert not (tmp_path / "runs").exists()
 
 
@@ -254,20 +234,10 @@ def test_a_folder_that_was_not_used_is_gone_when_python_ends(tmp_path: Path) -> 
         assert (tmp_path / "runs").exists() == bool(left)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_place_without_room_for_runs_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match=r"runs/x-.*cannot be written \(Permission denied\)"):
-        make_folder("x")
-
-
 def test_runs_may_not_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").touch()
-    with pytest.raises(UserError, match="runs is not a folder"):
+    with refused("--out", says="cannot be written (File exists)"):
         make_folder("x")
 
 

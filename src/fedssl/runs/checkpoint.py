@@ -158,7 +158,7 @@ def check_images(
     )
     # Clients that came or went are named first: the held-out images of others change with them.
     names = sorted({**before, **after}, key=lambda name: name in before and name in after)
-    for name in names if before and after else ():  # a run that was killed at once has none
+    for name in names if clients else ():
         if before.get(name) != after.get(name):
             had = f"had {before[name]} images in {out}" if name in before else f"was not in {out}"
             has = f"has {after[name]}" if name in after else "is not there"
