@@ -119,11 +119,9 @@ def read(out: Path, experiment: Experiment) -> bool:
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
     weights = cast(Tensor, tree["weights"])
     if weights.shape != server.weights.shape:
-        raise UserError(
-            f"{path} holds a network of {len(weights)} numbers where this configuration makes one "
-            f"of {len(server.weights)}",
-            fix="Leave the encoder, the head and the data's channels as they were.",
-        )
+        made = f"this configuration makes one of {len(server.weights)}"
+        fix = "Leave the encoder, the head and the data's channels as they were."
+        raise UserError(f"{path} holds a network of {len(weights)} numbers, and {made}", fix=fix)
     server.round = int(notes["round"])
     server.weights = weights
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
@@ -195,8 +193,6 @@ def _load(path: Path, whole: bool = True) -> tuple[dict[str, Tensor], dict[str, 
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a checkpoint of fedssl ({error})", fix=again) from None
     if path.name == FILE.name and notes.get("format") != FORMAT:
-        raise UserError(
-            f"{path} was written by another version of fedssl",
-            fix="Finish the run with that version, or start a new run in another folder.",
-        )
+        fix = "Finish the run with that version, or start a new run in another folder."
+        raise UserError(f"{path} was written by another version of fedssl", fix=fix)
     return tensors, notes

@@ -23,10 +23,8 @@ class RunReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / "config.yaml").is_file():
-            raise UserError(
-                f"{self.path} holds no run: it has no config.yaml",
-                fix="Give the folder that `fedssl run --out` wrote.",
-            )
+            fix = "Give the folder that `fedssl run --out` wrote."
+            raise UserError(f"{self.path} holds no run: it has no config.yaml", fix=fix)
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "not finished"
@@ -42,32 +40,14 @@ class RunReader:
         """The contents of ``config.yaml``."""
         return config.read_yaml(self.path / "config.yaml")
 
-    @property
-    def config(self) -> Config | None:
-        """The configuration; ``None`` if this version of fedssl refuses it (``problem``)."""
-        return self._built[0]
-
-    @property
-    def problem(self) -> str | None:
-        """Why there is no ``config``: the run is of another version, or files are missing."""
-        return self._built[1]
-
     @cached_property
-    def _built(self) -> tuple[Config | None, str | None]:
-        try:
-            return config.build(self.tree), None
-        except UserError as error:
-            return None, str(error)
-
-    @property
     def settings(self) -> Config:
-        """The configuration, or an error that says why there is none."""
-        if self.config is None:
-            raise UserError(
-                f"{self.path / 'config.yaml'} cannot be used: {self.problem}",
-                fix="Use the version of fedssl that wrote it.",
-            )
-        return self.config
+        """The configuration, or an error if this version of fedssl refuses it."""
+        try:
+            return config.build(self.tree)
+        except UserError as error:
+            problem = f"{self.path / 'config.yaml'} cannot be used: {error}"
+            raise UserError(problem, fix="Use the version of fedssl that wrote it.") from None
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -113,10 +93,8 @@ def read_json(path: Path, default: Any) -> Any:
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(content, type(default)):
         expected = "keys and values" if isinstance(default, dict) else "a list"
-        raise UserError(
-            f"{path} holds {json.dumps(content)[:40]}, not {expected}",
-            fix="Use the version of fedssl that wrote it.",
-        )
+        problem = f"{path} holds {json.dumps(content)[:40]}, not {expected}"
+        raise UserError(problem, fix="Use the version of fedssl that wrote it.")
     return content
 
 

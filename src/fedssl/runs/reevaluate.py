@@ -125,10 +125,8 @@ def _use_other_data(
         dataset = load_dataset(data, settings.seed)
     key, value = name_images(data)
     if is_same and data.levels != levels and dataset.classes:
-        folders = (
-            f"the folders in train/ are taken for classes ({shorten_list(dataset.classes, 3)})"
-        )
-        _warn(f"{key}={value}: {folders}, as with data.levels=class")
+        taken = f"are taken for classes ({shorten_list(dataset.classes, 3)})"
+        _warn(f"{key}={value}: the folders in train/ {taken}, as with data.levels=class")
     # A run that has not ended has no encoder.json; its checkpoint reports a difference.
     channels = RunReader(run).read_json("encoder.json", {}).get("channels")
     if channels and channels[0] != dataset.train.images[0].shape[1]:
