@@ -21,13 +21,8 @@ from fedssl.runs.folder import make_folder
 from fedssl.util.errors import UserError
 
 KEYS: dict[str, Any] = {
-    "rounds": 3,
-    "cohort__size": 4,
-    "data__size": 8,
-    "objective__projector": (16, 8),
-    "evaluate__protocols": ["knn"],
-    "evaluate__baselines": (),
-    "engine__threads": 1,
+    **{"rounds": 3, "cohort__size": 4, "data__size": 8, "objective__projector": (16, 8)},
+    **{"evaluate__protocols": ["knn"], "evaluate__baselines": (), "engine__threads": 1},
 }
 WORDS = [
     *("rounds=3", "cohort.size=4", "data.size=8", "objective.projector=16,8"),

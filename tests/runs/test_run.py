@@ -30,13 +30,8 @@ from fedssl.runs import folder as run_folder
 from fedssl.util.errors import TrainingError, UserError
 
 SMALL = (
-    "rounds=6",
-    "cohort.size=6",
-    "data.size=8",
-    "objective.projector=32,32,16",
-    "evaluate.protocols=knn",
-    "evaluate.baselines=[]",
-    "checkpoint.seconds=0",
+    *("rounds=6", "cohort.size=6", "data.size=8", "objective.projector=32,32,16"),
+    *("evaluate.protocols=knn", "evaluate.baselines=[]", "checkpoint.seconds=0"),
     "engine.threads=1",
 )
 

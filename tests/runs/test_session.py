@@ -21,12 +21,8 @@ from fedssl.runs.validate import list_warnings
 from fedssl.util.errors import UserError
 
 SMALL = (
-    "rounds=2",
-    "cohort.size=6",
-    "objective.projector=32,32,16",
-    "evaluate.protocols=knn",
-    "evaluate.baselines=[]",
-    "engine.threads=1",
+    *("rounds=2", "cohort.size=6", "objective.projector=32,32,16", "evaluate.protocols=knn"),
+    *("evaluate.baselines=[]", "engine.threads=1"),
 )
 QUIET = "algorithm.name=fedavg"  # of whose clients there is nothing to say
 
