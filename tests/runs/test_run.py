@@ -185,22 +185,21 @@ def test_resume_before_the_first_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert loop.run(small(), out, resume=True)["rounds"] == 6
 
 
-def test_resume_of_a_finished_run_ends_at_once(tmp_path: Path) -> None:
-    first = loop.run(small(), tmp_path / "run")
-    again = loop.run(small(), tmp_path / "run", resume=True)
-    assert {**again, "overhead": {}} == {**first, "overhead": {}}
-
-
-def test_a_folder_with_another_run_is_left_alone(tmp_path: Path) -> None:
-    loop.run(small(), tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with refused("--out", tmp_path, "--resume"):
-        loop.run(small("rounds=2"), tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+def test_a_finished_run_is_left_alone_or_ends_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = loop.run(small(), out)
+    before = (out / "metrics.jsonl").read_bytes()
+    with refused("--out", out, "--resume"):
+        loop.run(small("rounds=2"), out)
     with refused("server.lr", 0.1, "was 0.003"):
-        loop.run(small("server.lr=0.1"), tmp_path, resume=True)
+        loop.run(small("server.lr=0.1"), out, resume=True)
     with refused("--resume", says="holds no run"):
         loop.run(small(), tmp_path / "nothing", resume=True)
+    assert {**loop.run(small(), out, resume=True), "overhead": {}} == {**first, "overhead": {}}
+    settings = small("evaluate.protocols=knn,linear@10", "checkpoint.seconds=7")
+    assert "linear@10_top1" in loop.run(settings, out, resume=True)
+    assert config.build(config.read_yaml(out / "config.yaml")) == settings
+    assert (out / "metrics.jsonl").read_bytes() == before
 
 
 def test_of_two_that_start_at_once_in_a_folder_one_is_refused(tmp_path: Path) -> None:
@@ -303,14 +302,6 @@ def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_keys_that_change_no_weight_may_change_on_resume(tmp_path: Path) -> None:
-    loop.run(small(), tmp_path)
-    settings = small("evaluate.protocols=knn,linear@10", "checkpoint.seconds=7")
-    summary = loop.run(settings, tmp_path, resume=True)
-    assert config.build(config.read_yaml(tmp_path / "config.yaml")) == settings
-    assert "linear@10_top1" in summary
-
-
 @pytest.mark.slow
 def test_compiled_runs_in_one_process_do_not_use_up_torchs_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,14 +335,18 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
     assert loop.run(small(), tmp_path, resume=True)["rounds"] == 6
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_keeps_the_old_one(tmp_path: Path) -> None:
     session = loop.open_run(small(), tmp_path, resume=False)
     checkpoint.write(tmp_path, session)
     before = (tmp_path / checkpoint.FILE).read_bytes()
+    said = r"cannot be written .*Make room.*--resume"
+    with largest_file(len(before) // 2), pytest.raises(UserError, match=said):
+        checkpoint.write(tmp_path, session)
     session.server.weights = session.server.weights * torch.inf
     with pytest.raises(TrainingError, match="no longer finite"):
         checkpoint.write(tmp_path, session)
     assert (tmp_path / checkpoint.FILE).read_bytes() == before
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["state.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -375,17 +370,6 @@ def test_without_memory_it_says_what_would_help(
     if "engine.chunk" in fix:  # as it says; of a batch it would be refused
         monkeypatch.undo()
         loop.run(small("engine.chunk=8"), tmp_path / "run", resume=True)
-
-
-def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
-    session = loop.open_run(small(), tmp_path, resume=False)
-    checkpoint.write(tmp_path, session)
-    before = (tmp_path / checkpoint.FILE).read_bytes()
-    said = r"cannot be written .*Make room.*--resume"
-    with largest_file(len(before) // 2), pytest.raises(UserError, match=said):
-        checkpoint.write(tmp_path, session)
-    assert (tmp_path / checkpoint.FILE).read_bytes() == before
-    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["state.safetensors"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:

@@ -132,19 +132,26 @@ def test_bad_values_are_found_before_the_first_run(
 def test_a_half_done_sweep_goes_on_and_prints_one_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Runs that diverge are passed over."""
     words = [*SMALL, "partition.alpha=[5,1,0.1]"]
-    real, done = loop.run, []
+    real = loop.run
 
-    def until_two(settings: config.Config, out: Path, resume: bool = False) -> object:
-        if len(done) == 1:
-            raise loop.Interrupted
-        done.append(out.name)
-        return real(settings, out, resume)
+    def one_ends(settings: config.Config, out: Path, resume: bool = False) -> object:
+        if out.name == "partition.alpha=5":
+            return real(settings, out, resume)
+        if out.name == "partition.alpha=1":
+            raise TrainingError("the loss is nan")
+        raise loop.Interrupted
 
-    monkeypatch.setattr(loop, "run", until_two)
-    assert cli.main(["run", *words, "--out", str(tmp_path)]) == 130
-    assert f"fedssl run --resume --out {tmp_path}" in capsys.readouterr().err
-    monkeypatch.setattr(loop, "run", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run", one_ends)
+        assert cli.main(["run", *words, "--out", str(tmp_path)]) == 130
+        said = capsys.readouterr().err
+        assert "[2/3] partition.alpha=1: the loss is nan" in said
+        assert f"fedssl run --resume --out {tmp_path}" in said
+        patch.setattr(sweep, "run_all", lambda runs: ())
+        assert cli.main(["run", "--resume", "--out", str(tmp_path)]) == 1
+        assert "1 of 3 runs" in capsys.readouterr().out
     before = (tmp_path / "partition.alpha=5" / "summary.json").stat().st_mtime_ns
     assert cli.main(["run", *words, "--out", str(tmp_path)]) == 2  # not by accident
     capsys.readouterr()
@@ -174,22 +181,6 @@ def test_what_has_not_ended_may_be_judged_in_another_way(
     assert cli.main(["run", "--resume", "--out", str(out), "evaluate.k=3"]) == 0
     said = refusal("run", "--resume", "--out", out, "evaluate.k=5")
     assert said.startswith(f"evaluate.k=5: was 3 in {out / 'seed=0'}")
-
-
-def test_a_run_that_diverges_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = loop.run
-
-    def bad_seed(settings: config.Config, out: Path, resume: bool = False) -> object:
-        if settings.seed == 0:
-            raise TrainingError("the loss is nan")
-        return real(settings, out, resume)
-
-    monkeypatch.setattr(loop, "run", bad_seed)
-    assert cli.main(["run", *SMALL, "seed=[0,1]", "--out", str(tmp_path)]) == 1
-    out, said = capsys.readouterr()
-    assert "[1/2] seed=0: the loss is nan" in said and "1 of 2 runs" in out
 
 
 @pytest.fixture(scope="module")
