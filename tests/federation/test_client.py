@@ -15,7 +15,7 @@ from fedssl.data.dataset import Groups
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
 from fedssl.federation.server import learning_rates
-from fedssl.runs import loop
+from fedssl.runs import build, loop
 from fedssl.runs.build import Experiment
 
 
@@ -61,17 +61,17 @@ def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
     engine, server = engine_of(config, made_split(), groups_of(*[2] * 20))
     session = Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
     wanted = [session.draw_cohort(round).tolist() for round in range(3)]
-    asked, events, real = [], [], session.draw_cohort
+    asked, events, real = [], [], build.draw_cohort
 
-    def drawn(round: int) -> np.ndarray:
+    def drawn(config: Config, clients: int, round: int) -> np.ndarray:
         events.append(f"draw {round}")
-        return real(round)
+        return real(config, clients, round)
 
     def cohort(ids: np.ndarray, round: int) -> LocalCohort:
         asked.append(ids.tolist())
         return LocalCohort(engine, ids, round)
 
-    monkeypatch.setattr(session, "draw_cohort", drawn)
+    monkeypatch.setattr(build, "draw_cohort", drawn)
     monkeypatch.setattr(engine, "cohort", cohort)
     monkeypatch.setattr(torch.Tensor, "__float__", lambda t: events.append("read") or t.item())
     for _ in range(3):

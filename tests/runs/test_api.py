@@ -192,6 +192,8 @@ def test_a_run_needs_no_folder_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     with refused("rounds", -1):
         fedssl.train(rounds=-1)
+    with refused("data.root", "/nonexistent"):  # found out when it has its folder
+        fedssl.train(data__name="folder", data__root="/nonexistent")
     assert not (tmp_path / "runs").exists()
 
 

@@ -43,12 +43,10 @@ Run = TypeVar("Run", bound=PlannedRun)
 def check_all(runs: Sequence[PlannedRun]) -> None:
     """Check all runs before the first one starts, also that they have the same images."""
     loaded: dict[tuple[config.Data, int], Dataset] = {}
-    begun = [run for run in runs if is_started(run.folder)]
-    waiting = [run for run in runs if run.summary() is None]
     for run in runs:
-        is_final = run not in waiting
-        check_folder(run.settings, run.folder, run in begun, is_final=is_final)
-    for run in waiting:
+        is_final = run.summary() is not None
+        check_folder(run.settings, run.folder, is_started(run.folder), is_final=is_final)
+    for run in (run for run in runs if run.summary() is None):
         place = run.settings.data, run.settings.seed
         with name_in_errors(run.label), plugins.translate_errors():
             check_environment(run.settings)
@@ -56,7 +54,7 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
                 loaded[place] = load_dataset(*place)
             _check_parts(run.settings, loaded[place])
     datasets = {data: dataset for (data, _), dataset in loaded.items()}
-    for run in begun:
+    for run in (run for run in runs if is_started(run.folder)):
         data, before = run.settings.data, RunReader(run.folder).settings.data
         if data not in datasets and before != config.with_absolute_paths(run.settings).data:
             datasets[data] = load_dataset(data, run.settings.seed)

@@ -22,6 +22,8 @@ TRACES = ("metrics.jsonl", SWEEP)  # of a run and of a sweep; others have a conf
 # A deployed run: its app's package, its list of sites, the server's name in Flower's config.toml.
 PACKAGE, SITES, CONNECTION = "fedssl_app", "sites.json", "fedssl"
 
+_UNUSED: set[Path] = set()  # folders that were made for runs that have not started
+
 
 def read_recipe(name: str | None, resumed: Path | None = None) -> tuple[str, Recipe]:
     """Return a recipe's name and keys; without a name, those of the run that is resumed."""
@@ -31,10 +33,7 @@ def read_recipe(name: str | None, resumed: Path | None = None) -> tuple[str, Rec
 
 
 def make_folder(name: str) -> Path:
-    """Make a new folder in ``runs/``, named after a recipe and the time.
-
-    If nothing is written there, it is removed when Python ends.
-    """
+    """Make a new folder in ``runs/``, named after a recipe and the time."""
     # Only the file's name of a path; a shipped recipe and a table's cell have their whole name.
     path, yaml, cell = name.partition(".yaml")
     label = (Path(path).name + cell if yaml else path).replace("/", "-")
@@ -49,14 +48,17 @@ def make_folder(name: str) -> Path:
             except FileExistsError:  # another run started in the same second
                 number += 1
                 out = stem.with_name(f"{stem.name}-{number}")
-    atexit.register(_remove_empty, out.absolute())
+    _UNUSED.add(out.absolute())
+    atexit.register(remove_unused, out.absolute())
     return out
 
 
-def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not empty
-        folder.rmdir()
-        folder.parent.rmdir()
+def remove_unused(folder: Path) -> None:
+    """Remove a folder that ``make_folder`` made if it is empty, and ``runs/`` if that is empty."""
+    if folder.absolute() in _UNUSED:
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import queue
 import re
 import sys
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -149,9 +150,8 @@ class MLflow(Logger):
     def write(self, lines: Sequence[Line]) -> None:
         """Log one step per round; MLflow takes no ``@`` or ``%`` in a name."""
         from mlflow.entities import Metric
-        from mlflow.utils.time import get_current_time_millis
 
-        now = get_current_time_millis()
+        now = int(1000 * time.time())
         metrics = [
             Metric(re.sub(r"[^\w\-. :/]", "_", name), float(value), now, round)
             for round, numbers in lines

@@ -28,7 +28,15 @@ from fedssl.runs.callbacks import (
     announce_compiling,
 )
 from fedssl.runs.finish import finish_run, list_clients
-from fedssl.runs.folder import RUN, check_folder, check_kind, is_started, lock, write_config
+from fedssl.runs.folder import (
+    RUN,
+    check_folder,
+    check_kind,
+    is_started,
+    lock,
+    remove_unused,
+    write_config,
+)
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, list_warnings
@@ -50,10 +58,14 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
     configs = {out: settings}
     for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
         configs[out / "baselines" / name] = config.with_algorithm(settings, name)
-    experiments = {  # all are checked before the first leaves anything on the disk
-        folder: open_run(each, folder, resume and (folder == out or is_started(folder)))
-        for folder, each in configs.items()
-    }
+    try:  # all are checked before the first leaves anything on the disk
+        experiments = {
+            folder: open_run(each, folder, resume and (folder == out or is_started(folder)))
+            for folder, each in configs.items()
+        }
+    except BaseException:
+        remove_unused(out)
+        raise
     with contextlib.ExitStack() as stack:
         for folder in configs:
             stack.enter_context(lock(folder))
