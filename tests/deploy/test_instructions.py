@@ -37,7 +37,7 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
     for task in ("locate", "encode", "descend"):
         assert f"- `{task}`" in plain
     assert "Means of the client's encodings and of their products" in plain
-    assert "could see each site's own" in plain and "could see" not in secure
+    assert "could see each client's own" in plain and "could see" not in secure
     assert "learns only the sum" in secure
     assert "public keys" in secure and "public keys" not in plain
     assert "`locate`" not in secure + bounded
@@ -45,8 +45,8 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
         next(line for line in exchanges(NOISE).splitlines() if f"`{task}`" in line)
         for task in ("encode", "descend")
     )
-    assert "clipped at the site to norm 2.24" in encode  # √(2B² + 3B⁴)
-    assert "clipped at the site to norm 3," in descend
+    assert "clipped at the client to norm 2.24" in encode  # √(2B² + 3B⁴)
+    assert "clipped at the client to norm 3," in descend
 
 
 def test_what_goes_beside_a_reply_is_listed_too() -> None:

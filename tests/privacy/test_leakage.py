@@ -27,7 +27,7 @@ from fedssl.objectives.moments import Centre, MomentObjective
 from fedssl.privacy import secure
 from fedssl.privacy.leakage import find_leaks, list_risks
 from fedssl.report.history import read_history
-from fedssl.report.messages import build_sheet
+from fedssl.report.messages import Sheet
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reader import RunReader
@@ -358,7 +358,7 @@ def leaks_of(config: Config) -> list[str]:
 
 
 def verdict(out: Path) -> str:
-    return build_sheet(RunReader(out), read_history(RunReader(out))).verdict
+    return Sheet(RunReader(out), read_history(RunReader(out))).verdict
 
 
 def card(out: Path) -> str:

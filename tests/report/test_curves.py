@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from made_runs import made
 
-from fedssl.report.curves import draw_panels
-from fedssl.report.history import MOST_CLIENTS, History, Traffic, read_history, select_points
+from fedssl.report.curves import draw_panels, select_points
+from fedssl.report.history import MOST_CLIENTS, History, Traffic, read_history
 from fedssl.runs.reader import RunReader
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedssl.report.history import Curve, History
 from fedssl.util.text import format_client, name_measure
@@ -42,14 +46,18 @@ class Series:
     x: list[int]
     y: list[float]
     total: int  # points before thinning
-    extremes: list[tuple[float, int]]
+    extremes: list[tuple[float, int]]  # values and their rounds
     colour: int = 0
     dash: str = ""
 
     @classmethod
     def from_curve(cls, name: str, curve: Curve, most: int) -> Series:
-        """Thin a curve."""
-        return cls(name, *curve.thin(most), len(curve.values), curve.extremes())
+        """Return at most ``most`` points of a curve, and its first, last, lowest and highest."""
+        x, y = np.array(curve.rounds), np.array(curve.values)
+        kept = select_points(y, most)
+        places = (0, -1, int(y.argmin()), int(y.argmax()))
+        extremes = [(curve.values[k], curve.rounds[k]) for k in places]
+        return cls(name, x[kept].tolist(), y[kept].tolist(), len(y), extremes)
 
 
 @dataclass
@@ -72,13 +80,12 @@ class Panel:
         return self
 
     @property
-    def order(self) -> tuple[int, str]:
+    def order(self) -> tuple[float, str]:
         """The figure's place on the page."""
         name = self.measures[0]
         if name.endswith("_top1"):
-            return 1, name
-        place = ORDER.index(name) if name in ORDER else len(ORDER)
-        return place + (place > 0), name
+            return 0.5, name
+        return (ORDER.index(name) if name in ORDER else len(ORDER)), name
 
 
 def draw_panels(histories: Sequence[tuple[str, History]]) -> list[Panel]:
@@ -103,7 +110,7 @@ def _draw_one(history: History, most: int) -> list[Panel]:
         panels.append(Panel(joined, "Bytes per round, all clients", "B", series))
     for name, curve in history.curves.items():
         if name not in (*accuracies, *joined):
-            title, unit = title_of(name)
+            title, unit = _title_of(name)
             panels.append(Panel([name], title, unit, [Series.from_curve(title, curve, most)]))
     for name, parts in history.parts.items():
         names = {key: key for key in parts}
@@ -111,7 +118,7 @@ def _draw_one(history: History, most: int) -> list[Panel]:
             keys = sorted(parts, key=lambda key: (int(key) if key.isdecimal() else -1, key))
             names = {key: format_client(history.names.get(key, key)) for key in keys}
         series = [Series.from_curve(names[key], parts[key], most) for key in names]
-        panels.append(Panel([name], *title_of(name), series))
+        panels.append(Panel([name], *_title_of(name), series))
     return [panel.color_in_order() for panel in panels]
 
 
@@ -128,14 +135,30 @@ def _draw_all(histories: Sequence[tuple[str, History]], most: int) -> list[Panel
             if curve is not None:
                 series.append(Series.from_curve(label, curve, most))
                 series[-1].colour = colour
-        panels.append(Panel([name], *title_of(name), series, note, len(histories), True))
+        panels.append(Panel([name], *_title_of(name), series, note, len(histories), True))
     return panels
 
 
-def title_of(name: str) -> tuple[str, str]:
+def _title_of(name: str) -> tuple[str, str]:
     """Return a measure's title and unit."""
     if name in TITLES:
         return TITLES[name]
     if name.endswith("_top1"):
         return f"Accuracy: {name_measure(name)}", "%"
     return name.replace("_", " "), ""
+
+
+def select_points(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Return the places of at most ``most`` values that show the whole curve.
+
+    They are the first and the last, and the smallest and the largest of every stretch.
+    """
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    edges = np.linspace(0, count, max(1, (most - 2) // 2) + 1).astype(np.int64)
+    kept = {0, count - 1}
+    for start, stop in itertools.pairwise(edges):
+        kept.add(int(start + values[start:stop].argmin()))
+        kept.add(int(start + values[start:stop].argmax()))
+    return np.array(sorted(kept))

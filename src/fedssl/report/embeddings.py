@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
-import inspect
 import io
 import math
 from dataclasses import dataclass, replace
@@ -84,7 +82,7 @@ def embed_test_images(data: RunData) -> TestImages:
     """Embed a run's test images with its encoder and with the untrained one."""
     config, tower = data.settings, int(data.settings.evaluate.tower == "second")
     encoder = load_encoder(data.run.path, tower)
-    dataset, size = data.dataset(), config.evaluate.size
+    dataset, size = data.dataset, config.evaluate.size
     test = dataset.test
     if test is None or not len(test):
         raise Unavailable(
@@ -141,16 +139,14 @@ def project(features: Tensor) -> tuple[list[tuple[float, float]], str]:
     centred = (features - features.mean(0)).double()
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
     components = (centred @ directions[:COMPONENTS].T).numpy()
-    if len(components) < 10 or importlib.util.find_spec("sklearn") is None:
+    if len(components) < 10:
         plane = np.pad(components[:, :2], ((0, 0), (0, max(0, 2 - components.shape[1]))))
         return _to_unit_square(plane), "the first two principal components"
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     perplexity = min(30.0, (len(components) - 1) / 3)
-    keywords = inspect.signature(TSNE).parameters  # scikit-learn 1.5 renamed one
-    steps = {"max_iter" if "max_iter" in keywords else "n_iter": ITERATIONS}
-    method = TSNE(init="pca", perplexity=perplexity, random_state=0, **steps)
+    method = TSNE(init="pca", perplexity=perplexity, random_state=0, max_iter=ITERATIONS)
     with threadpool_limits(1):  # ten times faster on a busy machine
         plane = method.fit_transform(components)
     description = (
