@@ -59,21 +59,19 @@ def find_leaks(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> li
     Noise does not help: the server adds it. Under secure sums nobody sees a client's part, so the
     leak is of the smallest sum that there may be.
     """
-    batches = Batches.from_config(config.algorithm, config.seed)
+    batches, risks = (
+        Batches.from_config(config.algorithm, config.seed),
+        list_risks(config, algorithm),
+    )
     # A round that averages one image trains on this one alone, and the other way round.
     used = {client: batches.averaged(size) for client, size in enumerate(sizes)}
-    leaks = []
-    for risk in list_risks(config, algorithm):
-        few_used = {client: n for client, n in used.items() if n <= risk.few_images}
-        if config.privacy.secure and used:
-            smallest = sorted(used, key=lambda client: used[client])
-            in_sum = smallest[: smallest_sum(config, len(used))]
-            few_used = {client: used[client] for client in in_sum}
-            if sum(few_used.values()) > risk.few_images:
-                few_used = {}
-        if few_used:
-            leaks.append(Leak(risk, few_used))
-    return leaks
+    if config.privacy.secure and used:
+        smallest = sorted(used, key=used.__getitem__)[: smallest_sum(config, len(used))]
+        in_sum = {client: used[client] for client in smallest}
+        images = sum(in_sum.values())
+        return [Leak(risk, in_sum) for risk in risks if images <= risk.few_images]
+    leaks = [Leak(risk, {k: n for k, n in used.items() if n <= risk.few_images}) for risk in risks]
+    return [leak for leak in leaks if leak.images]
 
 
 def describe_leaks(
