@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,19 +92,12 @@ def write_server_instructions(config: Config, folder: Path) -> str:
     )
 
 
-@dataclass(frozen=True)
-class SiteRisk:
-    """A risk of sites with few images."""
-
-    risk: Risk
-    largest: int | None  # the most images of a site at risk; None: every site is
-
-
-def _find_risks(config: Config, algorithm: Algorithm) -> Iterator[SiteRisk]:
+def _find_risks(config: Config, algorithm: Algorithm) -> Iterator[tuple[Risk, int | None]]:
+    """Yield risks of sites with few images, and the most images of a site at risk."""
     for risk in list_risks(config, algorithm):
         largest = _largest_site(config, algorithm, risk.few_images)
         if largest != 0:
-            yield SiteRisk(risk, largest)
+            yield risk, largest
 
 
 def _largest_site(config: Config, algorithm: Algorithm, few: int) -> int | None:
