@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
 from far import Here
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
 from fedssl import config as configuration
 from fedssl.config import Config
@@ -78,3 +78,8 @@ def asked(grid: Here, node: int, content: Any, kind: str = "train.train") -> Any
     (reply,) = grid.pull_messages([number])
     assert reply.has_content(), "Flower would send an error of its own, with its text"
     return reply.content
+
+
+def hello(grid: Here) -> Any:
+    """The first site's introduction."""
+    return asked(grid, 11, RecordDict(), "query.hello")["hello"]
