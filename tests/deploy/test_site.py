@@ -15,13 +15,12 @@ from PIL import Image
 
 pytest.importorskip("flwr")
 from far import BYOL, Here
-from three_sites import asked, grid_of, hello, metrics, recorded, settled
+from three_sites import asked, grid_of, hello, metrics, recorded, serve_here, settled
 
 from fedssl import __version__
 from fedssl import config as configuration
 from fedssl.data import image_files
 from fedssl.deploy import site as site_module
-from fedssl.deploy.server import serve
 from fedssl.deploy.site import build_site_experiment, client_app, load_experiment
 from fedssl.engines.flower.messages import read_replies, write_request
 from fedssl.engines.remote.disk_states import History
@@ -68,7 +67,7 @@ def test_what_sites_record_is_what_the_server_counts(
     words: tuple[str, ...], sites: Path, tmp_path: Path
 ) -> None:
     config = settled("rounds=2", *words)
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far")
     lines = [line for name in ("ward", "clinic", "lab") for line in recorded(sites / name)]
     for row in metrics(tmp_path / "far"):
         for task, moved in row["exchanges"].items():
@@ -103,9 +102,7 @@ def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> Non
             path.mkdir()
         return reply
 
-    grid = grid_of(config, sites)
-    grid.tamper = spoil
-    serve(grid, config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far", tamper=spoil)
     said = "refused: the site's record cannot be written (Is a directory); the site's log says more"
     for row in metrics(tmp_path / "far"):
         assert row["missing"] == 1 and said in row["faults"]["0"]
@@ -246,7 +243,7 @@ def test_a_full_disk_at_a_site_is_told_without_its_path(
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     config = settled(*BYOL, "algorithm.name=fedema", "rounds=1", "cohort.minimum=2")
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far")
     told = "refused: a file cannot be written; make room; the site's log says more"
     assert metrics(tmp_path / "far")[0]["faults"]["1"].endswith(told)
     log = capsys.readouterr().err

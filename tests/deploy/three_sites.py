@@ -13,13 +13,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
-from far import Here
+from far import Here, Tamper
 from flwr.app import Message, RecordDict
 
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.deploy import site as site_module
 from fedssl.deploy.recipe import adapt_recipe
+from fedssl.deploy.server import serve
 from fedssl.deploy.site import client_app, load_experiment
 
 WORDS = (
@@ -56,6 +57,15 @@ def grid_of(config: Config, sites: Path, *names: str) -> Here:
     app = client_app(recipe)
     recipe.unlink()
     return Here(app, folders)
+
+
+def serve_here(
+    config: Config, sites: Path, out: Path, *names: str, tamper: Tamper | None = None
+) -> dict[str, Any]:
+    """A whole run with these sites, all three unless named."""
+    grid = grid_of(config, sites, *names)
+    grid.tamper = tamper
+    return serve(grid, config, out, False)
 
 
 def weights(out: Path) -> torch.Tensor:
