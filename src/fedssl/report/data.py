@@ -79,12 +79,6 @@ class Holdings:
         """The number of images of a typical client."""
         return statistics.median(self.sizes)
 
-    @property
-    def figure(self) -> dict[str, object]:
-        """The data of the bar chart."""
-        sizes = self.sizes[: len(self.names)]
-        return {"names": self.names, "sizes": sizes, "held": self.held, "classes": self.classes}
-
 
 def load_holdings(data: RunData) -> Holdings:
     """Return the partition; where the images are not here, only the clients' sizes."""

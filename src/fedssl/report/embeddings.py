@@ -65,13 +65,6 @@ class TestImages:
     precision: tuple[float, float] | None  # neighbours of the right class in %, before and after
     total: int  # test images, of which at most MOST_IMAGES are shown
 
-    def figure(self, number: int) -> dict[str, object]:
-        """Return the data of the map of the page's ``number``-th run."""
-        return {
-            "points": self.points, "labels": self.labels, "classes": self.classes,
-            "sprite": number, "columns": self.thumbnails.columns,
-        }  # fmt: skip
-
     def label(self, index: int) -> int | None:
         """Return an image's class, if it has one."""
         label = -1 if self.labels is None else self.labels[index]
