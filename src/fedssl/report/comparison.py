@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,14 +153,13 @@ def _is_repeated(row: Row, rows: Iterable[Row]) -> bool:
 def _group(runs: Sequence[RunReader]) -> list[list[RunReader]]:
     """Group finished runs that differ only in their seed; a repeated seed begins a new group."""
     groups: dict[tuple[str, int], list[RunReader]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for run in runs:
         keys = {k: v for k, v in config.flatten(run.tree).items() if k not in IGNORED}
         text = json.dumps(keys, sort_keys=True, default=str)
         text += "" if run.finished else str(run.path)
-        copy = 0
-        while any(_seed(run) == _seed(other) for other in groups.get((text, copy), ())):
-            copy += 1
-        groups.setdefault((text, copy), []).append(run)
+        seen[text, _seed(run)] += 1
+        groups.setdefault((text, seen[text, _seed(run)]), []).append(run)
     return list(groups.values())
 
 
@@ -185,10 +185,8 @@ def _label_groups(groups: Sequence[Sequence[RunReader]], names: Mapping[Path, st
 
 def _differing_keys(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return keys whose value is not the same in all groups, the most telling ones first."""
-    keys = (
-        k for k in dict.fromkeys(k for group in groups for k in group) if k not in IGNORED | UNNAMED
-    )
-    differing = [k for k in keys if len({json.dumps(g.get(k), default=str) for g in groups}) > 1]
+    values = {k: {json.dumps(g.get(k), default=str) for g in groups} for own in groups for k in own}
+    differing = [k for k, v in values.items() if len(v) > 1 and k not in IGNORED | UNNAMED]
     return sorted(differing, key=lambda k: (not k.startswith(LABEL_FIRST), "name" not in k))
 
 
@@ -204,15 +202,11 @@ def _seed(run: RunReader) -> str:
 
 def _rows(label: str, group: Sequence[RunReader], names: Mapping[Path, str]) -> list[Row]:
     """Return the rows of one group, each with means over its runs."""
-    first, seeds, which = (
-        group[0],
-        list(map(_seed, group)),
-        group[0].summary.get("judged", "global"),
-    )
+    first, seeds, folders = group[0], list(map(_seed, group)), [names[run.path] for run in group]
     state = f"not finished: {first.rounds} of {first.settings.rounds}"
     state = "finished" if first.finished else state
+    which = first.summary.get("judged", "global")  # the model that plain measures are about
     models = _join([split_models(label, result(run), which) for run in group]) or {label: {}}
-    folders = [names[run.path] for run in group]
     rows = [Row(n, "run", label, folders, seeds, state, v) for n, v in models.items()]
 
     def add(kind: Kind, tables: Sequence[Table], shown: list[str] = seeds) -> None:
