@@ -55,7 +55,7 @@ def found(words: str, reveals: str = "encoding", sizes: Sequence[int] = SIZES) -
     """The clients whose replies tell of single images, and how many images each uses."""
     config = settings(*words.split())
     leaks = find_leaks(config, build_algorithm(config), sizes)
-    return next((dict(leak.images) for leak in leaks if leak.risk.reveals == reveals), {})
+    return next((images for risk, images in leaks if risk.reveals == reveals), {})
 
 
 FEW = {0: 1, 1: 2, 2: 3}
