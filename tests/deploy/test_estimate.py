@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-from PIL import Image
+from image_folders import save_noise
 
 pytest.importorskip("flwr")
 from far import far_session, one_round, small
@@ -21,7 +20,7 @@ from fedssl.runs import loop, metrics
 from fedssl.runs.build import Experiment, assemble
 from fedssl.util.text import format_bytes
 
-SITES, IMAGES = 3, 8
+SITES = 3
 BYOL = "objective.name=byol objective.projector=32,16 encoder.norm=batch algorithm.batch=4"
 SMALL = [
     "data.size=16", "encoder.name=tiny", "encoder.groups=8", "objective.projector=32,16",
@@ -33,12 +32,8 @@ SMALL = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """<site>/<image>."""
-    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
-    for site in range(SITES):
-        (root / str(site)).mkdir()
-        for image in range(IMAGES):
-            pixels = generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / str(site) / f"{image}.png")
+    root = tmp_path_factory.mktemp("images")
+    save_noise(root, *map(str, range(SITES)))
     return root
 
 

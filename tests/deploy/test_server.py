@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import refused, relative
+from image_folders import save
 from PIL import Image
 
 pytest.importorskip("flwr")
@@ -187,12 +188,10 @@ def test_two_sites_of_one_name_are_two_clients(sites: Path, tmp_path: Path) -> N
 def labelled(folder: Path) -> Path:
     """Images that the server judges with."""
     for part, count in (("train", 4), ("test", 2)):
-        for label in ("a", "b"):
-            (folder / part / label).mkdir(parents=True)
+        for label, shade in (("a", 40), ("b", 200)):
             for k in range(count):
-                shade = 40 if label == "a" else 200
                 image = Image.new("RGB", (16, 16), (shade + k,) * 3)
-                image.save(folder / part / label / f"{k}.png")
+                save(folder / part / label / f"{k}.png", image)
     return folder
 
 

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from image_folders import save_noise
 from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
@@ -36,13 +35,8 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDSSL_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
     load_experiment.cache_clear()
-    generator = np.random.default_rng(0)
     for name, count in (("ward", 7), ("clinic", 5), ("lab", 6)):
-        folder = tmp_path / "data" / "train" / name
-        folder.mkdir(parents=True)
-        for k in range(count):
-            pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"{k}.png")
+        save_noise(tmp_path / "data" / "train", name, count=count)
     return tmp_path / "data" / "train"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from image_folders import save_noise
 from made_runs import again, made
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -116,18 +118,11 @@ def test_two_towers(tower: str, tmp_path: Path) -> None:
     assert all(own.before == own.after for own in shown.queries)
 
 
-def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> dict[str, Any]:
+def folder(root: Path, levels: tuple[str, ...], test: bool) -> dict[str, Any]:
     """Images in folders of these levels, two of each."""
-    generator = np.random.default_rng(1)
+    names = ["/".join(each) for each in itertools.product(*([f"{n}0", f"{n}1"] for n in levels))]
     for split in ("train", "test") if test else ("train",):
-        paths = [root / split]
-        for level in levels:
-            paths = [path / f"{level}{k}" for path in paths for k in range(2)]
-        for path in paths:
-            path.mkdir(parents=True, exist_ok=True)
-            for k in range(8):
-                pixels = generator.integers(0, 256, (12, 12, 3), dtype=np.uint8)
-                Image.fromarray(pixels).convert(mode).save(path / f"{k}.png")
+        save_noise(root / split, *names, size=12)
     return {"name": "folder", "root": str(root), "cache": str(root / "cache")}
 
 
@@ -140,7 +135,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool, mode: str = "L") -> 
     ],
 )
 def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_path: Path) -> None:
-    data = folder(tmp_path / "d<i>", levels, test, "RGB") | {"levels": list(levels) or None}
+    data = folder(tmp_path / "d<i>", levels, test) | {"levels": list(levels) or None}
     words = ("partition.name=iid", "partition.clients=2", "cohort.size=null")
     path = again(made(tmp_path / "first", words), tmp_path / "a", data=data)
     shown = try_section(lambda: images_of(untrained(path)))
