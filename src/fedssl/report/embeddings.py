@@ -33,20 +33,10 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Query:
-    """A test image and its nearest neighbours, as numbers of thumbnails."""
-
-    index: int
-    before: list[int]
-    after: list[int]
-
-
-@dataclass(frozen=True)
 class Thumbnails:
     """All thumbnails in one image."""
 
     uri: str
-    tile: int
     columns: int
     rows: int
 
@@ -61,7 +51,9 @@ class TestImages:
     labels: list[int] | None
     classes: list[str]
     thumbnails: Thumbnails
-    queries: list[Query]
+    queries: list[int]  # images whose neighbours are shown
+    before: Ints  # neighbours of each image before training
+    after: Ints
     precision: tuple[float, float] | None  # neighbours of the right class in %, before and after
     total: int  # test images, of which at most MOST_IMAGES are shown
 
@@ -106,10 +98,9 @@ def embed_test_images(data: RunData) -> TestImages:
         None if labels is None else labels.tolist(),
         list(dataset.classes),
         draw_thumbnails(images),
-        [
-            Query(k, before[k].tolist(), after[k].tolist())
-            for k in _choose_queries(labels, len(images))
-        ],
+        _choose_queries(labels, len(images)),
+        before,
+        after,
         None if labels is None else (_precision(before, labels), _precision(after, labels)),
         len(test),
     )
@@ -200,6 +191,4 @@ def draw_thumbnails(images: Tensor) -> Thumbnails:
     buffer = io.BytesIO()
     sheet.save(buffer, **options)
     encoded = base64.b64encode(buffer.getvalue()).decode()
-    return Thumbnails(
-        f"data:image/{options['format'].lower()};base64,{encoded}", tile, columns, rows
-    )
+    return Thumbnails(f"data:image/{options['format'].lower()};base64,{encoded}", columns, rows)
