@@ -99,8 +99,6 @@ def test_keys_for_simulations_are_left_out_with_a_line(
     ("words", "key", "value"),
     [
         (["rounds=2"], "engine.sites", None),
-        (["engine.site=3"], "engine.site", None),
-        (["engine.sites=0"], "engine.sites", 0),
         (["engine.sites=3"], "cohort.size", 32),
         ([*WORDS, "cohort.minimum=4"], "cohort.minimum", 4),
         ([*WORDS, "data.name=digits"], "data.name", "digits"),

@@ -417,8 +417,6 @@ LOW_ORDER = bytes(32)  # nobody can agree on a key with this one
         ("shares", lambda r: {"bundles": [b[1:] for b in r["bundles"]]}, "wrong length"),
         ("shares", lambda r: r["bundles"], "not a list"),
         ("masked", lambda r: r[1:], "shape"),
-        ("masked", lambda r: r[:1], "shape"),
-        ("masked", lambda r: np.append(r, r), "shape"),
         ("masked", lambda r: r[None], "shape"),
         ("masked", lambda r: r.astype(float), "integers"),
         ("masked", lambda r: r.tolist(), "integers"),
@@ -461,11 +459,7 @@ def test_a_tampered_bundle_is_a_share_less(lost: list[int]) -> None:
     assert run.server._shares[3][2] == run.server._shares[5][2] == b""
     assert run.server._shares[20][2] != b""
     assert run.server.total().tolist() == plain(vectors, lost)
-
-
-@pytest.mark.parametrize("lost", [[], [8]])
-def test_a_client_whose_bundles_do_not_open_leaves_no_sum(lost: list[int]) -> None:
-    run = Sum(some_vectors()).run({"masked": lost}, {("shares", 8): spoil(6)})
+    run = Sum(vectors).run({"masked": lost}, {("shares", 8): spoil(6)})
     with pytest.raises(NotEnough):
         run.server.total()
 

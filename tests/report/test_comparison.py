@@ -84,17 +84,13 @@ def test_measures_that_some_seeds_lack(tmp_path: Path) -> None:
         ("server.lr=0.5", "dcco, server.lr=0.5"),
         ("rounds=7", "dcco, rounds=7"),
         ("algorithm.name=fedavg", "fedavg"),
+        ("seed=0", "dcco, b"),  # the same run twice is not two seeds
     ],
 )
 def test_labels_name_what_differs(tmp_path: Path, word: str, label: str) -> None:
     rows = rows_of(made(tmp_path / "a", (), scored(90)), made(tmp_path / "b", (word,), scored(91)))
     assert [row.kind for row in rows] == ["run", "run", "untrained"]  # which is equal in both
     assert rows[1].name == label and rows[0].name != label
-
-
-def test_the_same_run_twice_is_not_two_seeds(tmp_path: Path) -> None:
-    rows = rows_of(*(made(tmp_path / name, (), scored(90)) for name in "ab"))
-    assert [row.name for row in rows if row.kind == "run"] == ["dcco, a", "dcco, b"]
 
 
 def test_baselines_and_the_papers_number(tmp_path: Path) -> None:

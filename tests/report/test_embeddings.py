@@ -30,8 +30,6 @@ from fedssl.runs.build import build_experiment
 from fedssl.runs.reader import RunReader
 from fedssl.runs.split import split_clients
 
-SIMCLR = ("objective.name=simclr", "algorithm.name=fedavg")
-
 
 def images_of(path: Path) -> embeddings.TestImages:
     return embeddings.embed_test_images(RunData(RunReader(path)))
@@ -108,11 +106,17 @@ def untrained(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tower", ["first", "second"])
-def test_two_towers(tower: str, tmp_path: Path) -> None:
-    words = ("data.halves=true", "encoder.towers=2", f"evaluate.tower={tower}")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data.halves=true", "encoder.towers=2", "evaluate.tower=first"),
+        ("data.halves=true", "encoder.towers=2", "evaluate.tower=second"),
+        ("encoder.norm=batch", "objective.name=simclr", "algorithm.name=fedavg"),
+    ],
+)
+def test_two_towers_and_batch_norm(words: tuple[str, ...], tmp_path: Path) -> None:
     shown = images_of(untrained(made(tmp_path / "a", words)))
-    assert (shown.before == shown.after).all()
+    assert (shown.before == shown.after).all() and shown.precision is not None
 
 
 def folder(root: Path, levels: tuple[str, ...], test: bool) -> dict[str, Any]:
@@ -171,11 +175,6 @@ def test_data_on_this_machine_is_found(tmp_path: Path) -> None:
     assert use_local_copy(replace(data, cache=str(tmp_path))).root == str(held)
     own = replace(data, root="elsewhere")
     assert use_local_copy(own) == own
-
-
-def test_batch_norm_has_a_map_too(tmp_path: Path) -> None:
-    path = untrained(made(tmp_path / "a", ("encoder.norm=batch", *SIMCLR)))
-    assert images_of(path).precision is not None
 
 
 def test_a_section_that_fails_leaves_the_others(

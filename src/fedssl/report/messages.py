@@ -136,10 +136,11 @@ class Sheet:
         """Describe the server's noise; moments have a norm and a noise of their own."""
         keys, clipped, moments = self.config.privacy, "replies", ""
         tasks = self.algorithm.asked(keys.secure, "mean")
-        for bound in filter(None, (task.bound(self.algorithm) for task in tasks)):
+        bounds = [b for task in tasks if (b := task.bound(self.algorithm)) is not None]
+        if bounds:
             clipped = "model updates"
             noise = keys.moments_noise or keys.noise
-            moments = f"; for moments {noise:g} times their norm, {bound:.4g}"
+            moments = f"; for moments {noise:g} times their norm, {bounds[0]:.4g}"
         more = ", all √2 larger for the weights of clients" if keys.most_samples > 1 else ""
         return (
             f"on: the server adds noise of {keys.noise:g} times the norm {keys.clip:g} to which "
