@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import groups_of, made_split, settings
+from helpers import groups_of, made_split, refused, settings
 from safetensors.torch import load_file
 from torch import nn
 
@@ -16,15 +16,15 @@ from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
 from fedssl.deploy.introduction import Introduction
 from fedssl.deploy.server import build_server_experiment
-from fedssl.evaluate import collaborative, finetune
+from fedssl.evaluate import collaborative
 from fedssl.evaluate.collaborative import FineTuning, configure, draw_images
+from fedssl.evaluate.linear import zero_head
 from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.runs import loop
 from fedssl.runs.build import assemble, build_experiment
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
-from fedssl.util.errors import UserError
 
 SPEC = "collaborative@50%"
 CLASSES = tuple("abcd")
@@ -43,6 +43,12 @@ def digits(*words):
     small += ("objective.projector=32,32,16", "evaluate.baselines=[]", "engine.threads=1")
     recipe = config.read_recipe(None)
     return config.resolve(recipe, [*small, "evaluate.protocols=collaborative@10%", *words])
+
+
+def federation(session, spec=SPEC):
+    """The federation in which a session's protocol fine-tunes, built by a first evaluation."""
+    session.evaluator.evaluate(session.trainer.initial, (spec,))
+    return session.evaluator._protocols[spec]._federation
 
 
 @pytest.fixture
@@ -400,62 +406,50 @@ def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
     again = evaluate(tmp_path / "a", ["evaluate.protocols=collaborative@10%,collaborative@20%"])
     assert set(again["result"]) == {"collaborative@10%_top1", "collaborative@20%_top1"}
     assert again["result"]["collaborative@10%_top1"] == first["collaborative@10%_top1"]
-    with pytest.raises(UserError, match=r"collaborative@10%: needs the run's own clients"):
+    with refused("evaluate.protocols", "collaborative@10%", says="needs the run's own clients"):
         evaluate(tmp_path / "a", ["data.labels=100"])
 
 
 # Refusals ---------------------------------------------------------------------------------------
 
 
-def refusal(dataset, *words, groups=None):
-    groups = groups or groups_of(len(dataset.train))
-    with pytest.raises(UserError) as caught:
-        assemble(settings(*words), dataset, groups)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["protocols", "monitor"])
 def test_what_could_not_be_tuned_is_refused_before_training(name):
-    words = ("evaluate.protocols=unlabeled", f"evaluate.{name}=collaborative@5%")
-    start = f"evaluate.{name}=collaborative@5%: "
-    train, test = made_split(40), made_split(8)
+    spec = "collaborative@5%"
+    words = ("evaluate.protocols=unlabeled", f"evaluate.{name}={spec}")
+    train, test, few = made_split(40), made_split(8), made_split(40)
+    few.labels[4:] = -1
     cases = replace(train, cases=np.arange(40) % 20, labels=torch.arange(40) % 20 % 4)
-    for sides in ((cases, test), (train, replace(test, cases=np.arange(8)))):
-        text = refusal(Dataset("made", *sides, CLASSES), *words)
-        assert text.startswith(start + "fine-tunes on single images, and this data has cases")
-    text = refusal(Dataset("made", train, replace(test, labels=None), CLASSES), *words)
-    assert text.startswith(start + "the test split has no labels")
-    text = refusal(Dataset("made", train, None, CLASSES), *words)
-    assert text.startswith(start + "there is no test split")
-    train.labels[4:] = -1
-    few = Dataset("made", train, test, CLASSES)
-    text = refusal(few, *words)
-    assert text == start + (
-        "the clients' labelled images would all be of one class. Use a larger share."
-    )
+    everyone = groups_of(40)
     nobody = Groups(np.arange(4, 40), np.array([0, 36]))
-    text = refusal(few, *words, groups=nobody)
-    assert text == start + "no client holds a labelled training image. Use semi or linear."
     single = Groups(np.array([0, 4, 5, 1, 6, 7]), np.array([0, 3, 6]))
-    for algorithm in ("dcco", "centralized"):
-        own = (f"algorithm.name={algorithm}", "encoder.norm=batch")
-        text = refusal(few, *words, *own, groups=single)
-        assert text == start + "no client holds two labelled training images. Use semi or linear."
+    for given, tested, groups, own, problem in (
+        (cases, test, everyone, (), "needs single images"),
+        (train, replace(test, cases=np.arange(8)), everyone, (), "needs single images"),
+        (train, replace(test, labels=None), everyone, (), "the test split has no labels"),
+        (train, None, everyone, (), "there is no test split"),
+        (few, test, everyone, (), "would all be of one class"),
+        (few, test, nobody, (), "no client holds a labelled training image"),
+        *(
+            (few, test, single, (f"algorithm.name={a}", "encoder.norm=batch"), "holds two labelled")
+            for a in ("dcco", "centralized")
+        ),
+    ):
+        with refused(f"evaluate.{name}", spec, says=problem):
+            assemble(settings(*words, *own), Dataset("made", given, tested, CLASSES), groups)
 
 
 def test_a_deployments_server_refuses_before_the_first_round():
     sites = [Introduction(f"{k}", f"ward {k}", 10, (1,), 8, 8) for k in range(2)]
     words = ("engine.name=flower", "engine.sites=2", f"evaluate.protocols={SPEC}")
-    with pytest.raises(UserError) as caught:
+    with refused("evaluate.protocols", SPEC):
         build_server_experiment(settings(*words), sites)
-    assert (caught.value.key, caught.value.value) == ("evaluate.protocols", SPEC)
     assert build_server_experiment(settings(*words[:2]), sites).names == ["ward 0", "ward 1"]
 
 
 def test_a_scaled_layer_learns_faster_by_the_square_of_the_factor():
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
-    layers = [finetune.zero_head(3, 2, x) for _ in range(2)]
+    layers = [zero_head(3, 2, x) for _ in range(2)]
     heads = (layers[0], collaborative.Scaled(layers[1], 3.0))
     for head, lr in zip(heads, (0.9, 0.1), strict=True):
         rule = torch.optim.SGD(head.parameters(), lr=lr, momentum=0.9)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from fedssl import config
 from fedssl.config import Encoder
-from fedssl.data.dataset import PIXELS_PER_PASS
 from fedssl.data.decode import decode_file, describe_failure, to_pixels
-from fedssl.evaluate.features import encode, pixels, precision
+from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
     NOTE,
@@ -65,7 +64,7 @@ class ImageEncoder(nn.Module):
         A uint8 tensor must have that shape already. A large JPEG file is decoded at a fraction of
         its size, so its pixels may differ a little from those of a Pillow image of the same file.
         """
-        return pixels(self._to_bytes(image), "cpu", torch.float32)
+        return self._to_bytes(image).float() / 255
 
     def embed(self, images: Iterable[AnImage] | Tensor, batch: int = 256) -> Tensor:
         """Return the embeddings ``[N, features]`` of files, images or a uint8 tensor, on the CPU.
@@ -81,10 +80,8 @@ class ImageEncoder(nn.Module):
 
     def embed_bytes(self, images: Tensor) -> Tensor:
         """Return the embeddings of uint8 images ``[N, channels, height, width]``, on the CPU."""
-        device, dtype = next(self.parameters()).device, precision(self.body)
         # Contiguous, because the memory layout decides torch's kernels and so the last bits.
-        parts = images.contiguous().split(max(1, PIXELS_PER_PASS // (self.height * self.width)))
-        return encode(self.body, (pixels(part, device, dtype) for part in parts)).cpu()
+        return extract(self.body, images.contiguous()).cpu()
 
     def crop(self, square: Tensor) -> Tensor:
         """Return this tower's part of square images: all, or one half (``data.halves``)."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl.algorithms.fedavg import FedAvg
@@ -19,16 +17,14 @@ from fedssl.data.augment import PRESETS
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.engines.base import Engine
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
-from fedssl.evaluate.features import extract, pool_cases, top1
-from fedssl.evaluate.linear import zero_head
+from fedssl.evaluate.features import head_accuracy
+from fedssl.evaluate.finetune import new_head
 from fedssl.federation.driver import run_round
 from fedssl.federation.sampling import draw_cohort
 from fedssl.federation.server import Server
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
-
-Ints = NDArray[np.int64]
 
 # The paper says "supervised collaborative learning [McMahan et al., 2017] with few locally labeled
 # data on clients" and leaves the rest to an appendix that we do not have, so all this is our
@@ -53,16 +49,13 @@ class Collaborative(Protocol):
         """Check that some clients hold labelled images of two classes."""
         self.check_test(data)
         self.check_train(data)
-        train, test = data.train, data.test
-        if train.cases is not None or (test is not None and test.cases is not None):
-            problem = "fine-tunes on single images, and this data has cases"
-            raise self.error(problem, "Use semi or linear, which pool a case's images.")
+        self.check_single_images(data)
         members = self._draw_images(data).members
         if not len(members):
             two = count_least(data.config) > 1
             images = "two labelled training images" if two else "a labelled training image"
             raise self.error(f"no client holds {images}", "Use semi or linear.")
-        if len(train.full_labels[torch.from_numpy(members)].unique()) < 2:
+        if len(data.train.full_labels[torch.from_numpy(members)].unique()) < 2:
             problem = "the clients' labelled images would all be of one class"
             raise self.error(problem, "Use a larger share.")
 
@@ -183,9 +176,8 @@ class Scaled(nn.Module):
 
 def build_classifier(encoder: nn.Module, classes: int) -> Network:
     """Return a copy of the encoder with a new linear classifier of zeros."""
-    like = next(encoder.parameters()).detach()
-    head = zero_head(cast(int, encoder.features), classes, like)
-    return Network([Tower(copy.deepcopy(encoder), Scaled(head, math.sqrt(HEAD)))])
+    head = Scaled(new_head(encoder, classes), math.sqrt(HEAD))
+    return Network([Tower(copy.deepcopy(encoder), head)])
 
 
 class FineTuning:
@@ -198,12 +190,9 @@ class FineTuning:
     def accuracy(self, encoder: nn.Module) -> float:
         """Return the averaged model's top-1 in percent. Every call starts anew."""
         trainer, test = self.engine.trainer, self.dataset.test
-        assert test is not None and test.labels is not None
+        assert test is not None
         trainer.load(self.train(encoder))
-        tower = copy.deepcopy(trainer.network.towers[0]).float().eval()
-        logits = extract(tower, test.images[0], device=trainer.device)
-        scores, labels = pool_cases(logits, test.labels, test.cases)
-        return top1(scores.argmax(dim=1), labels)
+        return head_accuracy(copy.deepcopy(trainer.network.towers[0]).float(), test)
 
     def train(self, encoder: nn.Module) -> Tensor:
         """Return the weights after all rounds from this encoder."""

@@ -83,7 +83,7 @@ def embed_test_images(data: RunData) -> TestImages:
     images = test.images[tower % len(dataset.train.images)][chosen]
     device = pick_device("auto")
     features = [
-        extract(body.to(device), images, device=device).cpu()
+        extract(body.to(device), images).cpu()
         for body in (build_untrained(config, dataset, tower), encoder.body)
     ]
     labels = None if test.labels is None else test.labels[chosen].cpu().numpy()
