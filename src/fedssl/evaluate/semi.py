@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 from torch import nn
 
@@ -62,7 +63,7 @@ class SemiSupervised(Protocol):
 def build_mlp(encoder: nn.Module, classes: int, seed: int) -> nn.Sequential:
     """Build FedEMA's two layers (appendix B.2) for an encoder, initialized by the seed."""
     layers = nn.Sequential(
-        nn.Linear(encoder.features, HIDDEN),
+        nn.Linear(cast(int, encoder.features), HIDDEN),
         nn.BatchNorm1d(HIDDEN),
         nn.ReLU(inplace=True),
         nn.Linear(HIDDEN, classes),
