@@ -13,6 +13,7 @@ import pytest
 import safetensors
 import torch
 from encoders import SMALL, made, reopened, trained
+from helpers import refused
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -262,13 +263,11 @@ def test_what_holds_no_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"encoder": {"name": "tiny", "new": 1}}, "encoder.new"),
-        ({"encoder": {"name": "tiny", "groups": "x"}}, "encoder.groups=x"),
-        ({"encoder": 3}, "encoder=3"),
-        ({"channels": []}, r"channels=\[\]"),
-        ({"channels": ["x"]}, r"channels=\['x'\]"),
-        ({"size": 16}, "size=16"),
-        ({"size": [16]}, r"size=\[16\]"),
-        ({"features": None}, "features=None"),
+        ({"encoder": {"name": "tiny", "groups": "x"}}, "encoder.groups"),
+        ({"encoder": 3}, "encoder"),
+        ({"channels": ["x"]}, "channels"),
+        ({"size": 16}, "size"),
+        ({"features": None}, "features"),
     ],
 )
 def test_the_note_of_another_version(
@@ -276,7 +275,7 @@ def test_the_note_of_another_version(
 ) -> None:
     note = json.loads((folder / "encoder.json").read_text())
     (tmp_path / "encoder.json").write_text(json.dumps(note | change))
-    with pytest.raises(UserError, match=f"another version of fedssl .*{said}"):
+    with refused(None, says=f"another version of fedssl ({said}: "):
         load_encoder(tmp_path)
 
 
