@@ -81,76 +81,64 @@ def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
     session = reopened(two_towers)
     assert session.dataset.test is not None
     session.trainer.load(session.models.global_model())
+    exports = {"both": "safetensors", "hub": "hf"}
+    for name, format in exports.items():
+        lines = list(export.export(two_towers, format, tmp_path / name))
+        assert sum("largest difference to torch 0" in line for line in lines) == 2
     for tower, images in enumerate(session.dataset.test.images):
         expected = extract(copy.deepcopy(session.tower(tower).encoder).float(), images)
-        assert torch.equal(load_encoder(two_towers, tower=tower).embed(images), expected)
-    lines = list(export.export(two_towers, "safetensors", tmp_path / "both"))
-    assert sum("largest difference to torch 0" in line for line in lines) == 2
-    assert torch.equal(load_encoder(tmp_path / "both", tower=1).embed(images), expected)
-    second = tmp_path / "both" / "encoder-second.safetensors"
+        for folder in (two_towers, *(tmp_path / name for name in exports)):
+            assert torch.equal(load_encoder(folder, tower=tower).embed(images), expected)
+    first, second = (tmp_path / "both" / f"encoder{end}.safetensors" for end in ("", "-second"))
     assert load_encoder(second).tower == load_encoder(second, tower=1).tower == 1
-    with pytest.raises(UserError) as error:
-        load_encoder(tmp_path / "both" / "encoder.safetensors", tower=1)
-    assert (error.value.key, error.value.value) == ("tower", 1)
     assert torch.equal(load_encoder(second).embed(images), expected)
-    lines = list(export.export(two_towers, "hf", tmp_path / "hub"))
-    assert sum("largest difference to torch 0" in line for line in lines) == 2
-    assert torch.equal(load_encoder(tmp_path / "hub", tower=1).embed(images), expected)
+    for path, tower in ((first, 1), (two_towers, 2)):
+        with refused("tower", tower):
+            load_encoder(path, tower=tower)
     steps = json.loads((tmp_path / "hub" / "config.json").read_text())["fedssl"]["preprocess"]
     assert "its left 4 columns" in steps["steps"]
-    with pytest.raises(UserError) as error:
-        load_encoder(two_towers, tower=2)
-    assert (error.value.key, error.value.value) == ("tower", 2)
 
 
 def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
     words = ("algorithm.name=ditto", "partition.name=iid", "partition.clients=3")
     folder = trained(tmp_path / "run", *words, "cohort.size=null", "rounds=1")
-    own = load_encoder(folder, client=2)
-    file = folder / "personal" / "client-2.safetensors"
-    for name, tensor in load_file(file).items():
-        assert torch.equal(own.body.state_dict()[name], tensor.float())
-    assert torch.equal(load_encoder(file).embed(images[:5]), own.embed(images[:5]))
-    assert not torch.equal(own.embed(images[:5]), load_encoder(folder).embed(images[:5]))
-    with pytest.raises(UserError) as error:
-        load_encoder(folder, client=7)
-    assert (error.value.key, error.value.value) == ("client", 7)
-    assert error.value.fix == "Use one of 0, 1, 2."
-    # Each has a place of its own, and says whose it is.
-    assert own.note["model"] == "personal, client 2"
+    models = [load_encoder(folder, client=k) for k in range(3)]
+    files = [folder / f"personal/client-{k}.safetensors" for k in range(3)]
+    embeddings = [model.embed(images[:5]) for model in (load_encoder(folder), *models)]
+    assert len({tuple(rows.flatten().tolist()) for rows in embeddings}) == 4
     assert load_encoder(folder).note["model"].startswith("global")
-    for k in range(3):
-        file = folder / f"personal/client-{k}.safetensors"
+    # Each has a place of its own, and says whose it is.
+    for k, (file, model) in enumerate(zip(files, models, strict=True)):
+        for name, tensor in load_file(file).items():
+            assert torch.equal(model.body.state_dict()[name], tensor.float())
+        assert torch.equal(load_encoder(file).embed(images[:5]), embeddings[k + 1])
         lines = list(export.export(file, "torchscript", None))
         assert lines[1].endswith("of the run's test images")
-    for k in range(3):
         script = folder / f"personal/export/torchscript/client-{k}.pt"
         assert json.loads(Path(f"{script}.json").read_text())["model"] == f"personal, client {k}"
-        found, mine = torch.jit.load(str(script)), load_encoder(folder, client=k)
-        torch.testing.assert_close(found(images[:5].float() / 255), mine.embed(images[:5]))
+        found = torch.jit.load(str(script))(images[:5].float() / 255)
+        torch.testing.assert_close(found, embeddings[k + 1])
     # A folder of one stands for it; of several one must be named.
     alone, both = tmp_path / "alone", tmp_path / "both"
     list(export.export(file, "safetensors", alone))
-    assert torch.equal(load_encoder(alone).embed(images[:5]), mine.embed(images[:5]))
-    assert load_encoder(alone).note["model"] == "personal, client 2"
+    assert torch.equal(load_encoder(alone).embed(images[:5]), embeddings[3])
     list(export.export(alone, "torchscript", None))
     assert (alone / "export/torchscript/client-2.pt").exists()
-    with pytest.raises(UserError) as error:
+    with refused("client", 7, says="Use one of 0, 1, 2."):
+        load_encoder(folder, client=7)
+    with refused("client", 0):
         load_encoder(alone, client=0)
-    assert (error.value.key, error.value.value) == ("client", 0)
-    with pytest.raises(UserError) as error:
+    with refused(str(folder / "personal"), says="client-0.safetensors, client-1.safetensors"):
         load_encoder(folder / "personal")
-    assert error.value.key == str(folder / "personal")
-    assert "client-0.safetensors, client-1.safetensors" in error.value.fix
     # So it is where its file went with the run's note.
     for part in (folder / "encoder.json", file):
         shutil.copy(part, tmp_path)
-    assert load_encoder(tmp_path / file.name).note["model"] == "personal, client 2"
+    for place in (alone, tmp_path / file.name, file):
+        assert load_encoder(place).note["model"] == "personal, client 2"
     # A card is about a run.
     for given in (file, alone, folder / "encoder.safetensors"):
-        with pytest.raises(UserError) as error:
+        with refused("--format", "hf"):
             list(export.export(given, "hf", both))
-        assert (error.value.key, error.value.value) == ("--format", "hf")
     assert not both.exists()
 
 
@@ -175,9 +163,8 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
         found = started(path, *of_two)
         assert torch.equal(found[0], first) and torch.equal(found[1], second)
     shutil.copy(folder / "encoder.safetensors", tmp_path / "one/other.safetensors")
-    with pytest.raises(UserError, match="holds 2 models") as error:
+    with refused("encoder.init", tmp_path / "one", says="holds 2 models"):
         started(tmp_path / "one")
-    assert error.value.key == "encoder.init" and error.value.value == tmp_path / "one"
     (tmp_path / "one/other.safetensors").rename(tmp_path / "one/encoder.safetensors")
     assert torch.equal(started(tmp_path / "one")[0], started(folder)[0])
 
@@ -240,9 +227,8 @@ def test_what_may_not_be_read_is_said(
 
     monkeypatch.setattr(os, "access", lambda path, mode: path != root / closed and may(path, mode))
     monkeypatch.setattr(safetensors, "safe_open", opened)
-    with pytest.raises(UserError, match="cannot be read") as error:
+    with refused(str(root / closed), says="cannot be read"):
         load_encoder(root / given)
-    assert error.value.key == str(root / closed)
 
 
 def test_what_holds_no_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
