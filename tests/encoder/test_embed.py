@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +30,17 @@ NAMES = ["a.png", "b.jpg", "deep/c.png", "deep/er/d.bmp", "e.webp", "f.PNG", "gr
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return saved(made("tiny", "group", 3, SIZE), tmp_path_factory.mktemp("run"))
 
 
-def noise(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+def noise(seed, width=40, height=30):
     values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     """Seven images at several depths, and two files that are none."""
     root = tmp_path / "photos"
     for i, name in enumerate(NAMES):
@@ -54,7 +53,7 @@ def photos(tmp_path: Path) -> Path:
     return root
 
 
-def embedded(run: Path, images: object, to: Path) -> tuple[list[str], np.ndarray]:
+def embedded(run, images, to):
     """The paths and the embeddings that ``embed`` writes."""
     if to.suffix == ".parquet":
         pytest.importorskip("pyarrow")
@@ -64,7 +63,7 @@ def embedded(run: Path, images: object, to: Path) -> tuple[list[str], np.ndarray
     return paths, rows
 
 
-def read(to: Path) -> tuple[list[str], np.ndarray]:
+def read(to):
     if to.suffix == ".parquet":
         pq = pytest.importorskip("pyarrow.parquet")
         table = pq.read_table(to)
@@ -80,9 +79,7 @@ def read(to: Path) -> tuple[list[str], np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_folder_becomes_a_table_and_bad_files_are_named(
-    name: str, run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_becomes_a_table_and_bad_files_are_named(name, run, photos, tmp_path, capsys):
     to = tmp_path / name
     if to.suffix == ".parquet":
         pytest.importorskip("pyarrow")
@@ -105,9 +102,7 @@ def test_a_folder_becomes_a_table_and_bad_files_are_named(
     assert np.array_equal(rows, load_encoder(run).embed(paths).numpy())
 
 
-def test_a_pattern_and_a_single_file(
-    run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pattern_and_a_single_file(run, photos, tmp_path, capsys):
     noise(9).save(photos / "[x]*.png")  # a name that is also a pattern
     odd = (photos / "a.png").rename(photos / "name-without-end")
     for images, names in (
@@ -123,7 +118,7 @@ def test_a_pattern_and_a_single_file(
     assert capsys.readouterr().out == f"1 image: {to}\n"
 
 
-def test_without_images_there_is_no_file(run: Path, tmp_path: Path) -> None:
+def test_without_images_there_is_no_file(run, tmp_path):
     (tmp_path / "1.png").write_text("no image")
     for images in (tmp_path, tmp_path / "*.gif", tmp_path / "nowhere", ""):
         with refused("IMAGES"):
@@ -131,9 +126,7 @@ def test_without_images_there_is_no_file(run: Path, tmp_path: Path) -> None:
         assert [p.name for p in tmp_path.iterdir()] == ["1.png"]
 
 
-def test_a_bad_output_is_refused_before_any_work(
-    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_output_is_refused_before_any_work(run, photos, tmp_path, monkeypatch):
     for name in ("load_encoder", "find_files"):
         monkeypatch.setattr(embed, name, lambda *_: pytest.fail("work"))
     (tmp_path / "folder.csv").mkdir()
@@ -151,25 +144,21 @@ def test_a_bad_output_is_refused_before_any_work(
     assert (tmp_path / "old.csv").read_text() == "old"
 
 
-def test_a_missing_extra_is_named(
-    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_extra_is_named(run, photos, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with refused("--to", says="pip install 'fedssl[frames]'"):
         embed.embed(run, str(photos), tmp_path / "out.parquet", 256, "cpu")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_stop_in_the_middle_leaves_the_old_file(
-    name: str, run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_in_the_middle_leaves_the_old_file(name, run, photos, tmp_path, monkeypatch):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     to = tmp_path / name
     to.write_text("old")
     real, calls = embed.ImageEncoder.embed_bytes, []
 
-    def stopped(self: embed.ImageEncoder, images: torch.Tensor) -> torch.Tensor:
+    def stopped(self, images):
         calls.append(len(images))
         if len(calls) == 2:
             raise KeyboardInterrupt
@@ -181,10 +170,8 @@ def test_a_stop_in_the_middle_leaves_the_old_file(
     assert sorted(p.name for p in tmp_path.iterdir()) == [name, "photos"]
 
 
-def test_a_full_disk_is_said(
-    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_full_disk_is_said(run, photos, tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(embed.FORMATS, ".csv", full)
@@ -194,9 +181,7 @@ def test_a_full_disk_is_said(
 
 
 @pytest.mark.parametrize("options", [("--batch", "0"), ("--device", "tpu9")])
-def test_a_bad_option_is_one_line(
-    options: tuple[str, ...], run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_option_is_one_line(options, run, photos, capsys):
     to = photos / "out.csv"
     assert main(["embed", str(run), str(photos), "--to", str(to), *options]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1 and not to.exists()
@@ -205,7 +190,7 @@ def test_a_bad_option_is_one_line(
 # Odd images ----------------------------------------------------------------------------------
 
 
-def halves(left: tuple[int, ...], right: tuple[int, ...]) -> Image.Image:
+def halves(left, right):
     image = Image.new("RGB", (40, 20), left)
     image.paste(right, (20, 0, 40, 20))
     return image
@@ -214,12 +199,12 @@ def halves(left: tuple[int, ...], right: tuple[int, ...]) -> Image.Image:
 RED_BLUE = halves((250, 0, 0), (0, 0, 250))
 
 
-def with_alpha(image: Image.Image) -> Image.Image:
+def with_alpha(image):
     image.putalpha(Image.new("L", image.size, 7))
     return image
 
 
-def palette() -> Image.Image:
+def palette():
     image = RED_BLUE.quantize(4)
     image.info["transparency"] = bytes([0, 255, 128, 3])
     return image
@@ -229,7 +214,7 @@ GREY = RED_BLUE.convert("L")
 FRAMES = {"save_all": True, "append_images": [halves((0, 250, 0), (0, 250, 0))]}
 TURNED = Image.Exif()
 TURNED[0x0112] = 6  # turn a quarter to the right
-ODD: dict[str, tuple[Callable[[], Image.Image], dict[str, object], Image.Image]] = {
+ODD = {
     "grey-alpha.png": (lambda: with_alpha(GREY.copy()), {}, GREY),
     "alpha.png": (lambda: with_alpha(RED_BLUE.copy()), {}, RED_BLUE),
     "palette.png": (palette, {}, RED_BLUE),
@@ -240,9 +225,7 @@ ODD: dict[str, tuple[Callable[[], Image.Image], dict[str, object], Image.Image]]
 }
 
 
-def test_odd_images_are_read_as_in_training_and_as_people_see_them(
-    run: Path, tmp_path: Path
-) -> None:
+def test_odd_images_are_read_as_in_training_and_as_people_see_them(run, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     for name, (image, options, _) in ODD.items():
@@ -257,13 +240,7 @@ def test_odd_images_are_read_as_in_training_and_as_people_see_them(
         assert np.abs(pixels.numpy() - seen).max() <= 4, path
 
 
-def test_an_image_of_too_many_pixels_is_skipped_by_name(
-    run: Path,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_image_of_too_many_pixels_is_skipped_by_name(run, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
     huge = photos / "huge.png"
     noise(0, 200, 100).save(huge)
@@ -274,19 +251,17 @@ def test_an_image_of_too_many_pixels_is_skipped_by_name(
     assert f"{huge}: more than 10,000 pixels" in capsys.readouterr().err
 
 
-def test_a_huge_jpeg_is_read_at_a_fraction_of_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_huge_jpeg_is_read_at_a_fraction_of_its_size(tmp_path, monkeypatch):
     image = noise(0, 10, 10).resize((640, 640))
     image.save(tmp_path / "a.jpg")
     image.save(tmp_path / "b.jpg", progressive=True)
     image.save(tmp_path / "c.png")
     expected = decode.decode_file(tmp_path / "a.jpg", SIZE)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100_000)
-    sizes: list[tuple[int, int]] = []
+    sizes = []
     real = decode.to_pixels
 
-    def watched(image: Image.Image, *rest: int) -> decode.Pixels:
+    def watched(image, *rest):
         sizes.append(image.size)
         return real(image, *rest)
 
@@ -297,9 +272,7 @@ def test_a_huge_jpeg_is_read_at_a_fraction_of_its_size(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_names_that_are_no_text_are_written_all_the_same(
-    name: str, run: Path, tmp_path: Path
-) -> None:
+def test_names_that_are_no_text_are_written_all_the_same(name, run, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     noise(0).save(tmp_path / "a.png")
@@ -310,9 +283,7 @@ def test_names_that_are_no_text_are_written_all_the_same(
 # Search --------------------------------------------------------------------------------------
 
 
-def test_the_nearest_images_as_a_list_and_as_a_page(
-    run: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_nearest_images_as_a_list_and_as_a_page(run, photos, tmp_path, capsys):
     query = photos / "<b>query&.png"
     noise(0).save(query)  # the same pixels as a.png
     (photos / "again.png").symlink_to(query)
@@ -339,7 +310,7 @@ def test_the_nearest_images_as_a_list_and_as_a_page(
     assert page.stat().st_mode & 0o777 == 0o600  # it shows images
 
 
-def test_more_neighbours_than_images_and_none_at_all(run: Path, tmp_path: Path) -> None:
+def test_more_neighbours_than_images_and_none_at_all(run, tmp_path):
     for i in range(2):
         noise(i).save(tmp_path / f"{i}.png")
     query = tmp_path / "0.png"
@@ -350,7 +321,7 @@ def test_more_neighbours_than_images_and_none_at_all(run: Path, tmp_path: Path) 
     assert not (tmp_path / "s.html").exists()
 
 
-def test_who_reads_the_old_file_keeps_it_whole(tmp_path: Path) -> None:
+def test_who_reads_the_old_file_keeps_it_whole(tmp_path):
     """The new one takes its name; nothing is written into it."""
     path, held = tmp_path / "out.csv", tmp_path / "held"
     path.write_text("old")

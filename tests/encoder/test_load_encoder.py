@@ -27,9 +27,7 @@ from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
 
-def test_an_encoder_gives_the_bits_that_the_run_is_judged_by(
-    folder: Path, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_an_encoder_gives_the_bits_that_the_run_is_judged_by(folder, images, tmp_path):
     session = reopened(folder)
     judged = extract(session.evaluator.tower(session.models.global_model()).encoder, images)
     encoder = load_encoder(folder)
@@ -44,15 +42,13 @@ def test_an_encoder_gives_the_bits_that_the_run_is_judged_by(
         assert torch.equal(encoder(encoder.preprocess(paths[7])[None]), encoder.embed(images[7:8]))
 
 
-def test_batches_change_no_more_than_rounding(folder: Path, images: torch.Tensor) -> None:
+def test_batches_change_no_more_than_rounding(folder, images):
     encoder = load_encoder(folder)
     torch.testing.assert_close(encoder.embed(images[:20], batch=7), encoder.embed(images[:20]))
     assert encoder.embed([]).shape == (0, 96)
 
 
-def test_a_double_precision_run_is_judged_and_used_in_single(
-    folder: Path, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_double_precision_run_is_judged_and_used_in_single(folder, images, tmp_path):
     shutil.copy(folder / "encoder.json", tmp_path)
     state = load_file(folder / "encoder.safetensors")
     save_file({k: v.double() for k, v in state.items()}, tmp_path / "encoder.safetensors")
@@ -60,7 +56,7 @@ def test_a_double_precision_run_is_judged_and_used_in_single(
 
 
 @pytest.mark.parametrize("halves", [False, True])
-def test_files_are_read_as_training_reads_a_folder(tmp_path: Path, halves: bool) -> None:
+def test_files_are_read_as_training_reads_a_folder(tmp_path, halves):
     root = tmp_path / "root"
     root.mkdir()
     generator = np.random.default_rng(0)
@@ -77,7 +73,7 @@ def test_files_are_read_as_training_reads_a_folder(tmp_path: Path, halves: bool)
     assert len(trained) == 1 + halves
 
 
-def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
+def test_two_towers_are_told_apart(two_towers, tmp_path):
     session = reopened(two_towers)
     assert session.dataset.test is not None
     session.trainer.load(session.models.global_model())
@@ -99,7 +95,7 @@ def test_two_towers_are_told_apart(two_towers: Path, tmp_path: Path) -> None:
     assert "its left 4 columns" in steps["steps"]
 
 
-def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
+def test_personal_models(tmp_path, images):
     words = ("algorithm.name=ditto", "partition.name=iid", "partition.clients=3")
     folder = trained(tmp_path / "run", *words, "cohort.size=null", "rounds=1")
     models = [load_encoder(folder, client=k) for k in range(3)]
@@ -142,10 +138,8 @@ def test_personal_models(tmp_path: Path, images: torch.Tensor) -> None:
     assert not both.exists()
 
 
-def test_a_run_starts_from_any_folder_that_load_encoder_takes(
-    two_towers: Path, folder: Path, tmp_path: Path
-) -> None:
-    def started(path: Path, *words: str) -> list[torch.Tensor]:
+def test_a_run_starts_from_any_folder_that_load_encoder_takes(two_towers, folder, tmp_path):
+    def started(path, *words):
         given = [*SMALL, *words, f"encoder.init={path}"]
         network = build_experiment(config.resolve(config.read_recipe(None), given)).trainer.network
         encoders = [tower.get_submodule("encoder") for tower in network.towers]
@@ -169,9 +163,7 @@ def test_a_run_starts_from_any_folder_that_load_encoder_takes(
     assert torch.equal(started(tmp_path / "one")[0], started(folder)[0])
 
 
-def test_the_file_of_one_tower_is_exported_as_that_tower(
-    two_towers: Path, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_the_file_of_one_tower_is_exported_as_that_tower(two_towers, images, tmp_path):
     list(export.export(two_towers / "encoder-second.safetensors", "safetensors", tmp_path))
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["encoder-second.safetensors"]
     seen = images[..., 4:]
@@ -194,12 +186,12 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(
     ],
     ids=lambda given: type(given[0] if isinstance(given, list) else given).__name__,
 )
-def test_images_that_are_refused(given: object, folder: Path) -> None:
+def test_images_that_are_refused(given, folder):
     with pytest.raises(UserError):
-        load_encoder(folder).embed(given)  # type: ignore[arg-type]
+        load_encoder(folder).embed(given)
 
 
-def test_a_folder_in_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_the_users_own(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     assert load_encoder("~/run").features == 96
 
@@ -213,14 +205,12 @@ def test_a_folder_in_the_users_own(folder: Path, monkeypatch: pytest.MonkeyPatch
         ("export", "export/alone.safetensors"),
     ],
 )
-def test_what_may_not_be_read_is_said(
-    given: str, closed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_not_be_read_is_said(given, closed, folder, tmp_path, monkeypatch):
     root = shutil.copytree(folder, tmp_path / "run")
     list(export.export(root, "safetensors", root / "export/alone.safetensors"))
     may, header = os.access, safetensors.safe_open
 
-    def opened(path: Path, framework: str) -> safetensors.safe_open:
+    def opened(path, framework):
         if path == root / closed:
             raise FileNotFoundError(f"No such file or directory: {path}")  # as it says
         return header(path, framework)
@@ -231,7 +221,7 @@ def test_what_may_not_be_read_is_said(
         load_encoder(root / given)
 
 
-def test_what_holds_no_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_holds_no_encoder_is_refused(folder, tmp_path):
     (tmp_path / "damaged.safetensors").write_bytes(b"nothing")
     (tmp_path / "empty").mkdir()
     shutil.copy(folder / "encoder.safetensors", tmp_path / "alone.safetensors")
@@ -256,18 +246,14 @@ def test_what_holds_no_encoder_is_refused(folder: Path, tmp_path: Path) -> None:
         ({"features": None}, "features"),
     ],
 )
-def test_the_note_of_another_version(
-    change: dict[str, object], said: str, folder: Path, tmp_path: Path
-) -> None:
+def test_the_note_of_another_version(change, said, folder, tmp_path):
     note = json.loads((folder / "encoder.json").read_text())
     (tmp_path / "encoder.json").write_text(json.dumps(note | change))
     with refused(None, says=f"another version of fedssl ({said}: "):
         load_encoder(tmp_path)
 
 
-def test_a_run_that_has_not_ended_says_how_to_end_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_not_ended_says_how_to_end_it(folder, tmp_path, capsys):
     shutil.copy(folder / "config.yaml", tmp_path)
     assert main(["export", str(tmp_path), "--format", "torchscript"]) == 2
     assert f"fedssl run --resume --out {tmp_path}" in capsys.readouterr().err

@@ -24,12 +24,12 @@ from fedssl.runs.split import held_out_images, load_run_dataset, split_clients
 SPEC = "heldout@20%"
 
 
-def resolved(*words: str) -> config.Config:
+def resolved(*words):
     common = ("partition.name=iid", "partition.clients=3", "cohort.size=null", "seed=5")
     return config.resolve(config.read_recipe("default"), [*common, *words])
 
 
-def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_images_are_those_that_no_client_has(monkeypatch):
     settings = resolved("data.holdout=0.2", f"evaluate.protocols={SPEC}")
     dataset = load_run_dataset(settings)
     kept = held_out_images(settings, dataset)
@@ -37,7 +37,7 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
     session = build_experiment(settings)
     seen = []
 
-    def spy(features: torch.Tensor, labels: torch.Tensor, *rest: int) -> float:
+    def spy(features, labels, *rest):
         seen.append((features, labels, rest))
         return 50.0
 
@@ -51,7 +51,7 @@ def test_the_images_are_those_that_no_client_has(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(features, extract(encoder, images))
 
 
-def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch):
     """And not by a probe, which says nothing about the number that is shown: none is taught."""
     monkeypatch.setattr(heldout, "accuracy", lambda *_: pytest.fail("a probe"))
     words = ("objective.name=supervised", "algorithm.name=centralized", "algorithm.batch=64")
@@ -69,7 +69,7 @@ def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch: pytest.MonkeyP
     assert session.evaluator.evaluate(weights, (SPEC,)) == {f"{SPEC}_top1": judged[f"{SPEC}_top1"]}
 
 
-def test_one_half_judges_the_other() -> None:
+def test_one_half_judges_the_other():
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(600) % 3
     features = torch.eye(3, 40)[labels] + 0.8 * torch.randn(600, 40, generator=generator)
@@ -86,12 +86,12 @@ def test_one_half_judges_the_other() -> None:
     assert heldout.accuracy(features, labels, 3, 2) != sum(scores) / 2  # its batches
 
 
-def split() -> Split:
+def split():
     images = torch.randint(256, (300, 1, 4, 4), dtype=torch.uint8)
     return Split((images,), torch.arange(300) % 3)
 
 
-def test_no_test_image_is_needed() -> None:
+def test_no_test_image_is_needed():
     settings, encoder = Evaluate(protocols=(SPEC,)), nn.Flatten()
     found = [
         evaluate(encoder, data_of(settings, split(), test, 3, holdout=0.2))
@@ -102,7 +102,7 @@ def test_no_test_image_is_needed() -> None:
 
 @pytest.mark.parametrize("key", ["protocols", "monitor"])
 @pytest.mark.parametrize("holdout", [0.0, 0.1])
-def test_images_that_are_trained_on_do_not_choose(key: str, holdout: float) -> None:
+def test_images_that_are_trained_on_do_not_choose(key, holdout):
     settings = Evaluate(**{"protocols": ("knn",), key: (SPEC,)})
     fix = "Set data.holdout=0.2 when the run starts."
     with refused(f"evaluate.{key}", SPEC, says=fix):
@@ -112,7 +112,7 @@ def test_images_that_are_trained_on_do_not_choose(key: str, holdout: float) -> N
     check(settings, split(), split(), 3, holdout=0.2)
 
 
-def test_halves_that_cannot_be_made_are_refused() -> None:
+def test_halves_that_cannot_be_made_are_refused():
     check(Evaluate(protocols=("heldout@2%",)), split(), split(), 3, holdout=0.1)
     rare = replace(split(), labels=torch.arange(300).clamp(max=2))  # where a larger share fails
     cases = replace(split(), cases=np.arange(300) % 150)
@@ -125,7 +125,7 @@ def test_halves_that_cannot_be_made_are_refused() -> None:
             check(Evaluate(protocols=(spec,)), train, split(), 3, holdout)
 
 
-def test_only_this_protocol_chooses() -> None:
+def test_only_this_protocol_chooses():
     assert find_chooser(Evaluate(protocols=("knn", SPEC))) == f"{SPEC}_top1"
     for protocols in (None, ("knn", "semi@20%", "linear@20%")):
         assert find_chooser(Evaluate(protocols=protocols)) == ""
