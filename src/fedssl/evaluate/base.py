@@ -65,13 +65,13 @@ class EvaluationData:
         return int(self.settings.tower == "second") % len(self.train.images)
 
 
+@dataclass(eq=False)
 class SplitFeatures:
     """One split under one encoder; features are computed once, when they are first needed."""
 
-    def __init__(self, encoder: nn.Module, split: Split, modality: int) -> None:
-        self.encoder = encoder
-        self.split = split
-        self.images = split.images[modality]
+    encoder: nn.Module
+    split: Split
+    images: Tensor  # those of the split that the encoder sees
 
     @cached_property
     def features(self) -> Tensor:
@@ -95,24 +95,33 @@ class SplitFeatures:
         return features[index], labels[index]
 
 
+@dataclass(eq=False)
 class EvaluatedModel:
     """A model under evaluation; ``has_head`` says whether its own classifier is evaluated too."""
 
-    def __init__(
-        self, data: EvaluationData, tower: Tower, views: Views, has_head: bool = False
-    ) -> None:
-        self.data = data
-        self.tower = tower
-        self.encoder: nn.Module = tower.encoder
-        self.views = views
-        self.has_head = has_head
-        self.train = SplitFeatures(self.encoder, data.train, data.modality)
+    data: EvaluationData
+    tower: Tower
+    views: Views
+    has_head: bool = False
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The encoder of the tower."""
+        return self.tower.encoder
+
+    @cached_property
+    def train(self) -> SplitFeatures:
+        """The training images."""
+        return self._split(self.data.train)
 
     @cached_property
     def test(self) -> SplitFeatures:
         """The test images."""
         assert self.data.test is not None
-        return SplitFeatures(self.encoder, self.data.test, self.data.modality)
+        return self._split(self.data.test)
+
+    def _split(self, split: Split) -> SplitFeatures:
+        return SplitFeatures(self.encoder, split, split.images[self.data.modality])
 
     @cached_property
     def probe(self) -> linear.Head:
