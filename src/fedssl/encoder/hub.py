@@ -37,10 +37,9 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iterator[str]:
     """Write the folder of a finished run; yield lines for the console."""
-    source = RunReader(run)
+    source, model = RunReader(run), describe_model(encoders[0])
     texts = {
-        "config.json": _to_json(describe_model(encoders[0])),
-        "preprocessor_config.json": _to_json(describe_processor(encoders[0])),
+        "config.json": json.dumps(model, indent=2, ensure_ascii=False) + "\n",
         RECIPE: yaml.safe_dump(strip_recipe(source.settings), sort_keys=False, allow_unicode=True),
         "README.md": write_model_card(source, encoders[0]),
     }
@@ -61,10 +60,6 @@ def _check_free(folder: Path) -> None:
     is_ours = earlier.is_file() and f'"{HEADER}"'.encode() in earlier.read_bytes()
     if folder.is_dir() and any(folder.iterdir()) and not is_ours:
         raise UserError("not empty", key="--out", value=folder, fix="Use a new folder.")
-
-
-def _to_json(content: Any) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
@@ -96,24 +91,6 @@ def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
             "std": preprocessing["std"],
         },
         **note,
-    }
-
-
-def describe_processor(encoder: ImageEncoder) -> dict[str, Any]:
-    """Return ``preprocessor_config.json``, in the hub's names."""
-    preprocessing = describe_preprocessing(encoder)
-    return {
-        "do_convert_rgb": encoder.channels == 3,
-        "do_resize": True,
-        "size": {"shortest_edge": encoder.height},
-        "resample": 2,  # bilinear
-        "do_center_crop": True,
-        "crop_size": {"height": encoder.height, "width": encoder.height},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": False,
-        "image_mean": preprocessing["mean"],
-        "image_std": preprocessing["std"],
     }
 
 
