@@ -1,13 +1,12 @@
 """Protocol ``collaborative``: who has which labels, and that it is plain supervised FedAvg."""
 
 import copy
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import groups_of, made_split, refused, settings
+from helpers import groups_of, made_split, refused, settings, timeless
 from safetensors.torch import load_file
 from torch import nn
 
@@ -30,11 +29,10 @@ SPEC = "collaborative@50%"
 CLASSES = tuple("abcd")
 
 
-def made(*words, sizes=(40,), test=24, spec=SPEC):
+def made(*words, sizes=(40,)):
     """A session of made images, of which clients hold ``sizes``."""
-    train = made_split(sum(sizes))
-    dataset = Dataset("made", train, made_split(test), CLASSES)
-    words = (f"evaluate.protocols={spec}", "augment.name=digits", "engine.threads=1", *words)
+    dataset = Dataset("made", made_split(sum(sizes)), made_split(24), CLASSES)
+    words = (f"evaluate.protocols={SPEC}", "augment.name=digits", "engine.threads=1", *words)
     return assemble(settings(*words), dataset, groups_of(*sizes))
 
 
@@ -68,47 +66,46 @@ def labels_of(*labels):
     return Split((images,), torch.tensor(labels))
 
 
-def owned(drawn, groups):
+def draw(train, groups, share, *words):
+    """What clients label: images of their own, each of them once and with a label."""
+    drawn = draw_images(settings(*words), groups, train, share)
     for k in range(len(groups)):
         assert set(drawn[k].tolist()) <= set(groups[k].tolist())
     assert len(set(drawn.members.tolist())) == len(drawn.members)
+    assert (train.labels.numpy()[drawn.members] >= 0).all()
+    return drawn
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_client_labels_its_share_of_each_of_its_classes(seed):
     train = labels_of(*[0] * 100, *[0] * 30, *[1] * 70, *[c for c in range(10) for _ in range(29)])
-    groups = groups_of(100, 100, 290)
-    drawn = draw_images(settings(f"seed={seed}"), groups, train, 0.1)
+    drawn = draw(train, groups_of(100, 100, 290), 0.1, f"seed={seed}")
     assert drawn.sizes.tolist() == [10, 10, 29]
-    owned(drawn, groups)
     counts = [np.bincount(train.labels.numpy()[drawn[k]], minlength=10) for k in range(3)]
     assert counts[0][0] == 10
     assert counts[1][:2].tolist() == [3, 7]
     assert set(counts[2]) <= {2, 3}
 
 
-def test_shares_are_rounded_down_but_not_to_nothing():
-    train = labels_of(*np.arange(146) % 3)
-    groups = groups_of(29, 100, 9, 1, 7)
-    sizes = draw_images(settings(), groups, train, 0.29).sizes.tolist()
-    assert sizes == [8, 29, 2, 1, 2]
-    assert draw_images(settings(), groups, train, 0.01).sizes.tolist() == [1, 1, 1, 1, 1]
-    batch = draw_images(settings("encoder.norm=batch"), groups, train, 0.01)
-    assert batch.sizes.tolist() == [2, 2, 2, 0, 2]
-    owned(batch, groups)
+ALL, SOME = labels_of(*np.arange(146) % 3), labels_of(*[-1] * 30, *np.arange(20) % 2, *[-1] * 10, 0)
 
 
-def test_only_images_with_a_label_count():
-    train = labels_of(*[-1] * 30, *np.arange(20) % 2, *[-1] * 10, 0)
-    groups = groups_of(50, 10, 1)
-    drawn = draw_images(settings(), groups, train, 0.5)
-    assert drawn.sizes.tolist() == [10, 0, 1]
-    assert (train.labels.numpy()[drawn.members] >= 0).all()
+@pytest.mark.parametrize(
+    ("train", "groups", "share", "words", "sizes"),
+    [
+        (ALL, (29, 100, 9, 1, 7), 0.29, (), [8, 29, 2, 1, 2]),
+        (ALL, (29, 100, 9, 1, 7), 0.01, (), [1, 1, 1, 1, 1]),
+        (ALL, (29, 100, 9, 1, 7), 0.01, ("encoder.norm=batch",), [2, 2, 2, 0, 2]),
+        (SOME, (50, 10, 1), 0.5, (), [10, 0, 1]),  # only images with a label count
+    ],
+)
+def test_shares_are_rounded_down_but_not_to_nothing(train, groups, share, words, sizes):
+    assert draw(train, groups_of(*groups), share, *words).sizes.tolist() == sizes
 
 
 def test_which_images_depends_on_the_seed_alone_and_all_have_the_same_chance():
     train, groups = labels_of(*np.arange(60) % 4), groups_of(40, 20)
-    drawn = [draw_images(settings(f"seed={s}"), groups, train, 0.1) for s in (0, 0, *range(400))]
+    drawn = [draw(train, groups, 0.1, f"seed={s}") for s in (0, 0, *range(400))]
     assert np.array_equal(drawn[0].members, drawn[1].members)
     seen = np.bincount(np.concatenate([d.members for d in drawn[2:]]), minlength=60)
     assert seen.min() > 15 and seen.max() < 70  # 40 on average
@@ -269,8 +266,8 @@ def test_of_the_run_only_the_federation_stays():
 
 
 @pytest.fixture
-def nested(monkeypatch):
-    """The engines that are built, instead of training with them; each scores its number."""
+def seen(monkeypatch):
+    """Each engine and encoder, instead of training with them; their score is their number."""
     seen = []
 
     def spy(engine, encoder, classes):
@@ -282,7 +279,13 @@ def nested(monkeypatch):
     return seen
 
 
-def test_clients_without_labels_are_left_out_and_noted(nested):
+def tune(session, seen):
+    """The engine and the encoder of one evaluation."""
+    evaluate_initial(session)
+    return seen.pop()
+
+
+def test_clients_without_labels_are_left_out_and_noted(seen):
     train = made_split(36)
     train.labels[20:30] = -1
     dataset = Dataset("made", train, made_split(8), CLASSES)
@@ -292,17 +295,15 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
         "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
         "collaborative@10%: small clients label more than their share, in all 15.4% of the images",
     ]
-    evaluate_initial(session)
-    ((own, _),) = nested
+    own, _ = tune(session, seen)
     assert own.groups.sizes.tolist() == [2, 1, 1]
     assert cohort_size(own.trainer.config, 3) == 3
     assert list(list_warnings(made(sizes=(20, 20)))) == []
 
 
-def test_centralized_training_is_tuned_in_the_partition_without_held_out_images(nested):
+def test_centralized_training_is_tuned_in_the_partition_without_held_out_images(seen):
     words = ("algorithm.name=centralized", "partition.name=classes", "partition.clients=5")
-    evaluate_initial(build_experiment(digits(*words, "data.holdout=0.5")))
-    ((own, _),) = nested
+    own, _ = tune(build_experiment(digits(*words, "data.holdout=0.5")), seen)
     labels = own.trainer.labels.numpy()
     kinds = [set(labels[own.groups[k]].tolist()) for k in range(5)]
     assert len(own.groups) == 5
@@ -310,11 +311,10 @@ def test_centralized_training_is_tuned_in_the_partition_without_held_out_images(
     assert 65 <= len(labels) <= 71  # 10 % of half of 1437, rounded down for each of five
 
 
-def test_the_judged_tower_sees_its_own_images(nested):
+def test_the_judged_tower_sees_its_own_images(seen):
     words = ("encoder.towers=2", "data.halves=true", "evaluate.tower=second")
     session = build_experiment(digits(*words))
-    evaluate_initial(session)
-    ((own, encoder),) = nested
+    own, encoder = tune(session, seen)
     train = session.dataset.train
     part = draw_images(session.config, session.clients, train, 0.1).members
     (images,) = own.trainer.images
@@ -325,21 +325,19 @@ def test_the_judged_tower_sees_its_own_images(nested):
     assert len(own.trainer.network.towers) == 1
 
 
-def test_images_have_the_size_of_judging_and_the_network_stays(nested):
+def test_images_have_the_size_of_judging_and_the_network_stays(seen):
     session = build_experiment(digits("evaluate.size=24", "encoder.name=resnet14"))
-    evaluate_initial(session)
-    ((own, _),) = nested
-    assert own.trainer.images[0].shape[2:] == (24, 24)
+    assert tune(session, seen)[0].trainer.images[0].shape[2:] == (24, 24)
     large = replace(session.dataset, train=made_split(20, size=96), test=made_split(8, size=96))
     session = assemble(session.config, large, groups_of(20))
     assert session.tower().encoder.stem[0].kernel_size == (7, 7)
     small = replace(session.dataset, train=made_split(20), test=made_split(8))
     session.evaluator.data = replace(session.evaluator.data, dataset=small)
-    evaluate_initial(session)
-    assert nested[1][0].trainer.network.towers[0].encoder.stem[0].kernel_size == (7, 7)
+    network = tune(session, seen)[0].trainer.network
+    assert network.towers[0].encoder.stem[0].kernel_size == (7, 7)
 
 
-def test_personal_models_are_averaged(nested):
+def test_personal_models_are_averaged(seen):
     words = ("algorithm.name=standalone", "objective.name=simclr", "objective.projector=32,16")
     session = build_experiment(
         digits(*words, "evaluate.protocols=collaborative@10%,collaborative@5%")
@@ -348,7 +346,7 @@ def test_personal_models_are_averaged(nested):
     session.algorithm.round(session.server, session.engine.cohort(np.arange(5), 0))
     result = session.evaluator.evaluate_result(session.models)
     assert result == {"collaborative@10%_top1": 5.0, "collaborative@5%_top1": 6.0}
-    engines = [own for own, _ in nested]
+    engines = [own for own, _ in seen]
     assert len(engines) == 10 and len(set(map(id, engines))) == 2
 
 
@@ -363,21 +361,15 @@ MOCO = (
 
 
 def test_watching_a_run_does_not_change_it(short, tmp_path):
-    lines, states = {}, {}
-    for name in ("knn", "collaborative@10%"):
-        out = tmp_path / name
-        words = ("evaluate.protocols=knn", f"evaluate.monitor={name}")
-        loop.run(digits(*MOCO, *words), out)
-        text = (out / "metrics.jsonl").read_text().splitlines()
-        lines[name] = [json.loads(line) for line in text]
-        states[name] = load_file(out / "checkpoint" / "state.safetensors")
-    plain, watched = lines.values()
+    folders = {name: tmp_path / name for name in ("knn", "collaborative@10%")}
+    for name, out in folders.items():
+        loop.run(digits(*MOCO, "evaluate.protocols=knn", f"evaluate.monitor={name}"), out)
+    plain, watched = map(timeless, folders.values())
     assert all(0 < line["collaborative@10%_top1"] <= 100 for line in watched)
     assert [a["loss"] for a in plain] == [a["loss"] for a in watched]
-    a, b = states.values()
-    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-    first, second = (load_file(tmp_path / n / "encoder.safetensors") for n in lines)
-    assert all(torch.equal(first[n], second[n]) for n in first)
+    for file in ("checkpoint/state.safetensors", "encoder.safetensors"):
+        a, b = (load_file(out / file) for out in folders.values())
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
