@@ -45,7 +45,10 @@ def test_an_encoder_gives_the_bits_that_the_run_is_judged_by(folder, images, tmp
 def test_batches_change_no_more_than_rounding(folder, images):
     encoder = load_encoder(folder)
     torch.testing.assert_close(encoder.embed(images[:20], batch=7), encoder.embed(images[:20]))
+    assert torch.equal(encoder.embed(list(images[:20])), encoder.embed(images[:20]))
     assert encoder.embed([]).shape == (0, 96)
+    with refused("batch", 0):
+        encoder.embed(images, batch=0)
 
 
 def test_a_double_precision_run_is_judged_and_used_in_single(folder, images, tmp_path):
@@ -181,6 +184,7 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(two_towers, images, tmp
         3,
         np.zeros((2, 8, 8, 3), np.uint8),
         [1],
+        [torch.zeros(3, 8, 8, dtype=torch.uint8)],
         ["nowhere.png"],
         [Image.new("F", (8, 8))],
     ],
