@@ -14,9 +14,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def images():
-    test = load_dataset(Data(size=8)).test
-    assert test is not None
-    return test.images[0]
+    return load_dataset(Data(size=8)).test.images[0]
 
 
 @pytest.fixture(scope="session")

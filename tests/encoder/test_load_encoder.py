@@ -78,7 +78,6 @@ def test_files_are_read_as_training_reads_a_folder(tmp_path, halves):
 
 def test_two_towers_are_told_apart(two_towers, tmp_path):
     session = reopened(two_towers)
-    assert session.dataset.test is not None
     session.trainer.load(session.models.global_model())
     exports = {"both": "safetensors", "hub": "hf"}
     for name, format in exports.items():

@@ -44,7 +44,7 @@ def test_the_images_are_those_that_no_client_has(monkeypatch):
     monkeypatch.setattr(heldout, "accuracy", spy)
     assert session.evaluator.evaluate(session.trainer.initial) == {f"{SPEC}_top1": 50.0}
     ((features, labels, rest),) = seen
-    assert rest == (10, 5) and dataset.train.labels is not None
+    assert rest == (10, 5)
     assert np.array_equal(labels, dataset.train.labels[kept])
     encoder = session.evaluator.tower(session.trainer.initial).encoder
     images = dataset.train.images[0][kept]
@@ -59,7 +59,6 @@ def test_a_network_with_a_classifier_is_chosen_by_it(monkeypatch):
         resolved(*words, "data.holdout=0.3", f"evaluate.protocols=[head,{SPEC}]")
     )
     weights, train = session.trainer.initial, session.dataset.train
-    assert train.labels is not None
     kept = draw_share(train.labels, 0.2, 10, 5)
     logits = extract(session.evaluator.tower(weights), train.images[0][kept])
     right = (logits.argmax(1) == train.labels[kept]).double()
