@@ -84,10 +84,11 @@ class CocoSplit:
             if not (self.images / image["file_name"]).is_file():
                 raise UserError(f"{self.file}: no image {self.images / image['file_name']}")
         for note in self.coco.dataset["annotations"]:
-            polygons = note["segmentation"]
+            where, polygons = f"{self.file}: annotation {note['id']}", note["segmentation"]
+            if len(note["bbox"]) != 4:
+                raise UserError(f"{where}: bbox={note['bbox']} is not x, y, width and height")
             if isinstance(polygons, list) and min(map(len, polygons)) < 6:
-                problem = "a polygon of its segmentation has less than three points"
-                raise UserError(f"{self.file}: annotation {note['id']}: {problem}")
+                raise UserError(f"{where}: a polygon has less than three points")
 
     def __len__(self) -> int:
         return len(self.ids)
