@@ -144,9 +144,11 @@ def test_another_process_may_finish_first(folder: Path, monkeypatch: pytest.Monk
 def test_a_full_disk_names_the_cache(tmp_path: Path) -> None:
     with (
         refused("data.cache", tmp_path, "No space left"),
-        caches.ArrayFile(Path("/dev/full"), tmp_path) as file,
+        caches.replace_folder(tmp_path / "entry", tmp_path),
+        caches.grow_array(Path("/dev/full")) as append,
     ):
-        file.append(np.zeros((4, 3, 64, 64), np.uint8))
+        append(np.zeros((4, 3, 64, 64), np.uint8))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_up_leaves_nothing_behind(
@@ -171,7 +173,7 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path) -> None:
 
 def test_array_file_grows_and_reads_back(tmp_path: Path) -> None:
     blocks = [np.arange(n * 6, dtype=np.uint8).reshape(n, 2, 3) for n in (1, 11, 0, 200)]
-    with caches.ArrayFile(tmp_path / "x.npy", tmp_path) as file:
+    with caches.grow_array(tmp_path / "x.npy") as append:
         for block in blocks:
-            file.append(block[:, :, ::-1])  # not contiguous
+            append(block[:, :, ::-1])  # not contiguous
     assert np.array_equal(np.load(tmp_path / "x.npy"), np.concatenate(blocks)[:, :, ::-1])

@@ -14,7 +14,7 @@ import pytest
 from helpers import refused
 from image_folders import decode_rows as load
 from image_folders import gradient, rows, save
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fedssl.data import decode
 
@@ -52,13 +52,13 @@ def test_decode_reduces_large_jpegs_without_losing_much(
     path = save(tmp_path / "x.jpg", gradient(640, 480), quality=95)
     drafted = decode.decode_file(path, 32).astype(int)
     seen: list[tuple[int, int]] = []
-    square = decode._to_square
-    monkeypatch.setattr(decode, "_to_square", lambda i, s: seen.append(i.size) or square(i, s))
+    fit = ImageOps.fit
+    monkeypatch.setattr(ImageOps, "fit", lambda i, *a: seen.append(i.size) or fit(i, *a))
     decode.decode_file(path, 32)
     assert seen == [(160, 120)]  # a quarter; an eighth would be below twice the target
-    monkeypatch.setattr(Image.Image, "draft", lambda *a: None)
-    with Image.open(path) as image:
-        whole = np.asarray(square(image, 32)).transpose(2, 0, 1)
+    monkeypatch.setattr(decode.JpegImageFile, "draft", lambda *a: None)
+    whole = decode.decode_file(path, 32)
+    assert seen[1] == (640, 480)
     assert np.abs(drafted - whole).max() <= 2
 
 

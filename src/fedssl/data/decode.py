@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import statistics
@@ -23,7 +22,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from tqdm import tqdm
 
-from fedssl.data.cache import ArrayFile, Meta, load_or_build
+from fedssl.data.cache import Meta, grow_array, load_or_build
 from fedssl.data.image_files import File, Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.util.errors import UserError
@@ -51,7 +50,8 @@ def decode_file(path: Path, size: int, channels: int = 3) -> Pixels:
 def to_pixels(image: Image.Image, size: int, channels: int = 3) -> Pixels:
     """Turn an image upright, crop its middle square and resize; grey if there is 1 channel."""
     image.load()
-    square = _to_square(_to_bytes(_turn_upright(image)), size)
+    upright = _to_bytes(_turn_upright(image))
+    square = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
     if channels == 1:
         return np.asarray(square.convert("L"))[None]
     return np.asarray(square.convert("RGB")).transpose(2, 0, 1)
@@ -143,22 +143,7 @@ def _to_bytes(image: Image.Image) -> Image.Image:
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
 
 
-def _to_square(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side to ``size`` and crop the middle, in one step."""
-    if image.size == (size, size):
-        return image
-    width, height = image.size
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-
-
 # Threads -------------------------------------------------------------------------------------
-
-
-def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
 
 
 def _map_in_order(
@@ -218,7 +203,7 @@ def decode_splits(
     cached = load_or_build(
         cache,
         f"{name}-{digest_files(root, files, size, modalities, unpaired)}",
-        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size, cache)},
+        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size)},
         lambda meta: _is_mended(root, meta["unreadable"]),
     )
     images = {
@@ -239,41 +224,37 @@ def _is_mended(root: Path, unreadable: Mapping[str, str]) -> bool:
 
 
 def _decode_into(
-    folder: Path, root: Path, splits: Mapping[str, Sequence[Row]], size: int | None, cache: Path
+    folder: Path, root: Path, splits: Mapping[str, Sequence[Row]], size: int | None
 ) -> Meta:
     """Decode all splits into array files in ``folder``."""
     unreadable: dict[str, str] = {}
     total = sum(map(len, splits.values()))
-    sizes = [file.size for rows in splits.values() for row in rows for file in row]
+    files = [file for rows in splits.values() for row in rows for file in row]
     with (
         warnings.catch_warnings(),
-        _thread_pool(statistics.fmean(sizes)) as pool,
+        _thread_pool(statistics.fmean(file.size for file in files)) as pool,
         show_progress(total, f"decoding {total} images of {root}") as advance,
     ):
         warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
-        size = size or _common_size(
-            pool, root, list(itertools.chain.from_iterable(splits.values()))
-        )
+        size = size or _common_size(pool, root, files)
         decode = functools.partial(_decode_rows, root, size)
         for split, rows in splits.items():
             failed: dict[str, str] = {}
+            count = 0
             with contextlib.ExitStack() as stack:
                 paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
-                arrays = [stack.enter_context(ArrayFile(path, cache)) for path in paths]
-                for part, (blocks, bad) in zip(
-                    _chunks(rows), _map_in_order(pool, decode, _chunks(rows)), strict=True
-                ):
+                appends = [stack.enter_context(grow_array(path)) for path in paths]
+                decoded = _map_in_order(pool, decode, _chunks(rows))
+                for part, (blocks, bad) in zip(_chunks(rows), decoded, strict=True):
                     failed.update(bad)
-                    for array, block in zip(arrays, blocks, strict=True):
-                        array.append(block)
+                    for append, block in zip(appends, blocks, strict=True):
+                        append(block)
+                    count += len(blocks[0])
                     advance(len(part))
-            if not arrays[0].count:
-                raise root_error(
-                    root,
-                    f"no image for {split} can be read: {list_failures(failed)}",
-                    "Replace the files, or remove them all.",
-                    f"no image for {split} can be read",
-                )
+            if not count:
+                problem = f"no image for {split} can be read"
+                fix = "Replace the files, or remove them all."
+                raise root_error(root, f"{problem}: {list_failures(failed)}", fix, problem)
             unreadable.update(failed)
     return {"root": str(root.resolve()), "size": size, "unreadable": unreadable}
 
@@ -296,11 +277,17 @@ def _decode_rows(
     return tuple(block[:count] for block in blocks), bad
 
 
-def _common_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> int:
+def _common_size(pool: ThreadPoolExecutor, root: Path, files: Sequence[File]) -> int:
     """Return the one square size that all images have, or refuse."""
-    sizes: Counter[tuple[int, int]] = Counter()
-    for some in _map_in_order(pool, functools.partial(_read_sizes, root), _chunks(rows)):
-        sizes += some
+
+    def read_sizes(files: Sequence[File]) -> Counter[tuple[int, int]]:
+        sizes: Counter[tuple[int, int]] = Counter()
+        for file in files:
+            with contextlib.suppress(Exception), Image.open(root / file.path) as image:
+                sizes[image.size] += 1
+        return sizes
+
+    sizes = sum(_map_in_order(pool, read_sizes, _chunks(files)), Counter())
     if not sizes:
         return 1  # no file has a header; decoding reports each file
     width, height = sizes.most_common(1)[0][0]
@@ -316,10 +303,5 @@ def _common_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> i
     )
 
 
-def _read_sizes(root: Path, rows: Sequence[Row]) -> Counter[tuple[int, int]]:
-    """Count the widths and heights of images, from their headers."""
-    sizes: Counter[tuple[int, int]] = Counter()
-    for file in itertools.chain.from_iterable(rows):
-        with contextlib.suppress(Exception), Image.open(root / file.path) as image:
-            sizes[image.size] += 1
-    return sizes
+def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
