@@ -337,7 +337,7 @@ class Folder:
 def client_names(params: PartitionParams, groups: Groups, data: Dataset) -> list[str]:
     """Return the clients' names: those of their folders if each is one, else their numbers.
 
-    A folder without a training image is no client, so a name's place says nothing.
+    A folder without a training image is no client.
     """
     folders = data.train.clients
     if isinstance(params, Folder.Params) and params.level == "client" and folders is not None:
