@@ -49,7 +49,7 @@ def torchvision_view(a: Augmentation, x: Tensor, c: Choices, noise: Tensor) -> T
         x = tv.horizontal_flip(x)
     if c.jitter is not None and c.jitter:
         for k in c.turns[0].tolist():
-            x = list(COLOUR.values())[k][1](x, c.factors[0, k].item())
+            x = list(COLOUR.values())[k][0](x, c.factors[0, k].item())
     if c.gray is not None and c.gray:
         x = tv.rgb_to_grayscale(x, 3)
     if c.blur is not None and c.blur:

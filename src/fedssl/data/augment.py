@@ -23,7 +23,6 @@ from fedssl.data.operations import (
     apply_where,
     gaussian_blur,
     grayscale,
-    hflip,
     jitter,
     resized_crop,
     rotate,
@@ -175,16 +174,14 @@ class Augmentation:
         if c.box is not None:
             x = resized_crop(x, *c.box, self.size, c.flip)
         elif c.flip is not None:
-            x = apply_where(c.flip, x, hflip)
+            x = apply_where(c.flip, x, lambda kept: kept.flip(3))
         if c.jitter is not None and c.factors is not None and c.turns is not None:
-            operation = functools.partial(jitter, names=self.colours)
-            x = apply_where(c.jitter, x, operation, c.factors, c.turns)
+            x = apply_where(c.jitter, x, jitter, c.factors, c.turns)
         if c.gray is not None:
             x = apply_where(c.gray, x, grayscale)
         if c.blur is not None and c.sigma is not None:
-            x = apply_where(
-                c.blur, x, functools.partial(gaussian_blur, kernel=self.kernel), c.sigma
-            )
+            blur = functools.partial(gaussian_blur, kernel=self.kernel)
+            x = apply_where(c.blur, x, blur, c.sigma)
         if c.solarize is not None:
             x = apply_where(c.solarize, x, solarize)
         if self.preset.noise:
