@@ -32,7 +32,7 @@ from fedssl.util.errors import UserError, suggest
 
 View = int | Tensor
 Box = tuple[Tensor, Tensor, Tensor, Tensor]
-Constants = tuple[Tensor, Tensor, Tensor, Tensor]
+Constants = tuple[Tensor, ...]  # see Augmentation._build_constants
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,9 @@ class Augmentation:
     ) -> Augmentation:
         """Build the named preset, with values of the configuration in place of the preset's."""
         if augment.name not in PRESETS:
-            raise UserError(
-                f"unknown preset{suggest(augment.name, PRESETS)}",
-                key="augment.name",
-                value=augment.name,
-                fix=f"Use one of {', '.join(PRESETS)}.",
-            )
+            problem = f"unknown preset{suggest(augment.name, PRESETS)}"
+            fix = f"Use one of {', '.join(PRESETS)}."
+            raise UserError(problem, key="augment.name", value=augment.name, fix=fix)
         given = {k: v for k, v in vars(augment).items() if k != "name" and v is not None}
         preset = dataclasses.replace(PRESETS[augment.name], **given)
         _check(preset)
@@ -208,8 +205,20 @@ class Augmentation:
     def constants(self, device: torch.device) -> Constants:
         """Return the constants of ``draw``; call it once before compiling what uses them."""
         if device not in self._constants:
-            self._constants[device] = _constants(self.preset, self.colours, device)
+            constants = self._build_constants()
+            self._constants[device] = tuple(each.to(device) for each in constants)
         return self._constants[device]
+
+    def _build_constants(self) -> Constants:
+        """Return probabilities, low ends and widths of ranges, and which colours are unused."""
+        p = self.preset
+        probabilities = [[p.flip, p.jitter_p, p.gray, p.blur[v], p.solarize[v]] for v in (0, 1)]
+        ranges = [(-p.rotate, p.rotate), (0.1, 2.0)]
+        ranges += [(max(0.0, 1 - strength), 1 + strength) for strength in p.jitter[:3]]
+        ranges += [(-p.jitter[3], p.jitter[3])]
+        low, high = torch.tensor(ranges, dtype=torch.float32).T
+        unused = torch.tensor([float(name not in self.colours) for name in COLOURS])  # sorted last
+        return torch.tensor(probabilities, dtype=torch.float32), low, high - low, unused
 
     def draw(self, state: Tensor, view: View) -> Choices:
         """Draw what ``views`` does to each sample."""
@@ -237,36 +246,15 @@ class Augmentation:
         )
 
 
-def _constants(preset: Preset, colours: tuple[str, ...], device: torch.device) -> Constants:
-    """Return probabilities, low ends and widths of ranges, and which colours are unused."""
-    p = preset
-    probability = [[p.flip, p.jitter_p, p.gray, p.blur[v], p.solarize[v]] for v in (0, 1)]
-    ranges = [(-p.rotate, p.rotate), (0.1, 2.0)]
-    ranges += [(max(0.0, 1 - strength), 1 + strength) for strength in p.jitter[:3]]
-    ranges += [(-p.jitter[3], p.jitter[3])]
-    low, high = torch.tensor(ranges, dtype=torch.float32).T
-    unused = torch.tensor([float(name not in colours) for name in COLOURS])  # sorts them last
-    probabilities = torch.tensor(probability, dtype=torch.float32)
-    return probabilities.to(device), low.to(device), (high - low).to(device), unused.to(device)
-
-
 def _check(preset: Preset) -> None:
     """Check what the ranges of single numbers do not."""
-    low, high = preset.crop
-    if low > high:
-        raise UserError(
-            "the smallest area is larger than the largest",
-            key="augment.crop",
-            value=preset.crop,
-            fix="Name the smallest first, as in augment.crop=0.08,1.",
-        )
+    if preset.crop[0] > preset.crop[1]:
+        problem = "the smallest area is larger than the largest"
+        fix = "Name the smallest first, as in augment.crop=0.08,1."
+        raise UserError(problem, key="augment.crop", value=preset.crop, fix=fix)
     if preset.jitter[3] > 0.5:
-        raise UserError(
-            "the fourth strength, hue, is more than half a turn",
-            key="augment.jitter",
-            value=preset.jitter,
-            fix="Use at most 0.5 for it.",
-        )
+        problem, fix = "the fourth strength, hue, is more than half a turn", "Use at most 0.5."
+        raise UserError(problem, key="augment.jitter", value=preset.jitter, fix=fix)
 
 
 def crop_box(u: Tensor, scale: tuple[float, float], size: tuple[int, int]) -> Box:
