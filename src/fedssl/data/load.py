@@ -36,10 +36,6 @@ def load_dataset(data: config.Data, seed: int = 0, size: int | None = None) -> D
     Images are memory-mapped where that is possible, so they are read only when they are used.
     ``seed`` decides which samples ``data.labels`` keeps.
     """
-    if data.name == "digits" and data.root is not None:
-        problem = "the digits come with scikit-learn, not from a folder"
-        fix = "Leave it out, or set data.name=folder for your own images."
-        raise UserError(problem, key="data.root", value=data.root, fix=fix)
     if data.name == "paired" and data.halves:
         problem = "paired images have two modalities already"
         raise UserError(problem, key="data.halves", value=True, fix="Leave it out.")

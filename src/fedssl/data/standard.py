@@ -292,9 +292,9 @@ def _locate(
     for folder in (root / name for root in roots for name in inside):
         if is_there(folder):
             return folder
+    fix = f"a folder that holds {expected}."
     if data.root is not None:
-        problem, fix = f"no {data.name} there", f"Use a folder that holds {expected}."
-        raise root_error(data.root, problem, fix)
+        raise root_error(data.root, f"no {data.name} there", f"Use {fix}")
     downloaded = roots[-1]
     with replace_folder(downloaded, cache_folder(data)) as new:
         try:
@@ -304,12 +304,9 @@ def _locate(
         except Exception as error:  # of urllib, http, tarfile, zipfile, zlib, torchvision, …
             places = " or ".join(map(str, roots))
             reason = " ".join(str(error).split()) or "the archive holds something else"
-            raise UserError(
-                f"is not in {places}, and the download failed ({reason})",
-                key="data.name",
-                value=data.name,
-                fix=f"Set data.root to a folder that holds {expected}.",
-            ) from None
+            problem = f"is not in {places}, and the download failed ({reason})"
+            fix = f"Set data.root to {fix}"
+            raise UserError(problem, key="data.name", value=data.name, fix=fix) from None
     return downloaded / name
 
 
