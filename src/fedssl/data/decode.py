@@ -68,8 +68,7 @@ def decode_files(
         except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
             return describe_failure(error)
 
-    with _thread_pool() as pool:
-        yield from _map_in_order(pool, decode, paths)
+    yield from _map_in_threads(decode, paths)
 
 
 def describe_failure(error: Exception) -> str:
@@ -136,40 +135,30 @@ def _to_bytes(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError("32-bit pixels, whose range is unknown")
-        rounded = np.empty(values.shape, np.uint8)
-        for row in range(0, len(values), 256):  # a few rows at a time, to save memory
-            rounded[row : row + 256] = (values[row : row + 256].astype(np.int64) + 128) // 257
-        image = Image.fromarray(rounded)
+        image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
 
 
 # Threads -------------------------------------------------------------------------------------
 
 
-def _map_in_order(
-    pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterable[S]
+def _map_in_threads(
+    function: Callable[[S], T], items: Iterable[S], size: float = math.inf
 ) -> Iterator[T]:
-    """Do ``pool.map`` only a little ahead of the reader, so that memory stays small."""
-    ahead = 4 * count_threads()
+    """Call a function that decodes files of ``size`` bytes on average; yield results in order.
+
+    Threads run only a little ahead of the reader, so that memory stays small.
+    """
+    threads = int(max(1, min(os.cpu_count() or 1, size // BYTES_PER_THREAD)))
+    pool = ThreadPoolExecutor(threads)
     waiting: deque[Future[T]] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) > ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-def count_threads(size: float = math.inf) -> int:
-    """Return how many threads decode files of ``size`` bytes on average."""
-    return int(max(1, min(os.cpu_count() or 1, size // BYTES_PER_THREAD)))
-
-
-@contextlib.contextmanager
-def _thread_pool(size: float = math.inf) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(count_threads(size))
     try:
-        yield pool
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 4 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)  # on Ctrl-C: do not decode what is still waiting
 
@@ -230,13 +219,13 @@ def _decode_into(
     unreadable: dict[str, str] = {}
     total = sum(map(len, splits.values()))
     files = [file for rows in splits.values() for row in rows for file in row]
+    mean = statistics.fmean(file.size for file in files)
     with (
         warnings.catch_warnings(),
-        _thread_pool(statistics.fmean(file.size for file in files)) as pool,
         show_progress(total, f"decoding {total} images of {root}") as advance,
     ):
         warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
-        size = size or _common_size(pool, root, files)
+        size = size or _common_size(root, files)
         decode = functools.partial(_decode_rows, root, size)
         for split, rows in splits.items():
             failed: dict[str, str] = {}
@@ -244,7 +233,7 @@ def _decode_into(
             with contextlib.ExitStack() as stack:
                 paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
                 appends = [stack.enter_context(grow_array(path)) for path in paths]
-                decoded = _map_in_order(pool, decode, _chunks(rows))
+                decoded = _map_in_threads(decode, _chunks(rows), mean)
                 for part, (blocks, bad) in zip(_chunks(rows), decoded, strict=True):
                     failed.update(bad)
                     for append, block in zip(appends, blocks, strict=True):
@@ -277,7 +266,7 @@ def _decode_rows(
     return tuple(block[:count] for block in blocks), bad
 
 
-def _common_size(pool: ThreadPoolExecutor, root: Path, files: Sequence[File]) -> int:
+def _common_size(root: Path, files: Sequence[File]) -> int:
     """Return the one square size that all images have, or refuse."""
 
     def read_sizes(files: Sequence[File]) -> Counter[tuple[int, int]]:
@@ -287,7 +276,7 @@ def _common_size(pool: ThreadPoolExecutor, root: Path, files: Sequence[File]) ->
                 sizes[image.size] += 1
         return sizes
 
-    sizes = sum(_map_in_order(pool, read_sizes, _chunks(files)), Counter())
+    sizes = sum(_map_in_threads(read_sizes, _chunks(files)), Counter())
     if not sizes:
         return 1  # no file has a header; decoding reports each file
     width, height = sizes.most_common(1)[0][0]
