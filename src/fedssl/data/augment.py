@@ -159,9 +159,7 @@ class Augmentation:
         ``state [B]`` is one state of the counter-based hash for each sample. ``view`` may be one
         number for each sample, too.
         """
-        height, width = images.shape[2:]
-        if (height, width) != self.size:
-            raise ValueError(f"augmentation of {self.size} images got {(height, width)}")
+        assert images.shape[2:] == self.size
         x = images.to(dtype) / 255
         if self.preset == PRESETS["none"]:
             return x
