@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -21,13 +20,7 @@ from fedssl.data import decode
 # Decoding
 
 
-def test_decode_keeps_pixels_of_the_right_size(tmp_path: Path) -> None:
-    image = gradient(8, 8)
-    pixels = decode.decode_file(save(tmp_path / "x.png", image), 8)
-    assert np.array_equal(pixels, np.asarray(image).transpose(2, 0, 1))
-
-
-@pytest.mark.parametrize(("width", "height"), [(90, 30), (30, 90), (37, 64), (30, 30)])
+@pytest.mark.parametrize(("width", "height"), [(90, 30), (30, 90), (37, 64), (30, 30), (10, 10)])
 def test_decode_resizes_the_shorter_side_and_crops_the_centre(
     tmp_path: Path, width: int, height: int
 ) -> None:
@@ -40,10 +33,6 @@ def test_decode_resizes_the_shorter_side_and_crops_the_centre(
     difference = pixels.transpose(1, 2, 0).astype(int) - np.asarray(wanted)
     # Half a pixel of rounding; a crop from the wrong place would be off by dozens.
     assert np.abs(difference).max() <= 0.5 * 256 / 10
-
-
-def test_decode_survives_extreme_shapes(tmp_path: Path) -> None:
-    assert decode.decode_file(save(tmp_path / "x.png", gradient(4000, 1)), 32).shape == (3, 32, 32)
 
 
 def test_decode_reduces_large_jpegs_without_losing_much(
@@ -78,32 +67,17 @@ def test_decode_converts_any_mode_to_rgb(tmp_path: Path, mode: str) -> None:
     assert pixels.min() >= 250
 
 
-def test_decode_takes_the_first_frame(tmp_path: Path) -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    path = save(tmp_path / "x.gif", frames[0], save_all=True, append_images=frames[1:])
-    assert decode.decode_file(path, 8)[:, 0, 0].tolist() == [255, 0, 0]
-
-
-def test_decode_turns_images_upright(tmp_path: Path) -> None:
+def test_decode_turns_images_upright_unless_exif_is_broken(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera lay on its side: turn by 90° clockwise
-    path = save(tmp_path / "x.png", gradient(8, 8), exif=exif)
-    plain = decode.decode_file(save(tmp_path / "y.png", gradient(8, 8)), 8)
-    assert np.array_equal(decode.decode_file(path, 8), np.rot90(plain, -1, (1, 2)))
-
-
-def test_decode_ignores_broken_exif(tmp_path: Path) -> None:
-    path = save(tmp_path / "x.png", gradient(8, 8), exif=b"Exif\0\0nonsense")
-    assert decode.decode_file(path, 8).shape == (3, 8, 8)
+    path = tmp_path / "x.png"
+    plain = np.asarray(gradient(8, 8)).transpose(2, 0, 1)
+    for block, turns in ((b"Exif\0\0nonsense", 0), (exif, -1)):
+        pixels = decode.decode_file(save(path, gradient(8, 8), exif=block), 8)
+        assert np.array_equal(pixels, np.rot90(plain, turns, (1, 2)))
 
 
 # Unreadable files
-
-
-def spoil(path: Path) -> Path:
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2])
-    return path
 
 
 def test_unreadable_files_are_left_out_with_their_reasons(
@@ -113,8 +87,9 @@ def test_unreadable_files_are_left_out_with_their_reasons(
     for i in range(40):
         save(root / f"{i:02}.png", Image.new("RGB", (8, 8), (i, 0, 0)))
     (root / "07.png").write_text("not an image")
-    spoil(save(root / "21.jpg", gradient(64, 64)))
-    spoil(save(root / "22.png", gradient(64, 64)))
+    for name in ("21.jpg", "22.png"):
+        data = save(root / name, gradient(64, 64)).read_bytes()
+        (root / name).write_bytes(data[: len(data) // 2])
     (root / "33.png").write_bytes(b"")
     (root / "39.png").unlink()
     (root / "39.png").symlink_to("nowhere.png")
@@ -123,9 +98,7 @@ def test_unreadable_files_are_left_out_with_their_reasons(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)
     found = load(root, tmp_path / "cache")
     reasons = found.unreadable
-    assert sorted(reasons) == [
-        *("07.png", "21.jpg", "22.png", "33.png", "39.png", "bomb.png", "float.tif")
-    ]
+    assert " ".join(sorted(reasons)) == "07.png 21.jpg 22.png 33.png 39.png bomb.png float.tif"
     assert reasons["07.png"] == "not an image that Pillow knows"
     assert "truncated" in reasons["21.jpg"].lower()
     assert reasons["39.png"] == "No such file or directory"
@@ -138,14 +111,12 @@ def test_unreadable_files_are_left_out_with_their_reasons(
 
 
 def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(tmp_path: Path) -> None:
-    root, good = tmp_path / "root", io.BytesIO()
-    gradient(8, 8).save(good, "PNG")
-    save(root / "a.png")
-    path = root / "b.png"
-    path.write_bytes(b"x" * len(good.getvalue()))
+    root = tmp_path / "root"
+    good, path = save(root / "a.png").read_bytes(), root / "b.png"
+    path.write_bytes(b"x" * len(good))
     before = path.stat()
     assert list(load(root, tmp_path / "cache").unreadable) == ["b.png"]
-    path.write_bytes(good.getvalue())
+    path.write_bytes(good)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     found = load(root, tmp_path / "cache")
     assert not found.unreadable
@@ -170,14 +141,6 @@ def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(tmp_path
 # Sizes
 
 
-def test_the_size_is_taken_if_all_agree(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    for i in range(3):
-        save(root / f"{i}.png", gradient(12, 12))
-    (root / "bad.png").write_text("no header, no say")
-    assert load(root, tmp_path / "cache", None).images["train"][0].shape == (3, 3, 12, 12)
-
-
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -191,8 +154,13 @@ def test_sizes_that_differ_or_are_not_square(
 ) -> None:
     for i, size in enumerate(sizes):
         save(tmp_path / f"{i}.png", gradient(*size))
+    (tmp_path / "bad.png").write_text("no header, no say")
     with refused("data.size", None, says):
         load(tmp_path, tmp_path / "cache", None)
+    for i in range(len(sizes)):
+        save(tmp_path / f"{i}.png", gradient(12, 12))
+    found = load(tmp_path, tmp_path / "cache", None)
+    assert found.images["train"][0].shape == (len(sizes), 3, 12, 12)
 
 
 @pytest.mark.parametrize(("noise", "threads"), [(False, 1), (True, 4)])
