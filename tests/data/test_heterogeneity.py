@@ -50,7 +50,6 @@ def sources(words: tuple[str, ...], dataset: Dataset) -> tuple[tuple[str, ...], 
     """The names of the sources, the source of each image, and the images that clients get."""
     config = resolved(*words)
     found = assign(config, dataset)
-    assert found.labels is not None
     altered = alter_training_images(config.partition, dataset, config.seed)
     return found.names, found.labels, altered.train.images[0]
 

@@ -57,9 +57,9 @@ def _partition(options: argparse.Namespace) -> int:
     dataset = load_dataset(settings.data, settings.seed)
     sources = find_sources(settings, dataset, pick_device(settings.device))
     groups = split_clients(settings, dataset, sources)
-    labels = None if sources.labels is None else sources.labels.numpy()
+    labels = sources.labels.numpy()
     names = client_names(settings.partition, groups, dataset)
-    print(format_table(groups, labels, sources.names, len(dataset.train), names, sources.kind))
+    print(format_table(groups, labels, sources.names, names, sources.kind))
     for note in describe_imbalance(settings.partition, groups.sizes):
         print(f"fedssl: {note}", file=sys.stderr)
     if options.out is not None:

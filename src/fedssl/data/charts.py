@@ -33,14 +33,14 @@ Color = tuple[int, int, int]
 def draw_partition(
     path: Path,
     groups: Groups,
-    labels: NDArray[np.int64] | None,
+    labels: NDArray[np.int64],
     classes: Sequence[str],
     names: Sequence[str] = (),
 ) -> None:
     """Draw a bar for each client and a color for each class (Dec-SSL, Figure 17)."""
     title = f"{len(groups)} clients"
-    if labels is None or (labels < 0).all():
-        labels, classes = np.zeros(groups.members.max() + 1, np.int64), ("no labels",)
+    if (labels < 0).all():
+        labels, classes = np.zeros(len(labels), np.int64), ("no labels",)
     else:
         title += f", average earth mover's distance {mean_distance(groups, labels):.3f}"
     if len(groups) > MOST_CLIENTS:

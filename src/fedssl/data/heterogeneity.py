@@ -33,7 +33,7 @@ Alter = Callable[[Tensor], Tensor]  # float images from 0 to 255 to such images
 class Sources:
     """The source of each image, and the names of the sources."""
 
-    labels: Tensor | None  # int64, -1 where an image has none
+    labels: Tensor  # int64, -1 where an image has none
     names: tuple[str, ...]
     kind: str = "classes"
 
@@ -47,7 +47,7 @@ def assign_sources(
     """
     train = dataset.train
     if not isinstance(params, SourceParams) or params.source == "labels":
-        return Sources(train.labels, dataset.classes)
+        return Sources(train.full_labels, dataset.classes)
     count, is_style = params.sources, params.source == "style"
     most, kind = (len(STYLES), "styles") if is_style else (len(train), "samples")
     if count > most:
@@ -73,7 +73,6 @@ def alter_training_images(params: PartitionParams, dataset: Dataset, seed: int) 
     if not alters_images(params):
         return dataset
     labels = assign_sources(params, dataset, seed).labels
-    assert labels is not None
     images = tuple(alter_images(params, x, labels) for x in dataset.train.images)
     return replace(dataset, train=replace(dataset.train, images=images))
 

@@ -147,7 +147,6 @@ class ModelEvaluator:
         if not alters_images(params):
             return images
         of_train = assign_sources(params, data.dataset, seed).labels
-        assert of_train is not None
         of_test = per_client.sources(
             self.client_tests, data.clients, of_train.numpy(), len(test), seed
         )

@@ -96,8 +96,8 @@ def load_holdings(data: RunData) -> Holdings:
         return Holdings(names, sizes, remark=remark)
     names = names or list(map(str, range(min(len(groups), MOST_CLIENTS))))
     sizes = groups.sizes.tolist()
-    labels = None if assigned.labels is None else assigned.labels.numpy()
-    if labels is None or not (labels[groups.members] >= 0).any():
+    labels = assigned.labels.numpy()
+    if not (labels[groups.members] >= 0).any():
         return Holdings(names, sizes, remark="There are no labels to tell classes by.")
     held = count_labels(groups, labels)[:MOST_CLIENTS]
     classes = list(assigned.names) or [str(c) for c in range(held.shape[1])]
