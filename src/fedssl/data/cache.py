@@ -76,24 +76,16 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
         new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
         try:
             yield new
-            _move(new, folder, old)
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(old)
+            try:
+                new.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process has just put its own there
+                    raise
         finally:
             for left in (new, old):
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _move(new: Path, folder: Path, old: Path) -> None:
-    """Rename ``new`` to ``folder``, after moving what is there to ``old``."""
-    for _ in range(10):  # another process may put its own there in between
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(old)
-        try:
-            new.rename(folder)
-            return
-        except OSError:
-            if not folder.exists():
-                raise
-            shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -45,9 +45,8 @@ def draw_partition(
         title += f", average earth mover's distance {mean_distance(groups, labels):.3f}"
     if len(groups) > MOST_CLIENTS:
         title += f" (the first {MOST_CLIENTS} are shown)"
-    held = count_labels(groups, labels)[:MOST_CLIENTS]
+    held = count_labels(groups, labels, len(classes))[:MOST_CLIENTS]
     unlabeled = groups.sizes[:MOST_CLIENTS] - held.sum(axis=1)
-    held = np.pad(held, ((0, 0), (0, len(classes) - held.shape[1])))
     bars = [name_client(names, k) for k in range(len(held))]
     save(draw_bars(title, bars, np.column_stack((held, unlabeled)), classes), path)
 

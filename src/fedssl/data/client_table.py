@@ -13,12 +13,12 @@ MOST_CLIENTS = 20  # listed in the table
 MOST_COLUMNS = 12  # classes that get a column each
 
 
-def count_labels(groups: Groups, labels: Ints) -> Ints:
+def count_labels(groups: Groups, labels: Ints, classes: int = 1) -> Ints:
     """Count the samples of each class that every client has, ``[clients, classes]``.
 
-    Samples without a class (-1) are not counted.
+    Samples without a class (-1) are not counted. There may be more than the given ``classes``.
     """
-    span = max(int(labels.max()) + 1, 1)
+    span = max(int(labels.max()) + 1, classes)
     owners, held = np.repeat(np.arange(len(groups)), groups.sizes), labels[groups.members]
     pairs = (owners * span + held)[held >= 0]
     return np.bincount(pairs, minlength=len(groups) * span).reshape(-1, span)
@@ -54,7 +54,7 @@ def format_table(
     names = names or [str(k) for k in range(len(shown))]
     rows = [["client", "samples"], *([names[k], str(len(s))] for k, s in enumerate(shown))]
     if (labels >= 0).any():
-        held = count_labels(groups, labels)
+        held = count_labels(groups, labels, len(classes))
         lines.append(f"{kind + ' per client':<21}{_spread((held > 0).sum(axis=1))}")
         lines.append(
             f"distance             {mean_distance(groups, labels):.3f} on average (earth mover's, "
@@ -75,7 +75,6 @@ def _spread(values: Ints) -> str:
 def _class_cells(held: Ints, classes: Sequence[str], kind: str) -> list[list[str]]:
     """Return a heading and a row per client; with many classes, one column of the most frequent."""
     if len(classes) <= MOST_COLUMNS:
-        held = np.pad(held, ((0, 0), (0, len(classes) - held.shape[1])))
         return [[name[:10] for name in classes], *(list(map(str, row)) for row in held.tolist())]
     lines = [[f"most frequent {kind}"]]
     for row in held:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-import numpy as np
-
 from fedssl.config import Config
 from fedssl.data.client_table import count_labels, mean_distance
 from fedssl.data.dataset import Dataset
@@ -99,8 +97,7 @@ def load_holdings(data: RunData) -> Holdings:
     labels = assigned.labels.numpy()
     if not (labels[groups.members] >= 0).any():
         return Holdings(names, sizes, remark="There are no labels to tell classes by.")
-    held = count_labels(groups, labels)[:MOST_CLIENTS]
+    held = count_labels(groups, labels, len(assigned.names))[:MOST_CLIENTS]
     classes = list(assigned.names) or [str(c) for c in range(held.shape[1])]
-    held = np.pad(held, ((0, 0), (0, max(0, len(classes) - held.shape[1]))))
     apart = mean_distance(groups, labels)
     return Holdings(names, sizes, held.tolist(), classes, assigned.kind, apart)
