@@ -1,4 +1,4 @@
-"""Loading by any name: missing folders, memory, the cache's place, halves, channels, few labels."""
+"""Loading by any name: missing folders, the place of the cache, halves, channels, few labels."""
 
 from __future__ import annotations
 
@@ -108,6 +108,12 @@ def test_labels_keeps_that_many_training_samples(root: Path) -> None:
         folder(root, labels=1)
 
 
+def places(split: Split) -> list[tuple[int, int, int]]:
+    """Image, client and case of each sample."""
+    assert split.clients is not None and split.cases is not None
+    return list(zip(reds(split), split.clients.tolist(), split.cases.tolist(), strict=True))
+
+
 def test_labels_keeps_clients_and_cases_in_step(root: Path) -> None:
     make(
         root,
@@ -115,16 +121,10 @@ def test_labels_keeps_clients_and_cases_in_step(root: Path) -> None:
     )
     levels: Any = ("client", "class", "case")
     data = Data(name="folder", root=str(root), levels=levels, labels=2)
-    whole = folder(root, levels=data.levels).train
-    assert whole.clients is not None and whole.cases is not None
-    places = zip(whole.clients.tolist(), whole.cases.tolist(), strict=True)
-    place_of = dict(zip(reds(whole), places, strict=True))
+    whole = set(places(folder(root, levels=data.levels).train))
     for seed in range(8):
-        few = load(data, seed)
-        assert few.train.clients is not None and few.train.cases is not None
-        rows = zip(reds(few.train), few.train.clients, few.train.cases, strict=True)
-        for red, client, case in rows:
-            assert (client, case) == place_of[red]
+        few = places(load(data, seed).train)
+        assert len(few) == 2 and set(few) < whole
 
 
 def test_draw_labels_is_even_sorted_nested_and_seeded() -> None:
@@ -137,12 +137,8 @@ def test_draw_labels_is_even_sorted_nested_and_seeded() -> None:
     assert set(drawn[1].tolist()) < set(drawn[5].tolist()) < set(drawn[20].tolist())
     assert torch.equal(drawn[5], draw_labels(numbers, 35, 7, seed=3))
     assert not torch.equal(drawn[5], draw_labels(numbers, 35, 7, seed=4))
-    assert drawn[5].max() > 100  # not simply the first ones
-
-
-def test_draw_labels_gives_every_sample_its_chance() -> None:
-    numbers = torch.zeros(10, dtype=torch.int64)
-    chosen = torch.cat([draw_labels(numbers, 1, 1, seed) for seed in range(500)])
+    # Every sample has its chance.
+    chosen = torch.cat([draw_labels(torch.zeros(10).long(), 1, 1, seed) for seed in range(500)])
     assert torch.bincount(chosen, minlength=10).min() > 25
 
 
