@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import refused
-from image_folders import decode_rows as load
+from image_folders import decode_train as load
 from image_folders import save
 from PIL import Image
 
@@ -33,25 +33,22 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_second_load_decodes_nothing_and_maps_memory(folder: Path, decoded: list[str]) -> None:
-    cache = folder.parent / "cache"
-    first = load(folder, cache).images["train"][0]
+    first = load(folder)[0]
     assert len(decoded) == 5
-    second = load(folder, cache).images["train"][0]
+    second = load(folder)[0]
     assert len(decoded) == 5
     assert np.array_equal(first, second)
     assert first[:, 2, 7, 7].tolist() == [0, 1, 2, 3, 4]
-    assert isinstance(first, np.memmap)
-    assert isinstance(second, np.memmap)
+    assert isinstance(first, np.memmap) and isinstance(second, np.memmap)
     assert second.flags.writeable
     second[:] = 9  # copy on write: the file keeps its values
-    assert load(folder, cache).images["train"][0].max() == 4
+    assert load(folder)[0].max() == 4
 
 
 def test_any_change_of_the_files_or_the_size_decodes_again(
     folder: Path, decoded: list[str]
 ) -> None:
-    cache = folder.parent / "cache"
-    load(folder, cache)
+    load(folder)
     for change in (
         lambda: os.utime(folder / "0.png", (1, 1)),
         lambda: (folder / "1.png").rename(folder / "9.png"),
@@ -60,11 +57,11 @@ def test_any_change_of_the_files_or_the_size_decodes_again(
     ):
         change()
         decoded.clear()
-        last = load(folder, cache).images["train"][0]
+        last = load(folder)[0]
         assert decoded
     assert last[:, 0, 0, 0].tolist() == [0, 200, 4, 1]
     decoded.clear()
-    assert load(folder, cache, 4).images["train"][0].shape[-1] == 4
+    assert load(folder, 4)[0].shape[-1] == 4
     assert decoded
 
 
@@ -72,7 +69,7 @@ def test_equal_looking_files_of_another_root_are_not_taken_for_these(tmp_path: P
     for name, value in (("one", 10), ("two", 20)):
         path = save(tmp_path / name / "x.bmp", Image.new("RGB", (8, 8), (value, 0, 0)))
         os.utime(path, (1, 1))
-        assert load(tmp_path / name, tmp_path / "cache").images["train"][0][0, 0, 0, 0] == value
+        assert load(tmp_path / name)[0][0, 0, 0, 0] == value
 
 
 DAMAGE: dict[str, Callable[[Path, Path], object]] = {
@@ -87,48 +84,47 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_cache_is_rebuilt(
-    folder: Path, capsys: pytest.CaptureFixture[str], damage: str
+    folder: Path, cache: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    cache = folder.parent / "cache"
-    load(folder, cache)
+    load(folder)
     (entry,) = cache.iterdir()
     DAMAGE[damage](entry, entry / "train-0.npy")
-    found = load(folder, cache).images["train"][0]
+    found = load(folder)[0]
     assert found[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert (entry / "meta.json").is_file()
     assert "warning" not in capsys.readouterr().err
     assert not [p for p in cache.iterdir() if p.name.startswith(".") and p.is_dir()]
 
 
-def test_another_process_may_finish_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = folder.parent / "cache"
+def test_another_process_may_finish_first(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build = decode._decode_into
 
     def slow(*arguments: object) -> caches.Meta:
         monkeypatch.setattr(decode, "_decode_into", build)
-        load(folder, cache)  # the other one, while this one still works
+        load(folder)  # the other one, while this one still works
         return build(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode, "_decode_into", slow)
-    assert len(load(folder, cache).images["train"][0]) == 5
+    assert len(load(folder)[0]) == 5
     assert len(list(cache.iterdir())) == 1
 
 
 def test_errors_of_the_disk_name_the_cache_and_leave_nothing_behind(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    cache = folder.parent / "cache"
     with refused("data.cache", cache, "No space left"):
-        load(folder, cache)
+        load(folder)
     assert not list(cache.iterdir())
     cache.rmdir()
     cache.write_text("in the way")
     with refused("data.cache", cache):
-        load(folder, cache)
+        load(folder)
 
 
 def test_array_file_grows_and_reads_back(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import refused
-from image_folders import decode_rows as load
+from image_folders import decode_train as load
 from image_folders import gradient, rows, save
 from PIL import Image, ImageOps
 
@@ -81,9 +81,8 @@ def test_decode_turns_images_upright_unless_exif_is_broken(tmp_path: Path) -> No
 
 
 def test_unreadable_files_are_left_out_with_their_reasons(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tmp_path / "root"
     for i in range(40):
         save(root / f"{i:02}.png", Image.new("RGB", (8, 8), (i, 0, 0)))
     (root / "07.png").write_text("not an image")
@@ -96,8 +95,7 @@ def test_unreadable_files_are_left_out_with_their_reasons(
     save(root / "bomb.png", Image.new("RGB", (200, 200)))
     save(root / "float.tif", Image.new("F", (8, 8)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15_000)
-    found = load(root, tmp_path / "cache")
-    reasons = found.unreadable
+    images, reasons = load(root)
     assert " ".join(sorted(reasons)) == "07.png 21.jpg 22.png 33.png 39.png bomb.png float.tif"
     assert reasons["07.png"] == "not an image that Pillow knows"
     assert "truncated" in reasons["21.jpg"].lower()
@@ -105,36 +103,35 @@ def test_unreadable_files_are_left_out_with_their_reasons(
     assert "decompression bomb" in reasons["bomb.png"]
     assert "range is unknown" in reasons["float.tif"]
     kept = [i for i in range(40) if i not in (7, 22, 33, 39)]
-    assert found.images["train"][0][:, 0, 0, 0].tolist() == kept
-    (meta,) = (tmp_path / "cache").glob("*/meta.json")
+    assert images[:, 0, 0, 0].tolist() == kept
+    (meta,) = cache.glob("*/meta.json")
     assert json.loads(meta.read_text())["unreadable"] == reasons
 
 
-def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(root: Path) -> None:
     good, path = save(root / "a.png").read_bytes(), root / "b.png"
     path.write_bytes(b"x" * len(good))
     before = path.stat()
-    assert list(load(root, tmp_path / "cache").unreadable) == ["b.png"]
+    assert list(load(root)[1]) == ["b.png"]
     path.write_bytes(good)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    found = load(root, tmp_path / "cache")
-    assert not found.unreadable
-    assert len(found.images["train"][0]) == 2
+    images, unreadable = load(root)
+    assert len(images) == 2 and not unreadable
 
 
-def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(
+    root: Path, cache: Path
+) -> None:
     save(root / "train/a.png")
     for name in ("train/b.png", "test/x.png"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("no")
     parts = {split: rows(root, split) for split in ("train", "test")}
     with refused("data.root", root, "no image for test can be read: test/x.png"):
-        decode.decode_splits(root, parts, 8, tmp_path / "cache", "test", {})
+        decode.decode_splits(root, parts, 8, cache, "test", {})
     save(root / "test/y.png")
     parts["test"] = rows(root, "test")
-    found = decode.decode_splits(root, parts, 8, tmp_path / "cache", "test", {})
+    found = decode.decode_splits(root, parts, 8, cache, "test", {})
     assert list(found.unreadable) == ["train/b.png", "test/x.png"]
 
 
@@ -156,23 +153,22 @@ def test_sizes_that_differ_or_are_not_square(
         save(tmp_path / f"{i}.png", gradient(*size))
     (tmp_path / "bad.png").write_text("no header, no say")
     with refused("data.size", None, says):
-        load(tmp_path, tmp_path / "cache", None)
+        load(tmp_path, None)
     for i in range(len(sizes)):
         save(tmp_path / f"{i}.png", gradient(12, 12))
-    found = load(tmp_path, tmp_path / "cache", None)
-    assert found.images["train"][0].shape == (len(sizes), 3, 12, 12)
+    assert load(tmp_path, None)[0].shape == (len(sizes), 3, 12, 12)
 
 
 @pytest.mark.parametrize(("noise", "threads"), [(False, 1), (True, 4)])
 def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
-    noise: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    noise: bool, threads: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = gradient(80, 80)
     if noise:  # 19 kB as PNG, the gradient has less than one
         pixels = np.random.default_rng(0).integers(0, 256, (80, 80, 3), np.uint8)
         image = Image.fromarray(pixels)
     for i in range(4):
-        save(tmp_path / f"root/{i}.png", image)
+        save(root / f"{i}.png", image)
     monkeypatch.setattr(decode, "CHUNK", 1)
     monkeypatch.setattr(decode.os, "cpu_count", lambda: 4)
     together, real, met = threading.Barrier(threads), decode.decode_file, []
@@ -183,7 +179,7 @@ def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
         return real(path, size)
 
     monkeypatch.setattr(decode, "decode_file", watch)
-    assert not load(tmp_path / "root", tmp_path / "cache").unreadable
+    assert not load(root)[1]
     assert len(set(met)) == threads
 
 
@@ -195,8 +191,8 @@ def test_progress_is_a_bar_on_a_terminal_and_else_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    load(folder, folder.parent / "cache")
+    load(folder)
     said = capsys.readouterr().err
     assert "5/5" in said if terminal else said == f"decoding 5 images of {folder} ...\n"
-    load(folder, folder.parent / "cache")
+    load(folder)
     assert capsys.readouterr().err == ""
