@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,17 +97,20 @@ def test_a_damaged_cache_is_rebuilt(
     assert not [p for p in cache.iterdir() if p.name.startswith(".") and p.is_dir()]
 
 
+@pytest.mark.parametrize(("owner", "name"), [(decode, "_decode_into"), (Path, "rename")])
 def test_another_process_may_finish_first(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = decode._decode_into
+    """While this one decodes, or just before it puts its folder in place."""
+    real = getattr(owner, name)
 
-    def slow(*arguments: object) -> caches.Meta:
-        monkeypatch.setattr(decode, "_decode_into", build)
-        load(folder)  # the other one, while this one still works
-        return build(*arguments)  # type: ignore[arg-type]
+    def late(first: Path, *rest: object) -> Any:
+        if first.name.startswith("."):  # the new folder
+            monkeypatch.setattr(owner, name, real)
+            assert len(load(folder)[0]) == 5
+        return real(first, *rest)
 
-    monkeypatch.setattr(decode, "_decode_into", slow)
+    monkeypatch.setattr(owner, name, late)
     assert len(load(folder)[0]) == 5
     assert len(list(cache.iterdir())) == 1
 
