@@ -159,7 +159,7 @@ class Augmentation:
         ``state [B]`` is one state of the counter-based hash for each sample. ``view`` may be one
         number for each sample, too.
         """
-        assert images.shape[2:] == self.size
+        assert tuple(images.shape[2:]) == self.size
         x = images.to(dtype) / 255
         if self.preset == PRESETS["none"]:
             return x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -260,9 +259,8 @@ def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[
 
 def _keep_readable(part: SplitFiles, unreadable: Mapping[str, str]) -> SplitFiles:
     """Return the samples that were decoded."""
-    is_read = [all(file.path not in unreadable for file in row) for row in part.rows]
-    rows, within = (list(itertools.compress(each, is_read)) for each in (part.rows, part.within))
-    return SplitFiles(rows, within, part.folders)
+    kept = [i for i, row in enumerate(part.rows) if all(f.path not in unreadable for f in row)]
+    return SplitFiles([part.rows[i] for i in kept], [part.within[i] for i in kept], part.folders)
 
 
 def _report_unreadable(
