@@ -25,9 +25,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = decode.decode_file
 
-    def watch(path: Path, size: int) -> decode.Pixels:
+    def watch(path: Path, *rest: int) -> decode.Pixels:
         names.append(path.name)
-        return real(path, size)
+        return real(path, *rest)
 
     monkeypatch.setattr(decode, "decode_file", watch)
     return names

@@ -173,10 +173,10 @@ def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
     monkeypatch.setattr(decode.os, "cpu_count", lambda: 4)
     together, real, met = threading.Barrier(threads), decode.decode_file, []
 
-    def watch(path: Path, size: int) -> decode.Pixels:
+    def watch(path: Path, *rest: int) -> decode.Pixels:
         together.wait(timeout=30)  # breaks where fewer threads are at work
         met.append(threading.get_ident())
-        return real(path, size)
+        return real(path, *rest)
 
     monkeypatch.setattr(decode, "decode_file", watch)
     assert not load(root)[1]

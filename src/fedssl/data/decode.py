@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import statistics
@@ -23,7 +24,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from tqdm import tqdm
 
 from fedssl.data.cache import Meta, grow_array, load_or_build
-from fedssl.data.image_files import File, Row, digest_files
+from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list
@@ -61,14 +62,14 @@ def decode_files(
     paths: Iterable[Path], size: int, channels: int
 ) -> Generator[Pixels | str, None, None]:
     """Yield each file's pixels or, if it cannot be read, the reason; threads run a little ahead."""
+    return _map_in_threads(lambda path: _try_decode(path, size, channels), paths)
 
-    def decode(path: Path) -> Pixels | str:
-        try:
-            return decode_file(path, size, channels)
-        except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-            return describe_failure(error)
 
-    yield from _map_in_threads(decode, paths)
+def _try_decode(path: Path, size: int, channels: int = 3) -> Pixels | str:
+    try:
+        return decode_file(path, size, channels)
+    except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+        return describe_failure(error)
 
 
 def describe_failure(error: Exception) -> str:
@@ -144,7 +145,7 @@ def _to_bytes(image: Image.Image) -> Image.Image:
 
 def _map_in_threads(
     function: Callable[[S], T], items: Iterable[S], size: float = math.inf
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """Call a function that decodes files of ``size`` bytes on average; yield results in order.
 
     Threads run only a little ahead of the reader, so that memory stays small.
@@ -202,14 +203,10 @@ def decode_splits(
     return Decoded(images, cached.meta["unreadable"])
 
 
-def _is_mended(root: Path, unreadable: Mapping[str, str]) -> bool:
+def _is_mended(root: Path, unreadable: Iterable[str]) -> bool:
     """Return whether an unreadable file can be read now; new permissions keep a file's time."""
-    if not unreadable:
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = _decode_rows(root, 8, [(File(path, 0, 0),) for path in unreadable])[1]
-    return len(again) < len(unreadable)
+    with warnings.catch_warnings(action="ignore"):
+        return any(not isinstance(_try_decode(root / path, 8), str) for path in unreadable)
 
 
 def _decode_into(
@@ -218,34 +215,45 @@ def _decode_into(
     """Decode all splits into array files in ``folder``."""
     unreadable: dict[str, str] = {}
     total = sum(map(len, splits.values()))
-    files = [file for rows in splits.values() for row in rows for file in row]
-    mean = statistics.fmean(file.size for file in files)
     with (
-        warnings.catch_warnings(),
+        warnings.catch_warnings(action="ignore"),  # Pillow's remarks on odd files, one for each
         show_progress(total, f"decoding {total} images of {root}") as advance,
     ):
-        warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
-        size = size or _common_size(root, files)
-        decode = functools.partial(_decode_rows, root, size)
+        size = size or _common_size(root, splits.values())
         for split, rows in splits.items():
-            failed: dict[str, str] = {}
-            count = 0
-            with contextlib.ExitStack() as stack:
-                paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
-                appends = [stack.enter_context(grow_array(path)) for path in paths]
-                decoded = _map_in_threads(decode, _chunks(rows), mean)
-                for part, (blocks, bad) in zip(_chunks(rows), decoded, strict=True):
-                    failed.update(bad)
-                    for append, block in zip(appends, blocks, strict=True):
-                        append(block)
-                    count += len(blocks[0])
-                    advance(len(part))
+            paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
+            count, failed = _decode_split(root, rows, size, paths, advance)
             if not count:
                 problem = f"no image for {split} can be read"
                 fix = "Replace the files, or remove them all."
                 raise root_error(root, f"{problem}: {list_failures(failed)}", fix, problem)
-            unreadable.update(failed)
+            unreadable |= failed
     return {"root": str(root.resolve()), "size": size, "unreadable": unreadable}
+
+
+def _decode_split(
+    root: Path,
+    rows: Sequence[Row],
+    size: int,
+    paths: Iterable[Path],
+    advance: Callable[[int], object],
+) -> tuple[int, dict[str, str]]:
+    """Decode rows into a file for each modality; return their number, and unreadable files."""
+    count, failed = 0, dict[str, str]()
+    mean = statistics.fmean(file.size for row in rows for file in row)
+    decode = functools.partial(_decode_rows, root, size)
+    with contextlib.ExitStack() as stack:
+        appends = [stack.enter_context(grow_array(path)) for path in paths]
+        decoded = stack.enter_context(
+            contextlib.closing(_map_in_threads(decode, _chunks(rows), mean))
+        )
+        for part, (blocks, bad) in zip(_chunks(rows), decoded, strict=True):
+            failed |= bad
+            for append, block in zip(appends, blocks, strict=True):
+                append(block)
+            count += len(blocks[0])
+            advance(len(part))
+    return count, failed
 
 
 def _decode_rows(
@@ -256,27 +264,29 @@ def _decode_rows(
     bad: dict[str, str] = {}
     count = 0
     for row in rows:
-        before = len(bad)
-        for block, file in zip(blocks, row, strict=True):
-            try:
-                block[count] = decode_file(root / file.path, size)
-            except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-                bad[file.path] = describe_failure(error)
-        count += len(bad) == before
+        images = [_try_decode(root / file.path, size) for file in row]
+        pairs = zip(row, images, strict=True)
+        failed = {file.path: reason for file, reason in pairs if isinstance(reason, str)}
+        bad |= failed
+        if not failed:
+            for block, image in zip(blocks, images, strict=True):
+                block[count] = image
+            count += 1
     return tuple(block[:count] for block in blocks), bad
 
 
-def _common_size(root: Path, files: Sequence[File]) -> int:
+def _common_size(root: Path, splits: Iterable[Sequence[Row]]) -> int:
     """Return the one square size that all images have, or refuse."""
 
-    def read_sizes(files: Sequence[File]) -> Counter[tuple[int, int]]:
+    def read_sizes(rows: Sequence[Row]) -> Counter[tuple[int, int]]:
         sizes: Counter[tuple[int, int]] = Counter()
-        for file in files:
+        for file in itertools.chain.from_iterable(rows):
             with contextlib.suppress(Exception), Image.open(root / file.path) as image:
                 sizes[image.size] += 1
         return sizes
 
-    sizes = sum(_map_in_threads(read_sizes, _chunks(files)), Counter())
+    rows = list(itertools.chain.from_iterable(splits))
+    sizes = sum(_map_in_threads(read_sizes, _chunks(rows)), Counter())
     if not sizes:
         return 1  # no file has a header; decoding reports each file
     width, height = sizes.most_common(1)[0][0]
@@ -292,5 +302,5 @@ def _common_size(root: Path, files: Sequence[File]) -> int:
     )
 
 
-def _chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
+def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
