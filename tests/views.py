@@ -32,7 +32,7 @@ def one_by_one(x: Tensor, operation: Callable[..., Tensor], *parameters: Tensor)
     return torch.stack([operation(*row) for row in zip(x, *columns, strict=True)])
 
 
-# In the order of ``operations.COLOURS``, with the range of factors.
+# In the order of their numbers in ``operations.jitter``, with the range of factors.
 COLOUR: dict[str, tuple[Callable[..., Tensor], float, float]] = {
     "brightness": (tv.adjust_brightness, 0, 2),
     "contrast": (tv.adjust_contrast, 0, 2),

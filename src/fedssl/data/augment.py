@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from fedssl import config
 from fedssl.data import random
 from fedssl.data.operations import (
-    COLOURS,
     apply_where,
     gaussian_blur,
     grayscale,
@@ -140,11 +139,11 @@ class Augmentation:
         return cls(preset, channels, size)
 
     @property
-    def colours(self) -> tuple[str, ...]:
-        """Operations of the colour jitter that are in use."""
-        names = COLOURS if self.channels == 3 else COLOURS[:2]
-        strengths = dict(zip(COLOURS, self.preset.jitter, strict=True))
-        return tuple(name for name in names if strengths[name] and self.preset.jitter_p)
+    def colours(self) -> tuple[bool, ...]:
+        """Return for each operation of the colour jitter whether it is in use."""
+        # Grey images have no saturation and no hue.
+        strengths = self.preset.jitter if self.channels == 3 else (*self.preset.jitter[:2], 0, 0)
+        return tuple(bool(strength and self.preset.jitter_p) for strength in strengths)
 
     @property
     def kernel(self) -> int:
@@ -215,12 +214,12 @@ class Augmentation:
         ranges += [(max(0.0, 1 - strength), 1 + strength) for strength in p.jitter[:3]]
         ranges += [(-p.jitter[3], p.jitter[3])]
         low, high = torch.tensor(ranges, dtype=torch.float32).T
-        unused = torch.tensor([float(name not in self.colours) for name in COLOURS])  # sorted last
+        unused = torch.tensor([float(not used) for used in self.colours])  # sorted last
         return torch.tensor(probabilities, dtype=torch.float32), low, high - low, unused
 
     def draw(self, state: Tensor, view: View) -> Choices:
         """Draw what ``views`` does to each sample."""
-        p, colours = self.preset, self.colours
+        p, colours = self.preset, sum(self.colours)
         blurs, solarizes = (
             pair[view] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
         )
@@ -236,7 +235,7 @@ class Augmentation:
             box=crop_box(u[:, _CROP:], p.crop, self.size) if crops else None,
             jitter=jitter if colours else None,
             factors=ranges[:, 2:] if colours else None,
-            turns=None if turns is None else turns[:, : len(colours)],
+            turns=None if turns is None else turns[:, :colours],
             gray=gray if p.gray and self.channels == 3 else None,
             blur=blur if blurs else None,
             sigma=ranges[:, 1] if blurs else None,

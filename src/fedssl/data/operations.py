@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-COLOURS = ("brightness", "contrast", "saturation", "hue")
-
 
 def _computes_all(x: Tensor) -> bool:
     """Return whether to compute for all samples and select.
