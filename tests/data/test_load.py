@@ -36,6 +36,12 @@ def test_roots(root: Path) -> None:
         load(Data(root=str(root)))
 
 
+@pytest.mark.parametrize(("key", "size"), [("data.size", None), ("evaluate.size", 300_000)])
+def test_images_larger_than_memory(key: str, size: int | None) -> None:
+    with refused(key, 300_000):
+        load(Data(size=300_000), size=size)
+
+
 def test_cache_place(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(root, "a.png")
     folder(root, cache=str(tmp_path / "given"))

@@ -40,7 +40,14 @@ def load_dataset(data: config.Data, seed: int = 0, size: int | None = None) -> D
         problem = "paired images have two modalities already"
         raise UserError(problem, key="data.halves", value=True, fix="Leave it out.")
     check_root(data)
-    dataset = LOADERS[data.name](dataclasses.replace(data, size=size or data.size))
+    try:
+        dataset = LOADERS[data.name](dataclasses.replace(data, size=size or data.size))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        problem, value = "images of that size do not fit into memory", size or data.size
+        key = "evaluate.size" if size else "data.size"
+        raise UserError(problem, problem, key=key, value=value, fix="Lower it.") from None
     if data.labels is not None:
         dataset = _keep_labels(dataset, data.labels, seed)
     return _halve(dataset) if data.halves else dataset
