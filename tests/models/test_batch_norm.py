@@ -1,4 +1,4 @@
-"""Batch norm of a training step in Triton, beside the written-out one in float64."""
+"""Batch norm of stacked views, and of a training step in Triton beside the written-out one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from helpers import in_tritons_interpreter
+from helpers import in_tritons_interpreter, on_gpu
 from torch import Tensor, nn
 
-from fedssl.models.encoders import Basic
+from fedssl.models.encoders import Block
 from fedssl.models.kernels import batch_norm as kernels
-from fedssl.models.network import initialize, mlp
+from fedssl.models.network import Network, Tower, initialize, mlp
 from fedssl.models.norms import BatchNorm, Norm
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
@@ -41,24 +41,62 @@ def drawn(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str) -
         yield torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def layer(channels: int, views: int, device: str) -> BatchNorm:
+def layer(channels: int, views: int, device: str = "cpu") -> BatchNorm:
     made = BatchNorm(channels).to(device)
-    made.eps, made.momentum = 1e-2, 0.3
-    with torch.no_grad():
-        for p, value in zip(
-            made.parameters(), drawn((channels,), 2, torch.float32, device), strict=True
-        ):
-            p.copy_(value)
-    made.views = views
+    made.eps, made.momentum, made.views = 1e-2, 0.3, views
+    generator = torch.Generator(device).manual_seed(3)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, generator=generator)
     return made
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3, 3)])
+@pytest.mark.parametrize("views", [2, 3])
+def test_stacked_views_have_statistics_of_their_own(shape: tuple[int, ...], views: int) -> None:
+    plain, stacked = layer(4, 1).double(), layer(4, views).double()
+    x, weights = drawn((views * shape[0], *shape[1:]), 2, torch.float64, "cpu")
+    inputs = [(k + view).requires_grad_() for k, view in enumerate(x.chunk(views))]
+    expected, found = torch.cat([plain(view) for view in inputs]), stacked(torch.cat(inputs))
+
+    def values(made: BatchNorm, y: Tensor) -> list[Tensor]:
+        gradients = torch.autograd.grad((y * weights).sum(), [*inputs, *made.parameters()])
+        return [y, *made.buffers(), *gradients]
+
+    for a, b in zip(values(stacked, found), values(plain, expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(stacked.eval()(inputs[0]), plain.eval()(inputs[0]))
+
+
+def network(joint: bool = False, towers: int = 1) -> Network:
+    norm = Norm("batch")
+    body = Tower(nn.Conv2d(1, 2, 3, padding=1), nn.Sequential(nn.Flatten(), mlp(18, (8, 4), norm)))
+    return Network([body] * towers, [mlp(4, (8, 4), norm)] * towers, joint).double()
+
+
+@pytest.mark.parametrize(
+    ("net", "batches"),
+    [(network(), [12]), (network(joint=True), [12]), (network(towers=2), [6, 6])],
+    ids=["stacked", "joint", "towers"],
+)
+def test_one_tower_sees_all_views_in_one_pass(net: Network, batches: list[int]) -> None:
+    """Views are stacked only if they are not one batch already and have one tower."""
+    views = tuple(drawn((6, 1, 3, 3), 2, torch.float64, "cpu"))
+    expected, seen = net.predict(net(views)), list[int]()
+    net.towers[0].register_forward_hook(lambda m, inputs, out: seen.append(len(inputs[0])))
+    with net.stacked(2):
+        found = net.predict(net(views))
+    assert seen == batches
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    net(views)
+    assert seen == batches + ([12] if net.joint else [6, 6])  # plain again
 
 
 def found(
     made: BatchNorm, x: Tensor, z: Tensor, kind: Kind, views: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if kind == "add":
-        return kernels.batch_norm_add(x, z, made.weight, made.bias, made.eps, views)
-    return kernels.batch_norm(x, made.weight, made.bias, made.eps, views, kind == "relu")
+    z = z if kind == "add" else None
+    return kernels.batch_norm(x, z, made.weight, made.bias, made.eps, views, kind != "plain")
 
 
 def compare(
@@ -93,7 +131,7 @@ def far_from_zero(device: str) -> None:
     (x,) = (1000 + 2 * t for t in drawn((8, 16, 4, 4), 1, torch.float32, device))
     x[0, :, 0, 0] += 20  # the row that others are compared with is itself far away
     ones, zeros = torch.ones(16, device=device), torch.zeros(16, device=device)
-    y, _, variance = kernels.batch_norm(x, ones, zeros, 1e-5, 2, False)
+    y, _, variance = kernels.batch_norm(x, None, ones, zeros, 1e-5, 2, False)
     made = BatchNorm(16).double().to(device)
     made.views = 2
     torch.testing.assert_close(y.double(), made(x.double()), rtol=0, atol=1e-4)
@@ -136,8 +174,8 @@ def fakes(device: str) -> None:
 
 def one_step(compiled: bool, device: str) -> list[Tensor]:
     """Loss, gradients and statistics: an identity and a projection as shortcuts, and a head."""
-    norm, calls = Norm("batch"), []
-    blocks = [Basic(16, 16, 1, norm), Basic(16, 24, 2, norm)]
+    norm, calls = Norm("batch"), list[bool]()
+    blocks = [Block(16, 16, 1, norm), Block(16, 24, 2, norm)]
     net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), mlp(24, (16, 8), norm))
     initialize(net, 0)
     net.to(device)
@@ -145,20 +183,20 @@ def one_step(compiled: bool, device: str) -> list[Tensor]:
         if isinstance(module, BatchNorm):
             module.views = 2
     (x,) = drawn((6, 16, 4, 4), 1, torch.float32, device)
-    real = kernels.batch_norm_add
+    real = kernels.batch_norm
 
-    def counted(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(given)
-        return real(*given)
+    def counted(x: Tensor, z: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(z is not None)
+        return real(x, z, *given)
 
     backend = "inductor" if device == "cuda" else "aot_eager"
     with pytest.MonkeyPatch.context() as patch, torch.backends.cudnn.flags(allow_tf32=False):
         patch.setattr(kernels, "applies", lambda x: compiled)
-        patch.setattr(kernels, "batch_norm_add", counted)
+        patch.setattr(kernels, "batch_norm", counted)
         run = torch.compile(net, backend=backend, fullgraph=True) if compiled else net
         loss = run(kernels.ordered(x)).square().sum()
         gradients = torch.autograd.grad(loss, list(net.parameters()))
-    assert len(calls) == 2 * compiled
+    assert sum(calls) == 2 * compiled
     return [loss.detach(), *gradients, *net.buffers()]
 
 
@@ -256,12 +294,6 @@ def test_programs_share_the_rows(
 
 
 def test_the_kernels_take_half_precision_on_a_gpu_alone() -> None:
-    class OnGpu(Tensor):
-        is_cuda = True
-
-    def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
-
     assert kernels.applies(on_gpu(2, 24, 3, 3)) and kernels.applies(on_gpu(2, 8))
     assert not kernels.applies(on_gpu(2, 12)) and not kernels.applies(on_gpu(2, 8, 3))
     assert not kernels.applies(on_gpu(2, 8, dtype=torch.float32))
@@ -271,7 +303,7 @@ def test_the_kernels_take_half_precision_on_a_gpu_alone() -> None:
 def as_torch(
     x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernels compute, in torch."""
+    """The kernels' results, computed by torch."""
     apart = x.unflatten(0, (views, -1))
     over = [1, *range(3, apart.dim())]
     variance, mean = torch.var_mean(apart, over, correction=0, keepdim=True)
@@ -285,41 +317,28 @@ def as_torch(
 def test_a_compiled_step_has_the_kernels_and_the_same_numbers(
     views: int, end: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, z = drawn((6, 16, 3, 3), 2, torch.float64, "cpu")
+    drawn_inputs = [*drawn((6, 16, 3, 3), 1 + end, torch.float64, "cpu")]
 
     def results(made: BatchNorm) -> list[Tensor]:
-        inputs = x.clone().requires_grad_(), z.clone().requires_grad_()
-        y = made.plus(*inputs) if end else made(inputs[0]) + 0 * inputs[1]
-        gradients = torch.autograd.grad(y.square().sum(), (*inputs, *made.parameters()))
+        inputs = [t.clone().requires_grad_() for t in drawn_inputs]
+        y = made(*inputs)
+        gradients = torch.autograd.grad(y.square().sum(), [*inputs, *made.parameters()])
         return [y.detach(), *gradients, *made.buffers()]
 
-    made = [layer(16, views, "cpu").double() for _ in range(2)]
-    for one in made:
-        one.relu = not end
-    plain = results(made[0])
-    seen: list[str] = []
+    plain, fast = (layer(16, views).double() for _ in range(2))
+    plain.relu = fast.relu = not end
+    asked: list[Any] = []
 
-    def norm(x: Tensor, *given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append("norm")
-        return as_torch(x, None, *given, relu)
+    def kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append(given)
+        return as_torch(*given)
 
-    def plus(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append("end")
-        return as_torch(*given, True)
-
-    monkeypatch.setattr(kernels, "batch_norm", norm)
-    monkeypatch.setattr(kernels, "batch_norm_add", plus)
+    monkeypatch.setattr(kernels, "batch_norm", kernel)
     monkeypatch.setattr(kernels, "applies", lambda x: True)
-    results(layer(16, views, "cpu").double())
-    assert not seen  # nothing is compiled there
+    expected = results(plain)
+    assert not asked  # nothing is compiled there
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for a, b in zip(results(made[1]), plain, strict=True):
+    for a, b in zip(results(fast), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-    assert seen == ["end" if end else "norm"]
-    made[1].eval()
-    results(made[1])
-    assert len(seen) == 1
-    made[1].train()
-    made[1].plus(x, z[:1])  # it does not fit
-    made[1].plus(x, z.float())
-    assert seen[1:] == ["norm"] * 2
+    results(fast.eval())
+    assert len(asked) == 1  # only in training
