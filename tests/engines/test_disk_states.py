@@ -22,7 +22,7 @@ def names(store: DiskStates) -> list[str]:
 
 def kept(store: DiskStates, round: int, history: History) -> int | None:
     state = store.load(7, round, history)
-    return int(state["it"]) if state else None  # type: ignore[arg-type]
+    return int(state["it"]) if state else None
 
 
 def put(store: DiskStates, round: int, history: History, value: int) -> None:

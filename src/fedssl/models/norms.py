@@ -102,9 +102,9 @@ class BatchNormAct(BatchNorm):
         self.drop = drop
         self.act = act
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Normalize, drop and activate."""
-        return self.act(self.drop(super().forward(input)))
+        return self.act(self.drop(super().forward(input, shortcut)))
 
 
 class GroupNorm(nn.GroupNorm):
@@ -135,8 +135,8 @@ def residual(body: nn.Sequential, shortcut: nn.Module, x: Tensor) -> Tensor:
     z, norm_z = _before_norm(shortcut, x) if isinstance(shortcut, nn.Sequential) else (x, None)
     groups = norm.num_groups
     if group_norm.applies(y, groups) and group_norm.applies(z, groups):
-        of_z = (None, None) if norm_z is None else (norm_z.weight, norm_z.bias)
-        return group_norm.residual(y, norm.weight, norm.bias, z, *of_z, groups, norm.eps)
+        w, b = (None, None) if norm_z is None else (norm_z.weight, norm_z.bias)
+        return group_norm.residual(y, norm.weight, norm.bias, z, w, b, groups, norm.eps)
     return F.relu(norm(y) + (z if norm_z is None else norm_z(z)))
 
 
