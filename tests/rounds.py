@@ -104,6 +104,7 @@ def assert_sessions_agree(near: Experiment, far: Experiment, rounds: int = 3) ->
     for client, state in states.items():
         assert others[client].keys() == state.keys()
         for name, value in state.items():
+            assert others[client][name].dtype == value.dtype
             np.testing.assert_allclose(others[client][name], value, rtol=1e-9, atol=1e-12)
 
 

@@ -264,10 +264,11 @@ def test_a_site_answers_only_what_the_algorithm_declares(
 
 @pytest.mark.parametrize("name", ["round", "mu/more", ".", "loss"])
 def test_numbers_for_the_log_are_those_that_were_declared(name: str, tmp_path: Path) -> None:
+    """A client whose numbers for the log do not count stays in the round."""
     words, more = (*BYOL, "algorithm.name=fedema"), spoiling(repeated("mu", name), "report")
-    far, _ = five_nodes(tmp_path, *words, tamper=more)
+    far, _ = five_nodes(tmp_path, *words, "cohort.minimum=5", tamper=more)
     line = one_round(far, tmp_path)
-    assert line["round"] == 1 and isinstance(line["loss"], float)
+    assert line["round"] == 1 and isinstance(line["loss"], float) and not line["skipped"]
     assert sorted(line["mu"]) == ["0", "1", "2", "4"] and line["missing"] == 0
     assert "expected the numbers" in line["faults"][str(BAD)]
 
