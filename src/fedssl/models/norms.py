@@ -172,23 +172,18 @@ class Norm:
 
     def linear(self, inputs: int, outputs: int) -> list[nn.Module]:
         """Build a linear layer, its norm and ReLU."""
-        if self.kind == "group" and outputs < 2 * self.groups:
-            raise UserError(
-                f"in a layer of {outputs} channels a group has one number, which becomes 0",
-                key="encoder.groups",
-                value=self.groups,
-                fix=f"Use at most {outputs // 2} groups, or wider layers (objective.projector).",
-            )
         kind = nn.Linear if self.kind == "batch" else StandardizedLinear
-        return [kind(inputs, outputs, bias=False), *self._after(outputs, relu=True)]
+        # A group of one number would become 0.
+        return [kind(inputs, outputs, bias=False), *self._after(outputs, relu=True, smallest=2)]
 
-    def _after(self, channels: int, relu: bool) -> list[nn.Module]:
-        if self.kind == "group" and channels % self.groups:
+    def _after(self, channels: int, relu: bool, smallest: int = 1) -> list[nn.Module]:
+        fits = channels % self.groups == 0 and channels >= smallest * self.groups
+        if self.kind == "group" and not fits:
             raise UserError(
-                f"does not divide a layer of {channels} channels",
+                f"a layer of {channels} channels does not divide into groups of {smallest} or more",
                 key="encoder.groups",
                 value=self.groups,
-                fix=f"Use a divisor of {channels}.",
+                fix=f"Use a divisor of {channels}, at most {channels // smallest}.",
             )
         batch = self.kind == "batch"
         norm = BatchNorm(channels, relu) if batch else GroupNorm(self.groups, channels, relu)
