@@ -113,20 +113,17 @@ def write_replies(replies: Mapping[int, Reply]) -> RecordDict:
 def read_replies(content: RecordDict) -> dict[int, Reply] | str:
     """Read the replies of a node by client, or return why they cannot be read."""
     try:
-        return _read_replies(content)
+        tensors = _split_by_client(_read_arrays(content.array_records["replies"]))
+        messages = _split_by_client(content.config_records["secure"])
+        shares: Mapping[str, Any] = content.config_records["shares"]
+        replies = {
+            int(k): Reply(float(share), tensors.get(int(k), {}), None, messages.get(int(k), {}))
+            for k, share in shares.items()
+        }
+        faults = content.config_records["faults"].items()
+        return replies | {int(k): Reply(fault=str(fault)) for k, fault in faults}
     except (KeyError, ValueError, TypeError) as error:
         return f"a message that fedssl did not write ({type(error).__name__})"
-
-
-def _read_replies(content: RecordDict) -> dict[int, Reply]:
-    tensors = _split_by_client(_read_arrays(content.array_records["replies"]))
-    messages = _split_by_client(content.config_records["secure"])
-    replies = {
-        int(k): Reply(float(share), tensors.get(int(k), {}), None, messages.get(int(k), {}))  # type: ignore[arg-type]
-        for k, share in content.config_records["shares"].items()
-    }
-    faults = content.config_records["faults"].items()
-    return replies | {int(k): Reply(fault=str(fault)) for k, fault in faults}
 
 
 def write_greeting(facts: Mapping[str, str]) -> RecordDict:
