@@ -61,7 +61,10 @@ class AlgorithmParams:
 
     name: str = key(help="Exchange between server and clients.")
     local_steps: int | None = key(
-        None, gt=0, help="Steps of a client in a round. `null`: see `algorithm.local_epochs`."
+        None,
+        gt=0,
+        instead_of="local_epochs",
+        help="Steps of a client in a round. `null`: see `algorithm.local_epochs`.",
     )
     local_epochs: int | None = key(
         None,
