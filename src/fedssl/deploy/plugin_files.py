@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,7 +51,7 @@ def unpack_plugins(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
         if not module.startswith(f"{PACKAGE}."):
             return name
         path = out.resolve() / f"{module.removeprefix(f'{PACKAGE}.')}.py"
-        texts[path] = plugins.read_source(module)
+        texts[path] = inspect.getsource(importlib.import_module(module))
         return f"{path}:{member}"
 
     return _rename_plugins(config, rename), texts
