@@ -9,7 +9,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from fedssl import config
 from fedssl.runs.folder import read_recipe
-from fedssl.util.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,23 +33,18 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def check_png(out: Path | None) -> None:
-    """Check that a picture's file is a PNG."""
-    if out is not None and out.suffix.lower() != ".png":
-        fix = "Use a name such as out.png."
-        raise UserError("a picture is a PNG file", key="--out", value=out, fix=fix)
+RECIPE = "a recipe's name or file (default: the digits demonstration), and keys to change"
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
-    """Add the positional arguments of a recipe and its keys."""
-    words = parser.add_argument(
-        "words",
-        nargs="*",
-        default=[],
-        metavar="RECIPE key=value",
-        help="a recipe's name or file (default: the digits demonstration), and keys to change",
-    )
-    complete_with(words, "words")
+def add_words(
+    parser: argparse.ArgumentParser,
+    metavar: str = "RECIPE key=value",
+    help: str = RECIPE,
+    complete: str = "words",
+) -> None:
+    """Add the positional arguments for keys, by default after a recipe."""
+    words = parser.add_argument("words", nargs="*", default=[], metavar=metavar, help=help)
+    complete_with(words, complete)
 
 
 def complete_with(argument: argparse.Action, how: str) -> None:

@@ -85,16 +85,5 @@ def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Params"):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        choices = _read_choices(item.annotation)
-                        yield f"{section}.{item.target.id.rstrip('_')}", choices
-
-
-def _read_choices(annotation: ast.expr) -> tuple[str, ...]:
-    """Return the choices of a type that is given as source."""
-    choices: list[str] = []
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Name) and node.id == "bool":
-            choices += ("true", "false")
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-            choices += map(str, ast.literal_eval(f"({ast.unparse(node.slice).strip('()')},)"))
-    return tuple(choices)
+                        kind = eval(ast.unparse(item.annotation), {"Literal": Literal})
+                        yield f"{section}.{item.target.id.rstrip('_')}", _choices(kind)

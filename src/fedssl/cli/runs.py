@@ -45,10 +45,7 @@ def add_reproduce(commands: Commands) -> None:
         "pattern", metavar="PATTERN", help="a recipe, a table, or a pattern"
     )
     complete_with(pattern, "recipes")
-    words = parser.add_argument(
-        "words", nargs="*", default=[], metavar="key=value", help="keys to change in all"
-    )
-    complete_with(words, "keys")
+    add_words(parser, "key=value", "keys to change in all", "keys")
     parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
     parser.add_argument(
         "--out", type=path, metavar="DIR", help="the folder of the runs (default: runs/reproduce)"
@@ -62,10 +59,7 @@ def add_evaluate(commands: Commands) -> None:
         "evaluate", help="evaluate a run again, from its last checkpoint"
     )
     evaluate.add_argument("run", type=path, metavar="RUN", help="a run's folder")
-    words = evaluate.add_argument(
-        "words", nargs="*", default=[], metavar="key=value", help="evaluate.* or data.* keys"
-    )
-    complete_with(words, "evaluation_keys")
+    add_words(evaluate, "key=value", "evaluate.* or data.* keys", "evaluation_keys")
     evaluate.set_defaults(command=_evaluate)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fedssl.cli.arguments import Commands, add_words, check_png, path, resolve_words
+from fedssl.cli.arguments import Commands, add_words, path, resolve_words
+from fedssl.util.files import check_suffix
 
 
 def add_partition(commands: Commands) -> None:
@@ -43,7 +44,8 @@ def add_doctor(commands: Commands) -> None:
 
 def _partition(options: argparse.Namespace) -> int:
     _, settings = resolve_words(options.words)
-    check_png(options.out)
+    if options.out is not None:
+        check_suffix(options.out, "--out", ".png")
 
     from fedssl.data import charts
     from fedssl.data.client_table import format_table
@@ -71,7 +73,8 @@ def _partition(options: argparse.Namespace) -> int:
 def _representability(options: argparse.Namespace) -> int:
     from fedssl.contrib import theory
 
-    check_png(options.out)
+    if options.out is not None:
+        check_suffix(options.out, "--out", ".png")
     table = theory.compare(options.d, options.k, options.seed)
     print(theory.format_table(table, options.d))
     if options.out is not None:
