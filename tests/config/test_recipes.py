@@ -210,7 +210,7 @@ def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
     params = config.build({"partition": json.loads(keys)}).partition
     total, classes = SHAPES[data]
     if getattr(params, "source", "labels") != "labels":
-        classes = params.sources  # type: ignore[attr-defined]
+        classes = params.sources
     split = Split((torch.zeros(total, 1, 1, 1, dtype=torch.uint8),), torch.arange(total) % classes)
     sizes = partition(params, split, classes, seed=0).sizes
     assert sizes.min() >= 1
