@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from fedssl import config
-from fedssl.runs.folder import read_recipe
-
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports an error, and for which command, in one line."""
@@ -58,11 +55,6 @@ def complete_with(argument: argparse.Action, how: str) -> None:
     argument.completer = completer  # type: ignore[attr-defined]
 
 
-def resolve_words(words: Sequence[str], resumed: Path | None = None) -> tuple[str, config.Config]:
-    """Return the recipe's name and the configuration that the words of a command give.
-
-    Without a recipe's name, words change the configuration of the run that is resumed.
-    """
-    recipe = words[0] if words and "=" not in words[0] else None
-    name, tree = read_recipe(recipe, resumed)
-    return name, config.resolve(tree, words[1:] if recipe else words)
+def split_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Split the words of a command into the recipe's name, if there is one, and its keys."""
+    return (words[0], words[1:]) if words and "=" not in words[0] else (None, words)

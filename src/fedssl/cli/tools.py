@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fedssl.cli.arguments import Commands, add_words, path, resolve_words
+from fedssl import config
+from fedssl.cli.arguments import Commands, add_words, path, split_words
 from fedssl.util.files import check_suffix
 
 
@@ -43,7 +44,8 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _partition(options: argparse.Namespace) -> int:
-    _, settings = resolve_words(options.words)
+    recipe, words = split_words(options.words)
+    settings = config.resolve(config.read_recipe(recipe), words)
     if options.out is not None:
         check_suffix(options.out, "--out", ".png")
 

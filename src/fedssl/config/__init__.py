@@ -39,7 +39,6 @@ from fedssl.config.sweeps import combine_values as combine_values
 from fedssl.config.sweeps import find_omissions as find_omissions
 from fedssl.config.sweeps import find_sweep as find_sweep
 from fedssl.config.variants import BASE_PARAMS as BASE_PARAMS
-from fedssl.config.variants import DEFAULT_NAMES as DEFAULT_NAMES
 from fedssl.config.variants import VARIANTS as VARIANTS
 from fedssl.config.variants import AlgorithmParams as AlgorithmParams
 from fedssl.config.variants import ObjectiveParams as ObjectiveParams

@@ -172,7 +172,7 @@ def _check_class(section: str, plugin: Any, params: type, place: Place) -> None:
         fix = f"Derive it from {base}, with the decorator @dataclass(frozen=True)."
         raise _error("needs a dataclass Params with its keys", place, fix)
     key_types(own)  # its annotations exist
-    own(name="")
+    own()
     views = getattr(plugin, "views", 1)
     if isinstance(views, int) and views not in (1, 2):
         raise _error(f"views = {views!r}, and an image has 1 or 2", place)

@@ -14,7 +14,7 @@ from fedssl.config.keys import key, key_types
 class PartitionParams:
     """Keys of every partition."""
 
-    name: str = key(help="How training images are divided among clients.")
+    name: str = key("iid", help="How training images are divided among clients.")
     fraction: float = key(
         1.0,
         gt=0,
@@ -52,14 +52,14 @@ class SourceParams(PartitionParams):
 class ObjectiveParams:
     """Keys of every objective."""
 
-    name: str = key(help="Loss that clients minimize.")
+    name: str = key("cco", help="Loss that clients minimize.")
 
 
 @dataclass(frozen=True)
 class AlgorithmParams:
     """Keys of every algorithm: how long a client trains in a round."""
 
-    name: str = key(help="Exchange between server and clients.")
+    name: str = key("dcco", help="Exchange between server and clients.")
     local_steps: int | None = key(
         None,
         gt=0,
@@ -120,12 +120,12 @@ VARIANTS: dict[str, dict[str, str]] = {
         "standalone": "fedssl.algorithms.standalone:Standalone",
     },
 }
-BASE_PARAMS = {
+BASE_PARAMS: dict[str, type[PartitionParams | ObjectiveParams | AlgorithmParams]] = {
     "partition": PartitionParams,
     "objective": ObjectiveParams,
     "algorithm": AlgorithmParams,
 }
-DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
+DEFAULT_NAMES = {section: params.name for section, params in BASE_PARAMS.items()}
 
 
 def variant(section: str, name: str, key: str | None = None) -> Any:
