@@ -3,7 +3,7 @@
 from fedssl.config.build import build as build
 from fedssl.config.build import dump as dump
 from fedssl.config.build import flatten as flatten
-from fedssl.config.build import rename_protocols as rename_protocols
+from fedssl.config.build import rename_plugins as rename_plugins
 from fedssl.config.build import resolve as resolve
 from fedssl.config.build import to_tree as to_tree
 from fedssl.config.build import with_absolute_paths as with_absolute_paths
@@ -44,5 +44,4 @@ from fedssl.config.variants import AlgorithmParams as AlgorithmParams
 from fedssl.config.variants import ObjectiveParams as ObjectiveParams
 from fedssl.config.variants import PartitionParams as PartitionParams
 from fedssl.config.variants import SourceParams as SourceParams
-from fedssl.config.variants import params_class as params_class
 from fedssl.config.variants import variant as variant

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from fedssl.config import plugins
 from fedssl.config.keys import Recipe, convert_section, key_fields, path_keys
 from fedssl.config.merge import apply_words, merge
-from fedssl.config.schema import Config, Evaluate
-from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, params_class, variant
+from fedssl.config.schema import Config
+from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, variant
 from fedssl.util.errors import UserError
 
 
@@ -31,13 +31,11 @@ def build(tree: Recipe) -> Config:
         given = {} if tree.get(section) is None else tree[section]
         kind: Any = BASE_PARAMS[section]
         if isinstance(given, Mapping):
-            name = plugins.make_absolute(str(given.get("name", default)))
-            given, kind = {**given, "name": name}, params_class(section, name)
+            kind = variant(section, str(given.get("name", default))).Params
         sections[section] = convert_section(kind, given, section)
     config = convert_section(Config, {**tree, **sections}, "")
-    config = replace(config, evaluate=rename_protocols(config.evaluate, plugins.make_absolute))
     _check(config)
-    return cast(Config, config)
+    return rename_plugins(config, plugins.make_absolute)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -54,13 +52,19 @@ def with_absolute_paths(config: Config) -> Config:
     return config
 
 
-def rename_protocols(evaluate: Evaluate, rename: Callable[[str], str]) -> Evaluate:
-    """Return the section with other names of its protocols."""
+def rename_plugins(config: Config, rename: Callable[[str], str]) -> Config:
+    """Return the configuration with other names of its classes and protocols."""
 
     def each(specs: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if specs is None else tuple(map(rename, specs))
 
-    return replace(evaluate, protocols=each(evaluate.protocols), monitor=each(evaluate.monitor))
+    sections: dict[str, Any] = {}
+    for section in ("algorithm", "objective", "partition"):
+        params = getattr(config, section)
+        sections[section] = replace(params, name=rename(params.name))
+    protocols, monitor = each(config.evaluate.protocols), each(config.evaluate.monitor)
+    evaluate = replace(config.evaluate, protocols=protocols, monitor=monitor)
+    return replace(config, evaluate=evaluate, **sections)
 
 
 def to_tree(config: Any) -> Recipe:

@@ -138,11 +138,6 @@ def variant(section: str, name: str, key: str | None = None) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def params_class(section: str, name: str) -> Any:
-    """Return the class of a variant's keys."""
-    return variant(section, name).Params
-
-
 def as_names(name: Any) -> list[Any]:
     """Return the names of a sweep, or the single name, as a list."""
     return name if isinstance(name, list) else [name]
@@ -150,5 +145,5 @@ def as_names(name: Any) -> list[Any]:
 
 def key_types_under(section: str, name: Any) -> dict[str, Any]:
     """Return the types of the keys under a name, or under any of several."""
-    kinds = [key_types(params_class(section, str(each))) for each in as_names(name)]
+    kinds = [key_types(variant(section, str(each)).Params) for each in as_names(name)]
     return {key: kind for fields in kinds for key, kind in fields.items()}
