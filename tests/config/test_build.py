@@ -20,14 +20,11 @@ LARGE = str(10**400)
 @pytest.mark.parametrize(
     ("word", "key", "value"),
     [
-        ("rounds=many", "rounds", "many"),
         ("rounds=2.5", "rounds", 2.5),
-        ("rounds=-1", "rounds", -1),
         ("server.lr=fast", "server.lr", "fast"),
         ("server.lr=nan", "server.lr", "nan"),
         ("server.lr=0", "server.lr", 0),
         ("server.lr=inf", "server.lr", float("inf")),
-        ("objective.lambda=-1", "objective.lambda", -1),
         ("objective.projector=[]", "objective.projector", ()),
         ("objective.projector=8,-3", "objective.projector", (8, -3)),
         ("evaluate.baselines=null", "evaluate.baselines", None),
@@ -36,19 +33,15 @@ LARGE = str(10**400)
         ("server.momentum=1", "server.momentum", 1),
         ("data.halves=maybe", "data.halves", "maybe"),
         ("precision=fp8", "precision", "fp8"),
-        ("cohort.size=0", "cohort.size", 0),
         ("cohort.minimum=40", "cohort.minimum", 40),
         ("rounds.x=1", "rounds", {"x": 1}),
         ("data=cifar10", "data", "cifar10"),
-        ("data.levels=class,kind", "data.levels", "kind"),
         ("rounds=1e400", "rounds", "1e400"),
         (f"rounds={2**63}", "rounds", 2**63),
         (f"server.lr={LARGE}", "server.lr", int(LARGE)),
         (f"seed={'9' * 5000}", "seed", "9" * 5000),  # more digits than Python reads
-        ("engine.threads=100000", "engine.threads", 100000),
         ("algorithm.local_epochs=2 algorithm.local_steps=1", "algorithm.local_steps", 1),
         ("cohort.fraction=0.5 cohort.size=4", "cohort.size", 4),
-        ("cohort.fraction=1.5", "cohort.fraction", 1.5),
     ],
 )
 def test_an_error_has_the_key_the_value_and_a_fix(word: str, key: str, value: object) -> None:
@@ -81,17 +74,11 @@ def test_an_unknown_name_is_one_line(word: str, said: str) -> None:
     ("words", "key"),
     [
         ("privacy.clip=5", "privacy.clip"),
-        ("privacy.threshold=0.9", "privacy.threshold"),
-        ("server.momentum=0.9", "server.momentum"),
         ("evaluate.monitor=knn", "evaluate.monitor"),
         ("cohort.average=median cohort.hostile=3", "cohort.hostile"),
-        ("engine.workers=4", "engine.workers"),
         ("engine.name=flower engine.chunk=64", "engine.chunk"),
-        ("data.corrupt=skip", "data.corrupt"),
         ("partition.name=skew partition.sources=3", "partition.sources"),
         ("algorithm.name=fedema algorithm.lambda=1 algorithm.tau=0.5", "algorithm.tau"),
-        ("algorithm.name=ccl algorithm.lambda=0 algorithm.neighbours=3", "algorithm.neighbours"),
-        ("algorithm.name=gossip algorithm.edge_probability=0.5", "algorithm.edge_probability"),
     ],
 )
 def test_a_key_without_effect_is_a_warning(words: str, key: str) -> None:
@@ -103,11 +90,8 @@ def test_a_key_without_effect_is_a_warning(words: str, key: str) -> None:
     "words",
     [
         "privacy.noise=4 privacy.clip=2",
-        "encoder.name=vit-tiny encoder.patch=4",
         "partition.name=skew partition.source=style partition.sources=3",
-        "algorithm.name=fedema algorithm.tau=0.5",
         "algorithm.name=ccl algorithm.neighbours=3 algorithm.temperature=1 algorithm.mix=2",
-        "engine.name=flower engine.compile=on engine.workers=4",
         "evaluate.monitor=knn evaluate.every=5",
     ],
 )
