@@ -15,12 +15,6 @@ from typing import Any, Literal
 
 from fedssl import config
 
-SOURCES = {
-    "algorithm": "algorithms/*.py",
-    "objective": "objectives/*.py",
-    "partition": "data/*.py",
-}
-
 
 def words(prefix: str, **_: Any) -> list[str]:
     """Complete ``RECIPE key=value …``."""
@@ -54,7 +48,7 @@ def _list_keys(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     for section, kind in config.key_types(config.Config).items():
         if not section.startswith(start.partition(".")[0]):
             continue
-        if section in SOURCES:
+        if section in config.VARIANTS:
             yield f"{section}.name", tuple(config.VARIANTS[section])
             yield from _read_keys(section)
             kind = config.SourceParams if section == "partition" else config.BASE_PARAMS[section]
@@ -62,7 +56,7 @@ def _list_keys(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield section, _choices(kind)
             continue
         for key, type_ in config.key_types(kind).items():
-            if section not in SOURCES or key != "name":
+            if section not in config.VARIANTS or key != "name":
                 yield f"{section}.{key}", _choices(type_)
 
 
@@ -77,7 +71,9 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the keys in the source of a section's ``Params`` classes."""
-    for path in sorted(Path(__file__).parents[1].glob(SOURCES[section])):
+    folders = {place.split(".")[1] for place in config.VARIANTS[section].values()}
+    package = Path(__file__).parents[1]
+    for path in sorted(path for folder in folders for path in (package / folder).glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "Params(" not in text:  # parsing takes most of the time
             continue
