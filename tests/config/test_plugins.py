@@ -9,12 +9,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from helpers import refused
+from rounds import run_and_resume
 
 from fedssl import config
 from fedssl.cli import main
@@ -82,34 +82,27 @@ def test_the_folder_keeps_absolute_paths_so_that_everything_works_from_elsewhere
     assert "algorithm.momentum=0.4: was 0.5" in capsys.readouterr().err
 
 
-def losses(out: Path, name: str, *words: str) -> list[float]:
-    keys = [f"algorithm.name={name}", "evaluate.protocols=knn", "objective.name=simclr"]
-    assert main(["run", *SMALL, *keys, "partition.samples=16", *words, "--out", str(out)]) == 0
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+def settings(*words: str) -> config.Config:
+    common = [*SMALL, "evaluate.protocols=knn", "checkpoint.seconds=0"]
+    return config.resolve(config.read_recipe(None), [*common, *words])
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics.read(out)]
 
 
 def test_the_examples_momentum_does_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At momentum 0 it is FedAvg, otherwise not; and a resumed run still has its velocity."""
-    own = f"{OWN}/algorithm.py:Momentum"
-    plain = losses(tmp_path / "plain", "fedavg", "engine.merge=off")
-    assert losses(tmp_path / "none", own, "algorithm.momentum=0") == plain
-    whole = losses(tmp_path / "whole", own)
-    assert whole[-1] != plain[-1]
-    real = loop.run_one_round
-
-    def killed(experiment: Any, *rest: Any) -> dict[str, Any]:
-        if experiment.server.round == 2:
-            raise SystemExit
-        return real(experiment, *rest)
-
-    monkeypatch.setattr(loop, "run_one_round", killed)
-    with pytest.raises(SystemExit):
-        losses(tmp_path / "cut", own, "checkpoint.seconds=0")
-    monkeypatch.setattr(loop, "run_one_round", real)
-    assert losses(tmp_path / "cut", own, "checkpoint.seconds=0", "--resume") == whole
+    common, own = ("objective.name=simclr", "partition.samples=16"), f"{OWN}/algorithm.py:Momentum"
+    for name, *words in (("fedavg", "engine.merge=off"), (own, "algorithm.momentum=0")):
+        out = tmp_path / name.rpartition(":")[2]
+        loop.run(settings(f"algorithm.name={name}", *common, *words), out)
+    assert losses(tmp_path / "Momentum") == losses(tmp_path / "fedavg")
+    run_and_resume(settings(f"algorithm.name={own}", *common), tmp_path, monkeypatch)
+    assert losses(tmp_path / "whole")[-1] != losses(tmp_path / "fedavg")[-1]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
 
 
 def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,10 +267,10 @@ def test_the_groups_of_a_users_partition_are_checked(result: str, tmp_path: Path
         f"{IID}    def split(self, split, classes, seed):\n        return {result}\n"
     )
     name = f"{path}:Own"
-    settings = config.build({"partition": {"name": name}})
+    params = config.build({"partition": {"name": name}}).partition
     split = Split((torch.zeros(8, 1, 2, 2, dtype=torch.uint8),), torch.zeros(8).long())
     with refused("partition.name", name, GROUPS[result]):
-        partition(settings.partition, split, 1, 0)
+        partition(params, split, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +355,8 @@ def test_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
     def kind(name: str) -> str:
-        words = [f"algorithm.name={name}"]
-        settings = config.resolve(config.read_recipe(None), words)
-        return str(config.variant("algorithm", settings.algorithm.name).__module__)
+        chosen = settings(f"algorithm.name={name}").algorithm.name
+        return str(config.variant("algorithm", chosen).__module__)
 
     assert kind("new") == "their_package" == kind("their_package:Theirs")
     assert kind("fedavg") == "fedssl.algorithms.fedavg"
@@ -514,19 +506,7 @@ def test_a_state_may_be_the_model_itself(tmp_path: Path, monkeypatch: pytest.Mon
     """Files hold no memory that two tensors share; a resume ends with the same bits."""
     file = tmp_path / "own.py"
     file.write_text(SHARES)
-    words = [*SMALL, f"algorithm.name={file}:Own", "evaluate.protocols=knn", "checkpoint.seconds=0"]
-    assert main(["run", *words, "--out", str(tmp_path / "whole")]) == 0
-    real = loop.run_one_round
-
-    def once(experiment: Any, *rest: Any) -> dict[str, Any]:
-        if experiment.server.round == 1:
-            raise KeyboardInterrupt
-        return real(experiment, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "run_one_round", once)
-        assert main(["run", *words, "--out", str(tmp_path / "cut")]) == 130
-    assert main(["run", "--resume", "--out", str(tmp_path / "cut")]) == 0
+    run_and_resume(settings(f"algorithm.name={file}:Own"), tmp_path, monkeypatch)
     whole, cut = ((tmp_path / name / "encoder.safetensors") for name in ("whole", "cut"))
     assert whole.read_bytes() == cut.read_bytes()
 
