@@ -195,12 +195,11 @@ def _check_call(function: Any, name: str, place: Place, *parameters: str) -> Non
 def find_call_error(function: Any, *arguments: Any) -> str | None:
     """Return why a function cannot be called with these arguments, or ``None`` if it can."""
     try:
-        # A decorated function is called by its wrapper's signature.
-        inspect.signature(function, follow_wrapped=False).bind(*arguments)
+        with contextlib.suppress(ValueError):  # functions of compiled modules may have no signature
+            # A decorated function is called by its wrapper's signature.
+            inspect.signature(function, follow_wrapped=False).bind(*arguments)
     except TypeError as error:
         return str(error)
-    except ValueError:  # some functions of compiled modules have no signature
-        return None
     return None
 
 
