@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -177,6 +178,18 @@ def test_a_sweep_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").touch()
     with refused(None, says="holds a sweep. Name one of its runs"):
         evaluate(tmp_path, [])
+
+
+def test_a_run_that_may_not_be_read_is_one_line(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", closed)  # root may read all
+    assert main(["evaluate", str(trained / "run")]) == 2
+    said = f"fedssl: {trained / 'run/config.yaml'}: Permission denied. Change the permissions"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_other_images_need_not_have_what_the_runs_own_had(trained: Path, tmp_path: Path) -> None:

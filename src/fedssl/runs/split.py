@@ -43,7 +43,7 @@ def split_clients(config: Config, dataset: Dataset, sources: Sources | None = No
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
-        None if sources.labels is None else sources.labels[kept],
+        sources.labels[kept],
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
