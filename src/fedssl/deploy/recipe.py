@@ -156,7 +156,7 @@ def check_initial_weights(config: Config) -> None:
     if not Path(init).exists():
         problem = "no such file or folder on the server"
         raise UserError(problem, key="encoder.init", value=init, fix="Correct the path.")
-    uses_initial = configuration.variant("algorithm", params.name).uses_initial
+    uses_initial = configuration.variant("algorithm", params.name).result.uses_initial
     for key, applies in (("name", uses_initial), ("norm_policy", params.norm_policy == "reset")):
         if applies:
             word = f"algorithm.{key}={getattr(params, key)}"
