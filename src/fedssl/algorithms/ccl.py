@@ -25,7 +25,7 @@ from fedssl.federation.task import Reply, client_task, update_like
 from fedssl.federation.traffic import per_client
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
-from fedssl.objectives.memory import Tensors
+from fedssl.objectives.memory import Tensors, enqueue
 from fedssl.objectives.moco import MoCo
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import to_device
@@ -302,13 +302,11 @@ class Step(Steps):
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
         """Note that the keys of both views enter the queue, as MoCo's ``remember`` has it."""
-        client, size = self.client, len(self.origins)
+        client = self.client
         if client.trainer.census is not None:
             _, chosen = client.positions(self.number)
             entering = client.members[chosen].repeat(2)
-            skipped = max(0, len(entering) - size)
-            arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
-            self.origins.index_copy_(0, arrival % size, entering[skipped:])
+            enqueue(self.origins[:, None], self.seen, entering[:, None])
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
 

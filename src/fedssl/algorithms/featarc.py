@@ -91,16 +91,14 @@ class FeatARC(Algorithm):
                 value=self.params.clusters,
                 fix=f"Take at most {clients}.",
             )
-        average, noise = config.cohort.average, config.privacy.noise
-        if average != "mean" or noise is not None:
-            robust = average != "mean"
-            raise UserError(
-                "featarc needs exact sums, to divide each cluster's by its members",
-                key="cohort.average" if robust else "privacy.noise",
-                value=average if robust else noise,
-                fix=f"Set {'cohort.average=mean' if robust else 'privacy.noise=null'}, or use "
-                "another algorithm.",
-            )
+        for name, value, exact in (
+            ("cohort.average", config.cohort.average, "mean"),
+            ("privacy.noise", config.privacy.noise, None),
+        ):
+            if value != exact:
+                problem = "featarc needs exact sums, to divide each cluster's by its members"
+                fix = f"Set {name}={exact or 'null'}, or use another algorithm."
+                raise UserError(problem, key=name, value=value, fix=fix)
         return ()
 
     def round(self, server: Server, cohort: Cohort) -> None:
