@@ -204,11 +204,10 @@ def test_dittos_global_model_is_fedavgs() -> None:
     assert relative(ditto[len(fedavg) : 2 * len(fedavg)], fedavg) > 1e-3
 
 
-def test_nothing_is_kept_nor_merged() -> None:
+def test_nothing_is_kept() -> None:
     engine, server = engine_of(
         settings("algorithm.name=fedavg", *WORDS), made_split(), groups_of(4, 4)
     )
-    assert not engine.merges
     step(engine, server, 0)
     assert not any(engine.states[k] for k in range(2))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import engine_of, groups_of, made_split, relative, settings, step
+from helpers import engine_of, groups_of, made_split, relative, step
 from lightly.loss import SwaVLoss
 from lightly.loss.swav_loss import sinkhorn as lightly_sinkhorn
 from rounds import assert_first_statistics_are_of_both_views, epochs, losses
@@ -173,12 +173,6 @@ def test_under_autocast_scores_are_float32() -> None:
 
 def test_statistics_of_a_round_are_those_of_both_views_as_one_batch() -> None:
     assert_first_statistics_are_of_both_views(*WORDS)
-
-
-def test_a_client_with_a_queue_is_not_merged() -> None:
-    config = settings("algorithm.name=fedavg", *WORDS, "objective.queue=4")
-    engine, _ = engine_of(config, made_split(), groups_of(4, 4))
-    assert not engine.merges
 
 
 def test_the_loss_falls() -> None:
