@@ -156,6 +156,16 @@ def step(engine: LocalEngine, server: Server, round: int, *ids: int) -> Cohort:
     return cohort
 
 
+def encode(
+    engine: LocalEngine, round: int, step: int = 0, client: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """The encodings of a client's batch by the initial network: as good as its pixels."""
+    one = engine.client(np.array([client]), round, remember=False)
+    engine.trainer.load(engine.trainer.initial)
+    with torch.no_grad():
+        return one.encode_step(step).encodings
+
+
 def replace_task(patch: pytest.MonkeyPatch, owner: Any, name: str, function: Any) -> None:
     """Replace a task of clients; its declaration stays."""
     patch.setattr(owner, name, functools.wraps(getattr(owner, name))(function))
