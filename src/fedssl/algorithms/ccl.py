@@ -25,7 +25,7 @@ from fedssl.federation.task import Reply, client_task, update_like
 from fedssl.federation.traffic import per_client
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
-from fedssl.objectives.memory import Tensors, enqueue
+from fedssl.objectives.memory import Tensors
 from fedssl.objectives.moco import MoCo
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import to_device
@@ -287,38 +287,37 @@ class Step(Steps):
         self.function = ccl.loss
         self.recurs = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
+        self.places = ccl.objective.params.queue
         # Read once: reading from the device in every step would wait.
         self.seen = int(client.state.get("memory", {"seen": 0})["seen"])
-        # Which images the queue's keys are of.
-        none = torch.zeros(ccl.objective.params.queue, dtype=torch.int64, device=remote.device)
-        self.origins = client.state.get("origins", none).clone()
+        # The images that the queue's keys are of.
+        self.origins = client.state.get("origins", client.members[:0])
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
-        client, there = self.client, len(self.remote) + min(self.seen, len(self.origins))
+        client, there = self.client, len(self.remote) + min(self.seen, self.places)
         drawn = random_key(client.seed, "neighbours", client.round, client.id, self.number)
         most = self.ccl.features if self.ccl.params.lambda_ else 0
         return self.remote, to_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
-        """Note that the keys of both views enter the queue, as MoCo's ``remember`` has it."""
+        """Note that the keys of both views enter the queue."""
         client = self.client
         if client.trainer.census is not None:
             _, chosen = client.positions(self.number)
             entering = client.members[chosen].repeat(2)
-            enqueue(self.origins[:, None], self.seen, entering[:, None])
+            self.origins = torch.cat((self.origins, entering))[-self.places :]
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
 
     def count_false_negatives(self) -> Reply:
         """Count the queue's keys: all, and those of a sample's class, on average over samples."""
-        census, client = self.client.trainer.census, self.client
+        census = self.client.trainer.census
         if census is None:
             return {}
-        held = min(self.seen, len(self.origins))
-        classes, queue = census.count(client.members), census.count(self.origins[:held])
-        alike = classes @ queue / classes.sum()
-        return {"origins": self.origins, "alike": alike, "held": torch.tensor(float(held))}
+        classes, queue = census.count(self.client.members), census.count(self.origins)
+        alike, held = classes @ queue / classes.sum(), torch.tensor(float(len(self.origins)))
+        return {"origins": self.origins, "alike": alike, "held": held}
 
 
 def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: float) -> Tensor:

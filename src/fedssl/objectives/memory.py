@@ -69,18 +69,13 @@ class Queue(Memory):
         queue, seen = tensors["queue"], tensors["seen"]
         if queue.dim() == 2:
             new = new.flatten(0, 1)
-        enqueue(queue, seen, new.to(queue.dtype))
-        seen += new.shape[-2]
+        samples, places = new.shape[-2], queue.shape[-2]
+        skipped = max(0, samples - places)  # of a batch larger than the queue
+        arrival = torch.arange(skipped, samples, device=queue.device) + seen
+        queue.index_copy_(-2, arrival % places, new[..., skipped:, :].to(queue.dtype))
+        seen += samples
 
     def free_places(self, tensors: Tensors) -> Tensor:
         """Return a mask of the places that no target has entered yet."""
         queue = tensors["queue"]
         return torch.arange(queue.shape[-2], device=queue.device) >= tensors["seen"]
-
-
-def enqueue(queue: Tensor, seen: Tensor | int, rows: Tensor) -> None:
-    """Let rows take the places of the oldest in a queue that ``seen`` rows have entered."""
-    count, places = rows.shape[-2], queue.shape[-2]
-    skipped = max(0, count - places)  # more than fit
-    arrival = torch.arange(skipped, count, device=queue.device) + seen
-    queue.index_copy_(-2, arrival % places, rows[..., skipped:, :])
