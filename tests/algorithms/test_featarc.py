@@ -53,24 +53,6 @@ def models(engine: LocalEngine, server: Server) -> list[Tensor]:
     return [m.clone() for m in engine.algorithm.models(server)]
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["", "algorithm.norm_policy=local server.momentum=0.5", "algorithm.norm_policy=reset"],
-)
-def test_one_cluster_without_alignment_is_fedavg(words: str) -> None:
-    alone = ("algorithm.clusters=1", "algorithm.lambda=0", *words.split())
-    engine, server = made(*alone, objective="byol")
-    uniform = ("algorithm.local_epochs=1", "algorithm.weight=uniform", *words.split())
-    other, plain = engine_of(siamese("byol", *uniform), made_split(), groups_of(*SIZES))
-    for round in range(2):
-        step(engine, server, round)
-        step(other, plain, round)
-        assert torch.equal(server.weights, plain.weights)
-        assert float(server.log["loss"]) == pytest.approx(float(plain.log["loss"]), rel=1e-12)
-    for name, value in other.states.on_host(1).items():
-        assert relative(engine.states.on_host(1)[name].double(), value.double()) < 1e-10
-
-
 class Loop(Plain):
     """A plain client whose loss has the alignment term; group norm, so that images stay apart."""
 
@@ -193,20 +175,32 @@ def test_means_are_over_the_members_that_are_there(lambda_: int) -> None:
     assert all(torch.equal(kept[name], leaf) for name, leaf in engine.states.on_host(1).items())
 
 
-@pytest.mark.parametrize("rule", ["server.momentum=0.9", "server.optimizer=adam server.lr=0.01"])
-def test_each_cluster_is_a_federation_of_its_own(rule: str) -> None:
-    engine, server = made("algorithm.lambda=0", *rule.split(), objective="byol")
+@pytest.mark.parametrize(
+    ("words", "clusters"),
+    [
+        ("server.momentum=0.9", 2),
+        ("server.optimizer=adam server.lr=0.01", 2),
+        ("", 1),
+        ("algorithm.norm_policy=local server.momentum=0.5", 1),
+        ("algorithm.norm_policy=reset", 1),
+    ],
+)
+def test_each_cluster_is_a_federation_of_its_own(words: str, clusters: int) -> None:
+    given = ("algorithm.lambda=0", f"algorithm.clusters={clusters}", *words.split())
+    engine, server = made(*given, objective="byol")
     starts = models(engine, server)
     train(engine, server, 3)
-    assert server.client_log["cluster"] == {k: k % 2 for k in range(5)}
-    for number, members in enumerate(((0, 2, 4), (1, 3))):
-        uniform = ("algorithm.local_epochs=1", "algorithm.weight=uniform")
-        config = siamese("byol", *uniform, *rule.split())
+    assert server.client_log["cluster"] == {k: k % clusters for k in range(5)}
+    fedavg = ("algorithm.local_epochs=1", "algorithm.weight=uniform", *words.split())
+    for number, found in enumerate(models(engine, server)):
+        config, members = siamese("byol", *fedavg), range(number, 5, clusters)
         other, alone = engine_of(config, made_split(), groups_of(*SIZES))
         alone.weights = starts[number]
         for round in range(3):
             step(other, alone, round, *members)
-        assert relative(models(engine, server)[number], alone.weights) < 1e-9
+        assert relative(found, alone.weights) < 1e-9
+        for name, value in other.states.on_host(number).items():
+            assert relative(engine.states.on_host(number)[name].double(), value.double()) < 1e-8
 
 
 def test_an_empty_cluster_keeps_its_model() -> None:
@@ -284,26 +278,19 @@ def test_planted_groups_are_found_and_kept(norm: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "clients", "shown"),
+    ("names", "before", "after"),
     [
-        ([], 50, ["0 has 25, 1 has 25", "0 has 0, 1 has 50"]),
-        (
-            ["north", "south", "7"],
-            3,
-            ["0 has north 7, 1 has south", "0 has none, 1 has north south 7"],
-        ),
+        ([str(k) for k in range(50)], "0 has 25, 1 has 25", "0 has 0, 1 has 50"),
+        (["north", "south", "7"], "0 has north 7, 1 has south", "0 has none, 1 has north south 7"),
     ],
 )
-def test_clusters_are_shown_when_they_change(
-    names: list[str], clients: int, shown: list[str]
-) -> None:
+def test_clusters_are_shown_when_they_change(names: list[str], before: str, after: str) -> None:
     engine, server = made()
-    algorithm: Any = engine.algorithm
     server.client_names = names
     for number in (0, 1, 1):
-        server.client_log["cluster"] = {k: float(k % 2 or number) for k in range(clients)}
-        algorithm.show_clusters(server)
-    assert server.warnings == [f"clusters: {each}" for each in shown]
+        server.client_log["cluster"] = {k: float(k % 2 or number) for k in range(len(names))}
+        engine.algorithm.show_clusters(server)
+    assert server.warnings == [f"clusters: {before}", f"clusters: {after}"]
 
 
 @pytest.mark.parametrize("objective", ["deepcluster", "supervised", "rotation"])

@@ -20,7 +20,6 @@ from helpers import (
     siamese,
     step,
     train,
-    unit_rows,
 )
 from PIL import Image
 from plain import Plain, assert_network, loops_of, mean_network
@@ -37,8 +36,6 @@ from fedssl.deploy.write import write_app
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
-from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.simclr import SimCLR
 from fedssl.runs import checkpoint
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reevaluate import evaluate
@@ -93,21 +90,6 @@ def slow_contrast(views: tuple[Tensor, ...], dictionary: Tensor, temperature: fl
         partner = z[(i + n) % (2 * n)]
         total = total - torch.log(torch.exp(own @ partner / temperature) / denominator)
     return total / len(z)
-
-
-@pytest.mark.parametrize("count", [0, 1, 7])
-@pytest.mark.parametrize("temperature", [0.1, 0.5])
-def test_the_contrast_equals_a_slow_plain_evaluation(count: int, temperature: float) -> None:
-    objective = SimCLR(SimCLR.Params("simclr", temperature=temperature))
-    views = tuple(normal_rows(4, 6, seed).requires_grad_() for seed in (1, 2))
-    dictionary = unit_rows(count, 6, 3)
-    both = objective.contrast(views, dictionary), slow_contrast(views, dictionary, temperature)
-    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-12)
-    gradients = (torch.autograd.grad(loss, views) for loss in both)
-    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-11)
-    alone = objective.loss(EncodedBatch(views))
-    assert torch.equal(alone, objective.contrast(views))
-    assert torch.equal(alone, both[0]) == (count == 0)
 
 
 def untraced(module: nn.Module, inputs: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from rounds import assert_first_statistics_are_of_both_views, epochs, losses
 from torch import Tensor
 
 from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.memory import Queue
 from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
 
 WORDS = ("objective.name=swav", "objective.projector=32,16", "objective.prototypes=6")
@@ -127,38 +126,6 @@ def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
     for scores, rows in pairs:
         expected = F.cosine_similarity(rows[:, None], weight[None], dim=2)
         torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("queue", [8, 7, 3, 1000], ids=["divides", "does not", "small", "never"])
-def test_each_queue_holds_the_last_of_its_view(queue: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, server = engine_of(
-        epochs(*WORDS, f"objective.queue={queue}"), made_split(), groups_of(11, 9)
-    )
-    entered: list[Tensor] = []
-    real = Queue.update
-
-    def update(self: Queue, memory: Any, encodings: tuple[Tensor, ...]) -> None:
-        entered.append(torch.stack(encodings[4:]).detach())
-        real(self, memory, encodings)
-
-    monkeypatch.setattr(Queue, "update", update)
-    all_of: list[list[Tensor]] = [[], []]
-    for round in range(2):
-        entered.clear()
-        step(engine, server, round)
-        for k in range(2):
-            all_of[k] += entered[4 * k : 4 * k + 4]  # 2 epochs of 2 batches of 4
-            rows = F.normalize(torch.cat(all_of[k], dim=1), dim=2)
-            memory = engine.states[k]["memory"]
-            assert int(memory["seen"]) == rows.shape[1] == 16 * (round + 1)
-            expected = torch.zeros(2, queue, 16, dtype=torch.float64)
-            for i in range(rows.shape[1]):
-                expected[:, i % queue] = rows[:, i]
-            torch.testing.assert_close(memory["queue"], expected, rtol=1e-12, atol=1e-14)
-
-
-def test_without_a_queue_there_is_no_memory() -> None:
-    assert objective().memory.is_empty and not objective(queue=4).memory.is_empty
 
 
 def test_under_autocast_scores_are_float32() -> None:
