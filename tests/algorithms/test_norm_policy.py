@@ -27,11 +27,6 @@ def made(config: Config) -> tuple[LocalEngine, Server]:
     return engine_of(config, made_split(), groups_of(*SIZES))
 
 
-def session_of(config: Config, engine: LocalEngine, server: Server) -> Experiment:
-    """Enough of one for its weights: without a data set."""
-    return Experiment(config, None, engine.groups, [], engine, server)
-
-
 def norm_names(engine: LocalEngine) -> set[str]:
     """By the type of the layers, from the module itself."""
     kinds = (_BatchNorm, nn.GroupNorm)
@@ -102,33 +97,29 @@ def test_local_norms_of_two_clients_by_hand(norm: str, count: int) -> None:
     assert all(torch.equal(own[0][n], own[1][n]) != (n in norms) for n in own[0])
 
 
-@pytest.mark.parametrize(("weight", "counts"), [("samples", SIZES), ("uniform", (1, 1))])
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ("algorithm.weight=samples", SIZES),
+        ("algorithm.weight=uniform", (1, 1)),
+        ("algorithm.name=gossip", (1, 1)),
+    ],
+)
 def test_the_global_model_of_local_norms_has_their_mean(
-    weight: str, counts: tuple[int, int]
+    words: str, counts: tuple[int, int]
 ) -> None:
-    config = policy("local", f"algorithm.weight={weight}")
+    config = policy("local", words)
     engine, server = made(config)
-    session = session_of(config, engine, server)
-    assert torch.equal(session.models.global_model(), engine.trainer.initial)
+    models = Experiment(config, None, engine.groups, [], engine, server).models
+    assert torch.equal(models.global_model(), engine.trainer.initial)
     step(engine, server, 0)
     first, second = (next_start(engine, server, k) for k in range(2))
-    for name, tensor in engine.trainer.flat.named(session.models.global_model()).items():
+    assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))
+    own = engine.trainer.flat.named(models.personal_model(1))
+    for name, tensor in engine.trainer.flat.named(models.global_model()).items():
         mean = (counts[0] * first[name] + counts[1] * second[name]) / sum(counts)
         torch.testing.assert_close(tensor, mean, rtol=1e-12, atol=1e-14)
-        own = engine.trainer.flat.named(session.models.personal_model(1))
         assert torch.equal(own[name], second[name])
-
-
-def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
-    config = policy("local", "algorithm.name=gossip")
-    engine, server = made(config)
-    step(engine, server, 0)
-    session = session_of(config, engine, server)
-    first, second = (next_start(engine, server, k) for k in range(2))
-    found = engine.trainer.flat.named(session.models.global_model())
-    for name in norm_names(engine):
-        assert relative(found[name], (first[name] + second[name]) / 2) < 1e-12
-    assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))
 
 
 @pytest.mark.parametrize("towers", [1, 2])
