@@ -1,4 +1,4 @@
-"""Whole rounds of one objective, in ways that must agree: what the tests of objectives share."""
+"""Whole rounds and runs, in ways that must agree: what several tests share."""
 
 from __future__ import annotations
 
