@@ -46,6 +46,9 @@ METHODS = {
     "algorithm.dictionary=9 objective.name=simclr",
     "featarc": "algorithm.name=featarc objective.name=byol objective.predictor=24,16 rounds=3 "
     "cohort.size=4 client.momentum=0.9 evaluate.protocols=per-client,knn",
+    "ditto": "algorithm.name=ditto algorithm.local_epochs=null algorithm.batch=null "
+    "objective.name=byol objective.predictor=24,16 partition.clients=4 cohort.size=null "
+    "encoder.norm=group evaluate.protocols=per-client",
     "gossip": "algorithm.name=gossip objective.name=simclr rounds=3",
 }
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, step
 from plain import Plain, assert_network, loops_of
+from rounds import run_of
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
@@ -90,24 +90,14 @@ def test_the_proximal_term_is_part_of_the_loss(objective: str) -> None:
         assert_network(engine, own, loop.network.state_dict())
 
 
-SMALL = (
-    "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=4",
-    "cohort.size=null", "objective.name=byol", "objective.projector=32,16",
-    "objective.predictor=24,16", "server.optimizer=sgd", "server.lr=1", "client.lr=0.05",
-    "evaluate.protocols=per-client", "evaluate.baselines=[]", "engine.threads=1",
-)  # fmt: skip
-
-
 def small(*words: str) -> Experiment:
-    return build_experiment(
-        configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
-    )
+    return build_experiment(run_of("ditto", *words))
 
 
 @pytest.mark.parametrize(
     ("words", "models"),
     [
-        (["algorithm.name=ditto"], {"global", "personal"}),
+        ([], {"global", "personal"}),
         (["algorithm.name=fedavg"], {"global"}),
         (["algorithm.name=fedavg", "algorithm.norm_policy=local"], {"global", "personal"}),
         (["algorithm.name=standalone"], {"personal"}),
@@ -181,7 +171,7 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     ("words", "fits", "few"),
     [
         # Four models, the global one and an untrained one; linear@40 has others.
-        (["algorithm.name=ditto"], 6, 6),
+        ([], 6, 6),
         (["algorithm.name=fedavg", "algorithm.norm_policy=local"], 6, 2),
         (["algorithm.name=standalone"], 5, 5),
     ],
