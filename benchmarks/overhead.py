@@ -28,10 +28,9 @@ import torch
 from common import made
 
 from fedssl import config as configuration
-from fedssl import evaluate
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset
-from fedssl.evaluate import knn, linear
+from fedssl.evaluate import base, knn, linear
 from fedssl.evaluate.evaluator import ModelEvaluator
 from fedssl.federation.client import Client
 from fedssl.runs import build, checkpoint, finish, loop, split
@@ -48,9 +47,9 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "logging": ((MetricsLog, "after_round"), (Progress, "update")),
     "checkpoint": ((checkpoint, "write"),),
     "judging": ((ModelEvaluator, "evaluate"),),
-    "features": ((evaluate, "extract"),),
+    "features": ((base, "extract"),),
     "kNN": ((knn, "accuracy"),),
-    "linear": ((linear, "accuracy"),),
+    "linear": ((linear, "fit"),),
     "finish": ((finish, "finish_run"),),
 }
 Span = tuple[float, float]

@@ -1,4 +1,4 @@
-"""Evaluate given images by protocols, without a run."""
+"""Evaluate given images by protocols, without a run; and a task for fine-tuning."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from fedssl import config as configuration
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData
+from fedssl.evaluate.features import Labelled, units
 from fedssl.evaluate.registry import check_protocols, choose_protocols, parse_protocol
 
 
@@ -39,13 +41,42 @@ def check(
     check_protocols(data_of(settings, train, test, classes, holdout), has_head=True)
 
 
-def evaluate(
-    encoder: nn.Module, data: EvaluationData, views: Any = None, has_head: bool = False
-) -> dict[str, float]:
+def evaluate(encoder: nn.Module, data: EvaluationData, views: Any = None) -> dict[str, float]:
     tower: Any = SimpleNamespace(encoder=encoder)
-    model = EvaluatedModel(data, tower, "cpu", views, has_head)
-    specs = choose_protocols(data.settings, data.train, data.test)
+    model = EvaluatedModel(data, tower, views)
     results: dict[str, float] = {}
-    for spec in specs:
+    for spec in choose_protocols(data.settings, data.train, data.test):
         results |= parse_protocol(spec).evaluate(model)
     return results
+
+
+def hidden(n: int, seed: int = 0, classes: int = 2) -> Split:
+    """The class is in the brightness of the lower rows; the upper rows are noise."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % classes
+    images = torch.randint(0, 256, (n, 1, 8, 4), dtype=torch.uint8, generator=generator)
+    bright = 60 + 140 // (classes - 1) * labels[:, None, None, None]
+    noise = torch.randint(-20, 20, (n, 1, 4, 4), generator=generator)
+    images[:, :, 4:] = (bright + noise).to(torch.uint8)
+    return Split((images,), labels)
+
+
+def labelled(split: Split) -> Labelled:
+    return Labelled(split.images[0], *units(split.full_labels, split.cases))
+
+
+def blind(norm: type[nn.Module] = nn.BatchNorm1d) -> Any:
+    """An encoder that does not look at the lower rows."""
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(32, 8)
+    with torch.no_grad():
+        layer.weight.copy_(0.3 * torch.randn(8, 32, generator=generator))
+        layer.weight[:, 16:] = 0
+        layer.bias.zero_()
+    return with_features(nn.Sequential(nn.Flatten(), layer, norm(8), nn.ReLU()), 8)
+
+
+def with_features(encoder: Any, count: int) -> Any:
+    """The encoder, which now says how many features it has."""
+    encoder.features = count
+    return encoder

@@ -56,6 +56,15 @@ def save(path: Path, image: Image.Image | None = None, **options: object) -> Pat
     return path
 
 
+def save_noise(root: Path, *folders: str, count: int = 8, size: int = 16) -> None:
+    """Write images of random colors into each folder."""
+    generator = np.random.default_rng(count)
+    for folder in folders:
+        for k in range(count):
+            pixels = generator.integers(0, 256, (size, size, 3), dtype=np.uint8)
+            save(root / folder / f"{k}.png", Image.fromarray(pixels))
+
+
 def rows(root: Path, below: str = "") -> list[Row]:
     return [(file,) for file in find_images(root, below)[0]]
 

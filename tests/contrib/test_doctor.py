@@ -10,16 +10,12 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from fedssl.cli import main
 from fedssl.config import plugins
 from fedssl.contrib import doctor
 
 
-def test_the_report_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_of_this_machine(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path))
     (tmp_path / "downloads" / "cifar10").mkdir(parents=True)
     start = time.process_time()
@@ -40,10 +36,10 @@ def test_the_report_of_this_machine(
         assert re.search(f"^{line}", shown.out, re.MULTILINE), line
     # One table: the second column begins at the same place everywhere.
     rows = [line for line in shown.out.splitlines() if line.startswith("  ")]
-    assert len({re.match(r"  .*?\S(  +)(?=\S)", row).end() for row in rows}) == 1  # type: ignore[union-attr]
+    assert len({re.match(r"  .*?\S(  +)(?=\S)", row).end() for row in rows}) == 1
 
 
-def test_missing_packages_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_with_their_extra(monkeypatch):
     gone = ("mlflow", "onnx")
     monkeypatch.setattr(doctor, "_find_version", lambda name: None if name in gone else "1.0")
     shown = doctor.report()
@@ -52,15 +48,15 @@ def test_missing_packages_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert shown.splitlines()[-1].startswith("missing: onnx, mlflow")
 
 
-def test_without_torch() -> None:
+def test_without_torch():
     code = "import sys; sys.modules['torch'] = None; from fedssl.cli import main; main(['doctor'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert re.search(r"^  torch +missing +pip install torch", done.stdout, re.MULTILINE)
     assert re.search(r"^missing: torch\b", done.stdout.splitlines()[-1])
 
 
-def test_plugins_and_whether_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def point(package: str) -> SimpleNamespace:
+def test_plugins_and_whether_they_are_used(monkeypatch):
+    def point(package):
         return SimpleNamespace(dist=SimpleNamespace(name=package), value="")
 
     offers = {"fedavg": [point("a")], "new": [point("a")], "two": [point("b"), point("a")]}
@@ -76,7 +72,7 @@ def test_plugins_and_whether_they_are_used(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_every_extra_is_listed() -> None:
+def test_every_extra_is_listed():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     brought = {
         re.split(r"[\[<>=]", package)[0]: extra

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from scipy.optimize import minimize
 
 from fedssl.cli import main
 from fedssl.contrib import theory
-from fedssl.contrib.theory import Array, Source
+from fedssl.contrib.theory import Source
 from fedssl.data import charts
 
 GROWING = (64, 160, 400)
@@ -23,18 +21,18 @@ SEEDS = (0, 1)
 
 
 @functools.cache
-def compared(d: int, seed: int = 0) -> dict[str, Array]:
+def compared(d, seed=0):
     return theory.compare(d, SOURCES, seed)
 
 
-def rate(measure: Callable[[dict[str, Array]], float]) -> float:
+def rate(measure):
     """The power of d that a measure falls by, on average over seeds."""
     means = [np.mean([measure(compared(d, seed)) for seed in SEEDS]) for d in GROWING]
     assert min(means) > 0
     return float(np.polyfit(np.log(GROWING), np.log(means), 1)[0])
 
 
-def test_data_has_the_papers_moments() -> None:
+def test_data_has_the_papers_moments():
     """Moments and counts of source 2 of 3 (appendix E.1)."""
     d = 400
     tau, mu = d ** (1 / 5), d ** (-1 / 5)
@@ -54,7 +52,7 @@ def test_data_has_the_papers_moments() -> None:
 
 
 @pytest.mark.slow
-def test_eigenvectors_are_what_descent_finds() -> None:
+def test_eigenvectors_are_what_descent_finds():
     """Eq. E.1 with its expectation over the augmentation noise taken: −tr(w X wᵀ) + ‖wᵀw‖²/2."""
     covariance = theory.generate(24, 2, seed=0)[0].covariance
     x = torch.from_numpy(covariance)
@@ -71,17 +69,17 @@ def test_eigenvectors_are_what_descent_finds() -> None:
     )
 
 
-def test_representability_of_known_spans() -> None:
+def test_representability_of_known_spans():
     w = np.array([[1.0, 1, 0, 0], [2, 2, 0, 0], [0, 0, 5, 0]])
     np.testing.assert_allclose(theory.representability(w), [0.5, 0.5, 1, 0], atol=1e-12)
 
 
-def few() -> Source:
+def few():
     whole = theory.generate(12, 2, seed=1)[0]
     return Source(whole.x[::3], whole.y[::3])
 
 
-def test_the_classifier_is_the_quadratic_programs() -> None:
+def test_the_classifier_is_the_quadratic_programs():
     """Against scipy's solver, with the class that no sample has."""
     source = few()
     assert 3 not in source.y
@@ -110,14 +108,14 @@ def test_the_classifier_is_the_quadratic_programs() -> None:
     assert np.abs(ours[3]).max() > 0.01  # weights of its own
 
 
-def test_features_are_the_factor_of_least_norm() -> None:
+def test_features_are_the_factor_of_least_norm():
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((4, 12))
     u = theory.features(weights)
     v = weights @ np.linalg.pinv(u)
     np.testing.assert_allclose(v @ u, weights, atol=1e-9)
 
-    def cost(v: Array, u: Array) -> float:
+    def cost(v, u):
         return float(np.square(u.T @ u).sum() + np.square(v.T @ v).sum())
 
     assert cost(v, u) == pytest.approx(2 * np.square(weights).sum())
@@ -128,7 +126,7 @@ def test_features_are_the_factor_of_least_norm() -> None:
 
 
 @pytest.mark.slow
-def test_theorem_3_2_self_supervision_learns_all_directions() -> None:
+def test_theorem_3_2_self_supervision_learns_all_directions():
     """1 − O(d^(−4/5)) ≤ r ≤ 1, of a source for all but its own direction, globally for all."""
     for k in range(SOURCES):
         name = f"Dec-SSL, source {k + 1}"
@@ -139,7 +137,7 @@ def test_theorem_3_2_self_supervision_learns_all_directions() -> None:
         assert len(rows) == SOURCES + 1 and np.max(rows) <= 1 + 1e-12
 
 
-def test_proposition_4_1_classifiers_learn_their_own_direction() -> None:
+def test_proposition_4_1_classifiers_learn_their_own_direction():
     """Σ⟨u, e⟩² of the others O(d^(−1/20)); of e_k at least 1 − O(d^(−1/20)), in fact above 1."""
     for k in range(SOURCES):
         name = f"Dec-SLRep, source {k + 1}"
@@ -147,9 +145,7 @@ def test_proposition_4_1_classifiers_learn_their_own_direction() -> None:
         assert min(compared(d, seed)[name][k] for d in GROWING for seed in SEEDS) >= 1
 
 
-def test_the_chart_has_a_bar_for_each_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_chart_has_a_bar_for_each_value(tmp_path, capsys):
     out = tmp_path / "a.png"
     assert main(["theory", "representability", "--d", "64", "--k", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -174,9 +170,7 @@ def test_the_chart_has_a_bar_for_each_value(
      (["--d", "16", "--k", "2", "--out", "nowhere/a.png"], "--out nowhere/a.png"),
      (["--out", "a.jpg"], "--out a.jpg")],
 )  # fmt: skip
-def test_bad_input_is_one_line(
-    words: list[str], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(words, key, capsys):
     assert main(["theory", "representability", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"fedssl: {key}: ") and error.count("\n") == 1

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
-from PIL import Image
+from image_folders import save_noise
 
 pytest.importorskip("flwr")
 from far import far_session, one_round, small
 
 from fedssl import config as configuration
 from fedssl.algorithms.fedavg import FedAvg
-from fedssl.config import Config
 from fedssl.deploy import estimate
 from fedssl.deploy.recipe import adapt_recipe, check_recipe
 from fedssl.deploy.write import write_app
@@ -21,7 +20,7 @@ from fedssl.runs import loop, metrics
 from fedssl.runs.build import Experiment, assemble
 from fedssl.util.text import format_bytes
 
-SITES, IMAGES = 3, 8
+SITES = 3
 BYOL = "objective.name=byol objective.projector=32,16 encoder.norm=batch algorithm.batch=4"
 SMALL = [
     "data.size=16", "encoder.name=tiny", "encoder.groups=8", "objective.projector=32,16",
@@ -33,12 +32,8 @@ SMALL = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """<site>/<image>."""
-    root, generator = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
-    for site in range(SITES):
-        (root / str(site)).mkdir()
-        for image in range(IMAGES):
-            pixels = generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / str(site) / f"{image}.png")
+    root = tmp_path_factory.mktemp("images")
+    save_noise(root, *map(str, range(SITES)))
     return root
 
 
@@ -46,12 +41,6 @@ def planned(*words: str) -> estimate.Traffic:
     moved = check_recipe(adapt_recipe("default", [*SMALL, f"engine.sites={SITES}", *words]))
     assert moved is not None
     return moved
-
-
-def last_round(out: Path, way: str) -> dict[str, float]:
-    """A client's bytes by exchange."""
-    *_, line = metrics.read(out)
-    return {task: own[way] / SITES for task, own in line["exchanges"].items()}
 
 
 @pytest.mark.parametrize(
@@ -83,15 +72,14 @@ def test_a_run_counts_what_a_site_was_told(words: str, folder: Path, tmp_path: P
     real = configuration.resolve(configuration.read_recipe(None), [*SMALL, *there, *here, *given])
     loop.run(real, tmp_path / "run")
     moved = planned(*given, *(here if "public" in words else []))
+    first, *_, last = (line["exchanges"] for line in metrics.read(tmp_path / "run"))
     for way in ("up", "down"):
-        counted, said = last_round(tmp_path / "run", way), getattr(moved, way)
-        assert said.keys() == counted.keys()
+        said = getattr(moved, way)
+        assert said.keys() == last.keys()
         # Numbers for the log are of either precision.
-        assert all(abs(said[task] - counted[task]) <= 12 for task in said), (said, counted)
-    first = next(metrics.read(tmp_path / "run"))["exchanges"]
-    assert moved.first == {
-        task: own["up"] / SITES for task, own in first.items() if task not in moved.up
-    }
+        assert all(abs(said[task] - last[task][way] / SITES) <= 12 for task in said), (said, last)
+    only = {task: own["up"] / SITES for task, own in first.items() if task not in moved.up}
+    assert moved.first == only
 
 
 @pytest.mark.parametrize(
@@ -111,16 +99,20 @@ def test_one_site_is_enough_for_a_number(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "keys"), [("engine.updates=full", 0), ("engine.updates=fp16", 0), ("secure", 1000)]
+    ("words", "keys"),
+    [("engine.updates=full", 0), ("engine.updates=fp16", 0), ("privacy.secure=true", 1000)],
 )
 def test_messages_count_the_same(words: str, keys: int, tmp_path: Path) -> None:
     """``keys``: the most bytes that a secure sum of five adds to the masked numbers."""
-    given = "privacy.secure=true" if words == "secure" else words
-    config = small("engine.name=flower", given)
+    config = small("engine.name=flower", words)
     far, _ = far_session(config, tmp_path)
+
+    def again(weights: bool) -> Experiment:
+        return assemble(config, far.dataset, far.engine.groups, weights=weights)
+
     one_round(far, tmp_path)
     line = one_round(far, tmp_path)
-    moved = rehearsed(config, far)
+    moved = estimate.estimate_traffic(again(True), lambda: again(False))
     for way in ("up", "down"):
         said = getattr(moved, way)
         assert said.keys() == line["exchanges"].keys()
@@ -128,20 +120,14 @@ def test_messages_count_the_same(words: str, keys: int, tmp_path: Path) -> None:
             assert 0 <= own[way] / 5 - said[task] <= keys
 
 
-def rehearsed(config: Config, session: Experiment) -> estimate.Traffic:
-    def again(weights: bool) -> Experiment:
-        return assemble(config, session.dataset, session.engine.groups, weights=weights)
-
-    moved = estimate.estimate_traffic(again(True), lambda: again(False))
-    assert moved is not None
-    return moved
+def told(folder: Path, words: str = "") -> str:
+    """The text of SITES.md."""
+    write_app(folder, "default", [*SMALL, f"engine.sites={SITES}", *words.split()])
+    return " ".join((folder / "SITES.md").read_text().split())
 
 
 def test_a_site_is_told(tmp_path: Path) -> None:
-    words = [*SMALL, f"engine.sites={SITES}", "rounds=1000"]
-    write_app(tmp_path, "default", words)
-    text = " ".join((tmp_path / "SITES.md").read_text().split())
-    moved = planned()
+    text, moved = told(tmp_path, "rounds=1000"), planned()
     up, down = sum(moved.up.values()), sum(moved.down.values())
     parts = ", ".join(f"`{task}` {format_bytes(moved.up[task])}" for task in ("encode", "descend"))
     assert (
@@ -163,18 +149,11 @@ def test_a_site_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_what_goes_with_the_number(words: str, said: str, tmp_path: Path) -> None:
-    given = [*SMALL, f"engine.sites={SITES}", *words.split()]
-    write_app(tmp_path, "default", given)
-    assert said in " ".join((tmp_path / "SITES.md").read_text().split())
+    assert said in told(tmp_path, words)
 
 
 def test_an_algorithm_that_takes_no_zeros_costs_only_the_number(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fails(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(FedAvg, "round", fails)
-    words = ["algorithm.name=fedavg", *SMALL, f"engine.sites={SITES}"]
-    write_app(tmp_path, "default", words)
-    assert "**How much** a round moves" in (tmp_path / "SITES.md").read_text()
+    monkeypatch.setattr(FedAvg, "round", Mock(side_effect=ZeroDivisionError))
+    assert "**How much** a round moves" in told(tmp_path, "algorithm.name=fedavg")

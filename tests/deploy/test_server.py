@@ -11,17 +11,19 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import relative
+from helpers import refused, relative
+from image_folders import save
 from PIL import Image
 
 pytest.importorskip("flwr")
 from far import BYOL, Here
 from flwr.app import Context, RecordDict
-from three_sites import WORDS, grid_of, metrics, recorded, settled, weights
+from three_sites import WORDS, grid_of, metrics, recorded, serve_here, settled, weights
 
 from fedssl import __version__, report
 from fedssl import config as configuration
@@ -55,7 +57,7 @@ def test_sites_give_the_weights_of_the_local_engine(
     words: tuple[str, ...], sites: Path, tmp_path: Path
 ) -> None:
     config = settled(*words)
-    summary = serve(grid_of(config, sites), config, tmp_path / "far", False)
+    summary = serve_here(config, sites, tmp_path / "far")
     assert relative(weights(tmp_path / "far"), local(config, sites, tmp_path / "near")) < 1e-10
     assert summary["rounds"] == 3 and "knn_top1" not in summary  # the server has no images
     clients = json.loads((tmp_path / "far" / "clients.json").read_text())
@@ -120,7 +122,6 @@ def test_a_site_whose_images_change_is_told_what_to_do(
 ) -> None:
     """Also where its weight does not show it, or does not change."""
     config = settled("algorithm.name=fedavg", "rounds=2", "cohort.minimum=2", *words)
-    grid = grid_of(config, sites)
 
     def adds(asked: Any, reply: Any) -> Any:
         if not (sites / "lab" / "new.png").exists() and asked.metadata.dst_node_id == 13:
@@ -128,8 +129,7 @@ def test_a_site_whose_images_change_is_told_what_to_do(
             load_experiment.cache_clear()  # a new process, as for every message
         return reply
 
-    grid.tamper = adds
-    serve(grid, config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far", tamper=adds)
     assert metrics(tmp_path / "far")[1]["faults"]["1"] == (
         f"train{', keys' * ('privacy.secure=true' in words)}: refused: 7 images, where the run "
         "started with 6. Restore the images, or start a new run."
@@ -145,7 +145,7 @@ def test_labelled_images_at_the_server_judge_the_encoder(
     config = settled(*words, f"data.root={root}", *judged)
     out = tmp_path / "app" / "run"
     (tmp_path / "app" / PACKAGE).mkdir(parents=True)
-    summary = serve(grid_of(config, sites), config, out, False)
+    summary = serve_here(config, sites, out)
     assert 0 < summary["knn_top1"] <= 100 and "untrained" in summary
     # Afterwards the server's commands know what it was.
     found = Run(out).evaluate().to_dict("index")
@@ -163,33 +163,23 @@ def test_labelled_images_at_the_server_judge_the_encoder(
 
 def test_a_run_that_nothing_judged_needs_images(sites: Path, tmp_path: Path) -> None:
     config = settled("rounds=1")
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
-    with pytest.raises(UserError) as caught:
+    serve_here(config, sites, tmp_path / "far")
+    with refused("data.name", "folder"):
         evaluate(tmp_path / "far", [])
-    assert (caught.value.key, caught.value.value) == ("data.name", "folder")
 
 
 def test_sites_with_other_images_are_named(sites: Path, tmp_path: Path) -> None:
     for path in (sites / "lab").iterdir():
         Image.open(path).resize((20, 20)).save(path)
     config = settled("data.size=null")
-    with pytest.raises(UserError, match=r"site lab: the images' height is 20"):
-        serve(grid_of(config, sites), config, tmp_path / "far", False)
+    with refused(None, says="site lab: the images' height is 20"):
+        serve_here(config, sites, tmp_path / "far")
 
 
 def test_two_sites_of_one_name_are_two_clients(sites: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (sites / "lab").rename(tmp_path / "other" / "ward")
-    config = settled()
-    grid = grid_of(config, sites, "ward", "clinic")
-    grid = Here(
-        grid.app,
-        [
-            *(c.node_config for c in grid.contexts.values()),
-            {"data": str(tmp_path / "other" / "ward")},
-        ],
-    )
-    serve(grid, config, tmp_path / "far", False)
+    (sites / "other").mkdir()
+    (sites / "lab").rename(sites / "other" / "ward")
+    serve_here(settled(), sites, tmp_path / "far", "ward", "clinic", "other/ward")
     clients = json.loads((tmp_path / "far" / "clients.json").read_text())
     assert [c["name"] for c in clients] == ["clinic", "ward", "ward (2)"]
     assert sorted(c["samples"] for c in clients) == [5, 6, 7]
@@ -198,12 +188,10 @@ def test_two_sites_of_one_name_are_two_clients(sites: Path, tmp_path: Path) -> N
 def labelled(folder: Path) -> Path:
     """Images that the server judges with."""
     for part, count in (("train", 4), ("test", 2)):
-        for label in ("a", "b"):
-            (folder / part / label).mkdir(parents=True)
+        for label, shade in (("a", 40), ("b", 200)):
             for k in range(count):
-                shade = 40 if label == "a" else 200
                 image = Image.new("RGB", (16, 16), (shade + k,) * 3)
-                image.save(folder / part / label / f"{k}.png")
+                save(folder / part / label / f"{k}.png", image)
     return folder
 
 
@@ -248,17 +236,20 @@ def test_what_the_server_lacks_is_said_before_the_sites_are_asked(
     sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loggers, "installed", lambda name: False)
-    lacks = ("log=wandb", "log=wandb: not installed"), ("data.root=/no", "no such")
-    for word, said in (*lacks, ("encoder.init=/none", "encoder.init=/none: no such file")):
-        config = settled(word, "engine.timeout=0.1")
-        with pytest.raises(UserError, match=said):
-            serve(grid_of(config, sites, "ward"), config, tmp_path / "far", False)
+    for word, key in (
+        ("log=wandb", "log"),
+        ("data.root=/no", "data.root"),
+        ("encoder.init=/none", "encoder.init"),
+    ):
+        with refused(key):
+            config = settled(word, "engine.timeout=0.1")
+            serve_here(config, sites, tmp_path / "far", "ward")
         assert not (tmp_path / "far" / "config.yaml").exists()
 
 
 def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
     config = settled("privacy.secure=true")
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far")
     near = local(settled(), sites, tmp_path / "near")
     torch.testing.assert_close(weights(tmp_path / "far"), near, rtol=0, atol=1e-7)
 
@@ -270,17 +261,14 @@ def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
 def test_a_stranger_cannot_end_a_run(
     fact: dict[str, Any], sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = settled("rounds=1")
-    grid = grid_of(config, sites, "ward", "clinic", "lab", "lab")
-
     def lies(asked: Any, reply: Any) -> Any:
         if asked.metadata.dst_node_id == 14 and "hello" in reply.content.config_records:
             record = reply.content.config_records["hello"]
             record["facts"] = json.dumps(json.loads(record["facts"]) | fact)
         return reply
 
-    grid.tamper = lies
-    serve(grid, config, tmp_path / "far", False)
+    names = ("ward", "clinic", "lab", "lab")
+    serve_here(settled("rounds=1"), sites, tmp_path / "far", *names, tamper=lies)
     assert "fedssl did not write" in capsys.readouterr().err
 
 
@@ -288,8 +276,6 @@ def test_a_stranger_cannot_end_a_run(
 def test_a_site_with_another_fedssl_is_not_taken(
     theirs: str | None, sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grid = grid_of(settled("engine.timeout=0.1"), sites)
-
     def other(asked: Any, reply: Any) -> Any:
         if asked.metadata.dst_node_id == 12:
             hello = reply.content["hello"]
@@ -298,9 +284,8 @@ def test_a_site_with_another_fedssl_is_not_taken(
                 hello["version"] = theirs
         return reply
 
-    grid.tamper = other
-    with pytest.raises(UserError, match="only 2 of 3 sites"):
-        serve(grid, settled("engine.timeout=0.1"), tmp_path / "far", False)
+    with refused("engine.timeout", says="only 2 of 3 sites"):
+        serve_here(settled("engine.timeout=0.1"), sites, tmp_path / "far", tamper=other)
     line = f"has fedssl {theirs or 'of an older version'}, the server {__version__}"
     assert (
         f"node 12 cannot take part: {line}: install the same version\n" in capsys.readouterr().err
@@ -311,33 +296,32 @@ def test_a_site_may_have_one_image(sites: Path, tmp_path: Path) -> None:
     for path in sorted((sites / "lab").iterdir())[1:]:
         path.unlink()
     config = settled("rounds=1")
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far")
     clients = json.loads((tmp_path / "far" / "clients.json").read_text())
     assert [c["samples"] for c in clients] == [5, 1, 7] and metrics(tmp_path / "far")[0]["loss"]
 
 
+def run_app(sites: Path, out: Path, resume: Any) -> None:
+    """The server's program, as Flower starts it."""
+    recipe = sites.parents[1] / "server.yaml"
+    recipe.write_text(configuration.dump(settled()))
+    context = Context(1, 1, {}, RecordDict(), {"out": str(out), "resume": resume})
+    with pytest.raises(UserError):
+        server_app(recipe)(grid_of(settled(), sites), context)
+
+
 @pytest.mark.parametrize("given", ["false", 0])
 def test_resume_is_true_or_false(
-    given: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: Any, sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(configuration.dump(settled()))
-    context = Context(1, 1, {}, RecordDict(), {"out": str(tmp_path / "far"), "resume": given})
-    with pytest.raises(UserError):
-        server_app(recipe)(grid_of(settled(), tmp_path), context)
+    run_app(sites, tmp_path / "far", given)
     assert capsys.readouterr().err.startswith(f"fedssl: resume={json.dumps(given)}: ")
 
 
 def test_a_full_disk_of_the_servers_is_told_as_what_goes_on_there(
     sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path, *arguments: Any) -> None:
-        raise UserError(f"{path}: cannot be written", can_resume=True)
-
+    full = Mock(side_effect=UserError("the checkpoint cannot be written", can_resume=True))
     monkeypatch.setattr(checkpoint, "save_tensors", full)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(configuration.dump(settled()))
-    context = Context(1, 1, {}, RecordDict(), {"out": str(tmp_path / "far"), "resume": False})
-    with pytest.raises(UserError):
-        server_app(recipe)(grid_of(settled(), sites), context)
+    run_app(sites, tmp_path / "far", False)
     assert "continue with --run-config 'resume=true'." in capsys.readouterr().err

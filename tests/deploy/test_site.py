@@ -15,30 +15,16 @@ from PIL import Image
 
 pytest.importorskip("flwr")
 from far import BYOL, Here
-from flwr.app import RecordDict
-from three_sites import asked, grid_of, metrics, recorded, settled
+from three_sites import asked, grid_of, hello, metrics, recorded, serve_here, settled
 
 from fedssl import __version__
 from fedssl import config as configuration
 from fedssl.data import image_files
 from fedssl.deploy import site as site_module
-from fedssl.deploy.server import serve
 from fedssl.deploy.site import build_site_experiment, client_app, load_experiment
 from fedssl.engines.flower.messages import read_replies, write_request
 from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request
-from fedssl.util.errors import UserError
-
-
-def without(scan: Any, name: str) -> Any:
-    """A folder that nobody may list, not even root."""
-
-    def refused(folder: Path, *rest: Any) -> None:
-        if folder.name == name:
-            raise PermissionError(13, "Permission denied", str(folder))
-        scan(folder, *rest)
-
-    return refused
 
 
 def test_a_part_of_a_sites_folder_is_not_left_out_silently(
@@ -53,8 +39,8 @@ def test_a_part_of_a_sites_folder_is_not_left_out_silently(
     (folder / "2021").mkdir()
     for k in (3, 4, 5):
         (folder / f"{k}.png").rename(folder / "2021" / f"{k}.png")
-    hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
-    assert hello["fault"] == (
+    told = hello(grid_of(settled(), sites))
+    assert told["fault"] == (
         "refused: node-config data: 4 images are not below train/, and only those in there would "
         "be used; move them there, or rename train; the site's log says more"
     )
@@ -63,10 +49,17 @@ def test_a_part_of_a_sites_folder_is_not_left_out_silently(
     (folder / ".trash").mkdir()
     shutil.copy(folder / "train" / "0.png", folder / ".trash")  # as everywhere
     (folder / "lost+found").mkdir()
-    monkeypatch.setattr(image_files, "_scan", without(image_files._scan, "lost+found"))
+    scan = image_files._scan
+
+    def refused(folder: Path, *rest: Any) -> None:
+        if folder.name == "lost+found":  # which nobody may list, not even root
+            raise PermissionError(13, "Permission denied", str(folder))
+        scan(folder, *rest)
+
+    monkeypatch.setattr(image_files, "_scan", refused)
     load_experiment.cache_clear()
-    hello = asked(grid_of(settled(), sites), 11, RecordDict(), "query.hello")["hello"]
-    assert json.loads(hello["facts"])["samples"] == 1
+    told = hello(grid_of(settled(), sites))
+    assert json.loads(told["facts"])["samples"] == 1
 
 
 @pytest.mark.parametrize("words", [(), ("privacy.secure=true",), ("algorithm.name=fedavg",)])
@@ -74,7 +67,7 @@ def test_what_sites_record_is_what_the_server_counts(
     words: tuple[str, ...], sites: Path, tmp_path: Path
 ) -> None:
     config = settled("rounds=2", *words)
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far")
     lines = [line for name in ("ward", "clinic", "lab") for line in recorded(sites / name)]
     for row in metrics(tmp_path / "far"):
         for task, moved in row["exchanges"].items():
@@ -99,14 +92,6 @@ def test_what_sites_record_is_what_the_server_counts(
         assert second["sent"] == sent
 
 
-def test_a_fault_is_recorded_too(sites: Path, tmp_path: Path) -> None:
-    config = settled("engine.timeout=0.1")
-    grid = grid_of(config, sites, "ward", "clinic", "nowhere")
-    with pytest.raises(UserError, match="only 2 of 3 sites"):
-        serve(grid, config, tmp_path / "far", False)
-    assert "no such folder" in recorded(sites / "nowhere")[0]["sent"]["hello/fault"]
-
-
 def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> None:
     config = settled("rounds=2", "algorithm.name=fedavg", "cohort.minimum=2")
     path = site_module.state_folder(str(sites / "clinic")) / "sent.jsonl"
@@ -117,9 +102,7 @@ def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> Non
             path.mkdir()
         return reply
 
-    grid = grid_of(config, sites)
-    grid.tamper = spoil
-    serve(grid, config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far", tamper=spoil)
     said = "refused: the site's record cannot be written (Is a directory); the site's log says more"
     for row in metrics(tmp_path / "far"):
         assert row["missing"] == 1 and said in row["faults"]["0"]
@@ -149,7 +132,7 @@ def test_a_request_that_makes_no_sense_is_refused_and_recorded(
 def test_a_folder_that_cannot_be_looked_at_is_not_told(sites: Path) -> None:
     (sites / "secret").symlink_to(sites / "secret")
     grid = grid_of(settled(), sites, "secret")
-    told = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
+    told = hello(grid)["fault"]
     assert told.startswith("refused: ") and "Errno" not in told
 
 
@@ -184,7 +167,8 @@ def empty_class(folder: Path) -> None:
     Image.new("RGB", (16, 16)).save(folder / "train" / "x" / "1.png")
 
 
-SIZE = "data.size is not set, and the images are not of one square size"
+OPERATOR = "The server's operator sets this key."
+DATA = "node-config data"
 
 
 @pytest.mark.parametrize(
@@ -194,14 +178,18 @@ SIZE = "data.size is not set, and the images are not of one square size"
             corrupt,
             "data.corrupt=fail: 1 of 6 images cannot be read; data.corrupt=skip leaves such files "
             "out",
-            "data.corrupt=skip. The server's operator sets this key.",
+            f"data.corrupt=skip. {OPERATOR}",
         ),
         (
             only_corrupt,
-            "node-config data: no image for train can be read",
-            f"node-config data={{folder}}: no image for train can be read: {SECRET}.jpg",
+            f"{DATA}: no image for train can be read",
+            f"{DATA}={{folder}}: no image for train can be read: {SECRET}.jpg",
         ),
-        (other_size, SIZE, "data.size=16. The server's operator sets this key."),
+        (
+            other_size,
+            "data.size is not set, and the images are not of one square size",
+            f"data.size=16. {OPERATOR}",
+        ),
         (
             no_cache,
             "the cache cannot be written",
@@ -209,13 +197,13 @@ SIZE = "data.size is not set, and the images are not of one square size"
         ),
         (
             no_training,
-            "node-config data: its images cannot be used",
-            "node-config data={folder}: there is test/ but no train/",
+            f"{DATA}: its images cannot be used",
+            f"{DATA}={{folder}}: there is test/ but no train/",
         ),
         (
             empty_class,
-            "node-config data: its images cannot be used",
-            f"node-config data={{folder}}: the class folder train/{SECRET} holds no image",
+            f"{DATA}: its images cannot be used",
+            f"{DATA}={{folder}}: the class folder train/{SECRET} holds no image",
         ),
     ],
 )
@@ -228,7 +216,7 @@ def test_names_of_files_stay_at_the_site(
 ) -> None:
     spoil(sites / "clinic")
     grid = grid_of(settled("data.size=null"), sites, "clinic")
-    said = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
+    said = hello(grid)["fault"]
     assert said == f"refused: {told}; the site's log says more"
     log = capsys.readouterr().err
     assert logged.format(folder=sites / "clinic", cache=sites.parents[1] / "cache") in log
@@ -255,7 +243,7 @@ def test_a_full_disk_at_a_site_is_told_without_its_path(
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     config = settled(*BYOL, "algorithm.name=fedema", "rounds=1", "cohort.minimum=2")
-    serve(grid_of(config, sites), config, tmp_path / "far", False)
+    serve_here(config, sites, tmp_path / "far")
     told = "refused: a file cannot be written; make room; the site's log says more"
     assert metrics(tmp_path / "far")[0]["faults"]["1"].endswith(told)
     log = capsys.readouterr().err
@@ -273,14 +261,16 @@ def test_what_the_app_says_of_the_servers_machine_does_not_hold_at_sites(
     assert not (tmp_path / "other").exists() and (tmp_path / "cache").exists()
 
 
+def told_of(sites: Path, recipe: str) -> dict[str, str]:
+    (sites / "recipe.yaml").write_text(recipe)
+    return hello(Here(client_app(sites / "recipe.yaml"), [{"data": str(sites / "ward")}]))
+
+
 def test_a_site_that_cannot_read_the_recipe_says_so_and_records_it(sites: Path) -> None:
-    text = configuration.dump(settled()) + "invented: 1\n"
-    (sites / "recipe.yaml").write_text(text)
-    grid = Here(client_app(sites / "recipe.yaml"), [{"data": str(sites / "ward")}])
-    hello = asked(grid, 11, RecordDict(), "query.hello")["hello"]
-    assert hello["fault"].startswith("refused: invented: unknown key")
-    assert hello["version"] == __version__
-    assert recorded(sites / "ward")[0]["sent"]["hello/fault"] == hello["fault"]
+    told = told_of(sites, configuration.dump(settled()) + "invented: 1\n")
+    assert told["fault"].startswith("refused: invented: unknown key")
+    assert told["version"] == __version__
+    assert recorded(sites / "ward")[0]["sent"]["hello/fault"] == told["fault"]
 
 
 def test_of_a_program_that_fails_only_the_kind_is_told(
@@ -288,12 +278,10 @@ def test_of_a_program_that_fails_only_the_kind_is_told(
 ) -> None:
     (tmp_path / "own_failing.py").write_text("raise RuntimeError(__file__)")
     monkeypatch.syspath_prepend(tmp_path)
-    text = configuration.dump(settled()).replace("name: dcco", "name: own_failing:Own")
-    (sites / "recipe.yaml").write_text(text)
-    grid = Here(client_app(sites / "recipe.yaml"), [{"data": str(sites / "ward")}])
-    told = asked(grid, 11, RecordDict(), "query.hello")["hello"]["fault"]
+    recipe = configuration.dump(settled()).replace("name: dcco", "name: own_failing:Own")
     where = "refused: algorithm.name=own_failing:Own"
-    assert told == f"{where}: RuntimeError; the site's log says more"
+    fault = told_of(sites, recipe)["fault"]
+    assert fault == f"{where}: RuntimeError; the site's log says more"
     assert str(tmp_path) in capsys.readouterr().err
 
 

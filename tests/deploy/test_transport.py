@@ -34,19 +34,17 @@ class Nodes(SiteTransport):
     def get_node_ids(self) -> list[int]:
         return list(self.answers)
 
-    def _greet(self, nodes: set[int], timeout: float) -> dict[int, Any]:
-        self.asked += sorted(nodes)
-        return {
-            node: write_greeting({"version": __version__} | _facts(answer))
-            for node, answer in self.answers.items()
-            if node in nodes and answer != "silent"
-        }
-
-
-def _facts(answer: Introduction | str) -> dict[str, str]:
-    if isinstance(answer, str):
-        return {"fault": answer}
-    return {"facts": json.dumps(asdict(answer))}
+    def exchange(self, messages: Mapping[int, Any], timeout: float) -> dict[int, Any]:
+        self.asked += sorted(messages)
+        replies = {}
+        for node in messages:
+            answer = self.answers[node]
+            told = {"fault": answer}
+            if isinstance(answer, Introduction):
+                told = {"facts": json.dumps(asdict(answer))}
+            if answer != "silent":
+                replies[node] = write_greeting({"version": __version__, **told})
+        return replies
 
 
 def test_a_site_that_cannot_take_part_is_named_once_and_left_alone_for_a_while(

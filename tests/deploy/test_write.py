@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from helpers import refused
 from PIL import Image
 
 pytest.importorskip("flwr")
@@ -17,7 +18,6 @@ from fedssl.deploy.server import claim_folder, serve
 from fedssl.deploy.site import build_site_experiment
 from fedssl.deploy.write import write_app
 from fedssl.runs import loop, sweep
-from fedssl.util.errors import UserError
 
 WORDS = ["engine.sites=3", "cohort.size=null", "rounds=7"]
 
@@ -99,8 +99,6 @@ def test_keys_for_simulations_are_left_out_with_a_line(
     ("words", "key", "value"),
     [
         (["rounds=2"], "engine.sites", None),
-        (["engine.site=3"], "engine.site", None),
-        (["engine.sites=0"], "engine.sites", 0),
         (["engine.sites=3"], "cohort.size", 32),
         ([*WORDS, "cohort.minimum=4"], "cohort.minimum", 4),
         ([*WORDS, "data.name=digits"], "data.name", "digits"),
@@ -123,22 +121,22 @@ def test_keys_for_simulations_are_left_out_with_a_line(
 )
 def test_refusals(tmp_path: Path, words: list[str], key: str, value: object) -> None:
     folder = tmp_path / "app"
-    with pytest.raises(UserError) as caught:
+    with refused(key, ... if value is None else value):
         write_app(folder, "default", words)
-    assert caught.value.key == key and "\n" not in str(caught.value)
-    assert value is None or str(caught.value.value) == str(value)
     assert not folder.exists()
 
 
 def test_names_that_are_wrong(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"engine.sites=3: expected the name of a recipe"):
-        write_app(tmp_path / "app", "engine.sites=3", [])
-    with pytest.raises(UserError, match=r"did you mean default"):
-        write_app(tmp_path / "app", "defalt", WORDS)
     (tmp_path / "mine").write_text("mine")
-    for folder in (tmp_path, tmp_path / "mine"):
-        with pytest.raises(UserError, match="exists and is not an empty folder"):
-            write_app(folder, "default", WORDS)
+    for folder, recipe, key, says in (
+        ("app", "engine.sites=3", None, "engine.sites=3: expected the name of a recipe"),
+        ("app", "defalt", "recipe", "did you mean default"),
+        ("", "default", None, "exists and is not an empty folder"),
+        ("mine", "default", None, "exists and is not an empty folder"),
+        ("mine/app", "default", None, "cannot be written (Not a directory)"),
+    ):
+        with refused(key, says=says):
+            write_app(tmp_path / folder, recipe, WORDS)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
@@ -152,9 +150,8 @@ def test_the_servers_images_are_looked_at(
     images.mkdir()
     for name in ("a.png", "b.png"):
         Image.new("RGB", (16, 16)).save(images / name)
-    with pytest.raises(UserError) as caught:
+    with refused("evaluate.protocols", says="knn"):
         write_app(tmp_path / "other", "default", [*words, f"data.root={images}"])
-    assert "evaluate.protocols=knn" in str(caught.value)
     assert not (tmp_path / "other").exists()
 
 
@@ -165,22 +162,21 @@ def test_real_sites_are_not_simulated(tmp_path: Path) -> None:
         lambda: loop.run(settings, tmp_path / "run"),
         lambda: sweep.sweep(tree, tmp_path / "run", False),
     ):
-        with pytest.raises(UserError, match=r"engine.sites=3: "):
+        with refused("engine.sites", 3):
             start()
     assert not (tmp_path / "run").exists()
 
 
 def test_one_server_at_a_time_in_a_runs_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with pytest.raises(UserError, match="holds no run"):
+    with refused("resume", says="holds no run"):
         serve(cast("Any", None), adapt_recipe("default", WORDS), out, True)
     with claim_folder(out, False):
         (out / "config.yaml").touch()
-        with pytest.raises(UserError, match="a run is at work there"), claim_folder(out, True):
+        with refused("out", says="a run is at work there"), claim_folder(out, True):
             pass
-        with pytest.raises(UserError) as caught, claim_folder(out, False):
+        with refused("out", out), claim_folder(out, False):
             pass
-        assert (caught.value.key, caught.value.value) == ("out", out)
     with claim_folder(out, True):
         pass
 
@@ -188,9 +184,8 @@ def test_one_server_at_a_time_in_a_runs_folder(tmp_path: Path) -> None:
 def test_a_sites_mistakes_are_told_by_the_name_that_it_knows(tmp_path: Path) -> None:
     config = adapt_recipe("default", WORDS)
     for data in ("", str(tmp_path / "no"), str(tmp_path)):
-        with pytest.raises(UserError) as caught:
+        with refused("node-config data"):
             build_site_experiment(config, data)
-        assert caught.value.key == "node-config data"
 
 
 def test_weights_to_start_from_are_the_servers(
@@ -200,9 +195,8 @@ def test_weights_to_start_from_are_the_servers(
     init, app = "encoder.init=encoder.safetensors", tmp_path / "app"
     Path("encoder.safetensors").touch()
     for word in ("algorithm.name=ditto", "algorithm.norm_policy=reset"):
-        with pytest.raises(UserError) as caught:
+        with refused("encoder.init", says=word):
             write_app(app, "default", [*WORDS, "algorithm.local_epochs=1", init, word])
-        assert caught.value.key == "encoder.init" and word in caught.value.problem
     write_app(app, "default", [*WORDS, init])
     tree = yaml.safe_load((app / "fedssl_app" / "recipe.yaml").read_text())
     assert tree["encoder"]["init"] == str(tmp_path / "encoder.safetensors")

@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from image_folders import save_noise
 from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
-from far import Here
-from flwr.app import Message
+from far import Here, Tamper
+from flwr.app import Message, RecordDict
 
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.deploy import site as site_module
 from fedssl.deploy.recipe import adapt_recipe
+from fedssl.deploy.server import serve
 from fedssl.deploy.site import client_app, load_experiment
 
 WORDS = (
@@ -35,13 +35,8 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDSSL_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
     load_experiment.cache_clear()
-    generator = np.random.default_rng(0)
     for name, count in (("ward", 7), ("clinic", 5), ("lab", 6)):
-        folder = tmp_path / "data" / "train" / name
-        folder.mkdir(parents=True)
-        for k in range(count):
-            pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"{k}.png")
+        save_noise(tmp_path / "data" / "train", name, count=count)
     return tmp_path / "data" / "train"
 
 
@@ -56,6 +51,15 @@ def grid_of(config: Config, sites: Path, *names: str) -> Here:
     app = client_app(recipe)
     recipe.unlink()
     return Here(app, folders)
+
+
+def serve_here(
+    config: Config, sites: Path, out: Path, *names: str, tamper: Tamper | None = None
+) -> dict[str, Any]:
+    """A whole run with these sites, all three unless named."""
+    grid = grid_of(config, sites, *names)
+    grid.tamper = tamper
+    return serve(grid, config, out, False)
 
 
 def weights(out: Path) -> torch.Tensor:
@@ -78,3 +82,8 @@ def asked(grid: Here, node: int, content: Any, kind: str = "train.train") -> Any
     (reply,) = grid.pull_messages([number])
     assert reply.has_content(), "Flower would send an error of its own, with its text"
     return reply.content
+
+
+def hello(grid: Here) -> Any:
+    """The first site's introduction."""
+    return asked(grid, 11, RecordDict(), "query.hello")["hello"]

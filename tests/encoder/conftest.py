@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 from encoders import trained
 
 from fedssl.config import Data
@@ -11,17 +8,15 @@ from fedssl.data.load import load_dataset
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "run")
 
 
 @pytest.fixture(scope="session")
-def images() -> torch.Tensor:
-    test = load_dataset(Data(size=8)).test
-    assert test is not None
-    return test.images[0]
+def images():
+    return load_dataset(Data(size=8)).test.images[0]
 
 
 @pytest.fixture(scope="session")
-def two_towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_towers(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "two", "encoder.towers=2", "data.halves=true")

@@ -16,16 +16,16 @@ import pytest
 import torch
 import yaml
 from encoders import made, needs
+from helpers import refused
 from PIL import Image
 from safetensors.torch import load_file
 
 from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.encoder import embed, export, formats
-from fedssl.encoder.load import ImageEncoder
 from fedssl.privacy.exchanges import list_exchanges
 from fedssl.runs.result import format_result
-from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.errors import TrainingError
 
 ALONE = """
 import sys
@@ -60,14 +60,8 @@ infer = lambda x: session.run(["embeddings"], {"images": x})[0]
     ("format", "ending", "load"), [("torchscript", "pt", TORCHSCRIPT), ("onnx", "onnx", ONNX)]
 )
 def test_an_export_gives_the_runs_embeddings_where_there_is_no_fedssl(
-    format: str,
-    ending: str,
-    load: str,
-    folder: Path,
-    images: torch.Tensor,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    format, ending, load, folder, images, tmp_path, capfd
+):
     needs(format)
     assert main(["export", str(folder), "--format", format]) == 0
     said = capfd.readouterr()
@@ -101,9 +95,7 @@ def test_an_export_gives_the_runs_embeddings_where_there_is_no_fedssl(
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(640, 480), (301, 520), (50, 40)])
-def test_the_steps_of_an_export_give_its_numbers(
-    size: tuple[int, int], channels: int, tmp_path: Path
-) -> None:
+def test_the_steps_of_an_export_give_its_numbers(size, channels, tmp_path):
     """For who has Pillow and not fedssl; of a large JPEG only if they say how it is decoded."""
     encoder = made("tiny", "group", channels, 32)
     rough = np.random.default_rng(0).integers(0, 256, (30, 30, 3), dtype=np.uint8)
@@ -129,8 +121,8 @@ def test_the_steps_of_an_export_give_its_numbers(
 
 
 def test_safetensors_are_exact_from_folder_and_from_the_file_alone(
-    folder: Path, images: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folder, images, tmp_path, capsys
+):
     assert main(["export", str(folder), "--format", "safetensors"]) == 0
     assert "largest difference to torch 0" in capsys.readouterr().out
     out = folder / "export" / "safetensors"
@@ -165,9 +157,7 @@ KINDS = [
         pytest.param("onnx", "vit-tiny", "group", 3, 8, marks=pytest.mark.slow),
     ],
 )
-def test_every_encoder_goes_out(
-    format: str, name: str, norm: str, channels: int, size: int, tmp_path: Path
-) -> None:
+def test_every_encoder_goes_out(format, name, norm, channels, size, tmp_path):
     needs(format)
     encoder = made(name, norm, channels, size)
     file = tmp_path / f"encoder{formats.ENDINGS[format]}"
@@ -186,10 +176,8 @@ def test_every_encoder_goes_out(
 
 
 @pytest.mark.parametrize(("off", "said"), [(2e-4, r"0\.0002"), (float("nan"), "nan")])
-def test_an_export_that_differs_is_not_written(
-    off: float, said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(encoder: ImageEncoder, path: Path) -> formats.Infer:
+def test_an_export_that_differs_is_not_written(off, said, folder, tmp_path, monkeypatch):
+    def wrong(encoder, path):
         path.write_text("new")
         return lambda images: encoder.body(images) + off
 
@@ -201,9 +189,7 @@ def test_an_export_that_differs_is_not_written(
     assert out.read_text() == "old" and list(tmp_path.iterdir()) == [out]
 
 
-def test_checking_an_export_downloads_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checking_an_export_downloads_nothing(folder, tmp_path, monkeypatch):
     moved = shutil.copytree(folder, tmp_path / "run")
     tree = yaml.safe_load((moved / "config.yaml").read_text())
     tree["data"] |= {"name": "cifar10", "cache": str(tmp_path / "cache")}
@@ -213,12 +199,7 @@ def test_checking_an_export_downloads_nothing(
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_missing_extra_is_named(
-    missing: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_extra_is_named(missing, folder, monkeypatch, capsys):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == missing else real(name)
@@ -229,51 +210,43 @@ def test_a_missing_extra_is_named(
 
 @pytest.mark.parametrize("format", ["safetensors", "onnx", "hf"])
 def test_a_place_that_cannot_be_written_is_said_before_the_work(
-    format: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    format, folder, tmp_path, monkeypatch
+):
     needs(format)
     (tmp_path / "file").write_text("")
     for name in formats.WRITERS:
         monkeypatch.setitem(formats.WRITERS, name, lambda *_: pytest.fail("work"))
-    with pytest.raises(UserError, match="cannot be written"):
+    with refused("--out", says="cannot be written"):
         list(export.export(folder, format, tmp_path / "file" / "out"))
 
 
-def test_a_wrong_name_for_the_output_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+def test_a_wrong_name_for_the_output_is_refused(folder, tmp_path):
+    with refused("--out", says=".pt"):
         list(export.export(folder, "torchscript", tmp_path / "a.onnx"))
-    assert error.value.key == "--out" and ".pt" in error.value.fix
 
 
 @pytest.mark.parametrize(
     "place", ["", "encoder.safetensors", "other.safetensors", "personal/client-0.safetensors"]
 )
-def test_a_runs_own_files_are_not_written_over(place: str, folder: Path, tmp_path: Path) -> None:
+def test_a_runs_own_files_are_not_written_over(place, folder, tmp_path):
     moved = shutil.copytree(folder, tmp_path / "run")
     (moved / "personal").mkdir()
     before = {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()}
-    with pytest.raises(UserError) as error:
+    with refused("--out", moved / place):
         list(export.export(moved, "safetensors", moved / place))
-    assert (error.value.key, error.value.value) == ("--out", moved / place)
     assert before == {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()}
 
 
 # Hugging Face --------------------------------------------------------------------------------
 
 
-def test_the_hub_folder_loads_and_its_card_says_what_it_is(
-    folder: Path, images: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_hub_folder_loads_and_its_card_says_what_it_is(folder, images, tmp_path, capsys):
     out = tmp_path / "hub"
     assert main(["export", str(folder), "--format", "hf", "--out", str(out)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{out / 'model.safetensors'}: ") and said[-1].startswith(f"{out}: ")
     assert said[1].startswith("largest difference to torch 0 ")
     assert torch.equal(load_encoder(out).embed(images), load_encoder(folder).embed(images))
-    processor = json.loads((out / "preprocessor_config.json").read_text())
-    assert processor["size"] == {"shortest_edge": 8} and processor["rescale_factor"] == 1 / 255
-    assert processor["do_normalize"] is False
-
     card = (out / "README.md").read_text()
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["pipeline_tag"] == "image-feature-extraction"
@@ -292,7 +265,7 @@ def test_the_hub_folder_loads_and_its_card_says_what_it_is(
     assert main(["export", str(folder), "--format", "hf", "--out", str(out)]) == 0
 
 
-def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_path: Path) -> None:
+def test_places_on_this_machine_stay_out_of_what_is_published(folder, tmp_path):
     moved = shutil.copytree(folder, tmp_path / "run")
     secret = str(tmp_path / "secret")
     tree = yaml.safe_load((moved / "config.yaml").read_text())
@@ -317,20 +290,17 @@ def test_places_on_this_machine_stay_out_of_what_is_published(folder: Path, tmp_
     assert "It started from given weights." in card
 
 
-def test_a_folder_of_something_else_is_left_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_left_alone(folder, tmp_path):
     (tmp_path / "README.md").write_text("mine")
     for known in (None, b"\xff\xfe\x00"):
         if known is not None:
             (tmp_path / "config.json").write_bytes(known)
-        with pytest.raises(UserError) as error:
+        with refused("--out"):
             list(export.export(folder, "hf", tmp_path))
-        assert error.value.key == "--out"
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_an_exported_folder_serves_as_a_run_for_embed(
-    folder: Path, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_an_exported_folder_serves_as_a_run_for_embed(folder, images, tmp_path):
     list(export.export(folder, "hf", tmp_path / "hub"))
     Image.fromarray(images[0, 0].numpy()).save(tmp_path / "a.png")
     to = tmp_path / "a.npz"

@@ -1,13 +1,12 @@
 """Protocol ``collaborative``: who has which labels, and that it is plain supervised FedAvg."""
 
 import copy
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import groups_of, made_split, settings
+from helpers import groups_of, made_split, refused, settings, timeless
 from safetensors.torch import load_file
 from torch import nn
 
@@ -16,25 +15,24 @@ from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.random import key, permutation
 from fedssl.deploy.introduction import Introduction
 from fedssl.deploy.server import build_server_experiment
-from fedssl.evaluate import collaborative, finetune
-from fedssl.evaluate.collaborative import FineTuning, configure, draw_images
+from fedssl.evaluate import collaborative
+from fedssl.evaluate.collaborative import configure, draw_images
+from fedssl.evaluate.linear import zero_head
 from fedssl.federation.sampling import cohort_size
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.runs import loop
 from fedssl.runs.build import assemble, build_experiment
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
-from fedssl.util.errors import UserError
 
 SPEC = "collaborative@50%"
 CLASSES = tuple("abcd")
 
 
-def made(*words, sizes=(40,), test=24, spec=SPEC):
+def made(*words, sizes=(40,)):
     """A session of made images, of which clients hold ``sizes``."""
-    train = made_split(sum(sizes))
-    dataset = Dataset("made", train, made_split(test), CLASSES)
-    words = (f"evaluate.protocols={spec}", "augment.name=digits", "engine.threads=1", *words)
+    dataset = Dataset("made", made_split(sum(sizes)), made_split(24), CLASSES)
+    words = (f"evaluate.protocols={SPEC}", "augment.name=digits", "engine.threads=1", *words)
     return assemble(settings(*words), dataset, groups_of(*sizes))
 
 
@@ -43,6 +41,15 @@ def digits(*words):
     small += ("objective.projector=32,32,16", "evaluate.baselines=[]", "engine.threads=1")
     recipe = config.read_recipe(None)
     return config.resolve(recipe, [*small, "evaluate.protocols=collaborative@10%", *words])
+
+
+def evaluate_initial(session):
+    return session.evaluator.evaluate(session.trainer.initial)
+
+
+def federation(session, spec=SPEC):
+    """The engine in which a session's protocol has fine-tuned."""
+    return session.evaluator._protocols[spec]._engine
 
 
 @pytest.fixture
@@ -59,47 +66,46 @@ def labels_of(*labels):
     return Split((images,), torch.tensor(labels))
 
 
-def owned(drawn, groups):
+def draw(train, groups, share, *words):
+    """What clients label: images of their own, each of them once and with a label."""
+    drawn = draw_images(settings(*words), groups, train, share)
     for k in range(len(groups)):
         assert set(drawn[k].tolist()) <= set(groups[k].tolist())
     assert len(set(drawn.members.tolist())) == len(drawn.members)
+    assert (train.labels.numpy()[drawn.members] >= 0).all()
+    return drawn
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_client_labels_its_share_of_each_of_its_classes(seed):
     train = labels_of(*[0] * 100, *[0] * 30, *[1] * 70, *[c for c in range(10) for _ in range(29)])
-    groups = groups_of(100, 100, 290)
-    drawn = draw_images(settings(f"seed={seed}"), groups, train, 0.1)
+    drawn = draw(train, groups_of(100, 100, 290), 0.1, f"seed={seed}")
     assert drawn.sizes.tolist() == [10, 10, 29]
-    owned(drawn, groups)
     counts = [np.bincount(train.labels.numpy()[drawn[k]], minlength=10) for k in range(3)]
     assert counts[0][0] == 10
     assert counts[1][:2].tolist() == [3, 7]
     assert set(counts[2]) <= {2, 3}
 
 
-def test_shares_are_rounded_down_but_not_to_nothing():
-    train = labels_of(*np.arange(146) % 3)
-    groups = groups_of(29, 100, 9, 1, 7)
-    sizes = draw_images(settings(), groups, train, 0.29).sizes.tolist()
-    assert sizes == [8, 29, 2, 1, 2]
-    assert draw_images(settings(), groups, train, 0.01).sizes.tolist() == [1, 1, 1, 1, 1]
-    batch = draw_images(settings("encoder.norm=batch"), groups, train, 0.01)
-    assert batch.sizes.tolist() == [2, 2, 2, 0, 2]
-    owned(batch, groups)
+ALL, SOME = labels_of(*np.arange(146) % 3), labels_of(*[-1] * 30, *np.arange(20) % 2, *[-1] * 10, 0)
 
 
-def test_only_images_with_a_label_count():
-    train = labels_of(*[-1] * 30, *np.arange(20) % 2, *[-1] * 10, 0)
-    groups = groups_of(50, 10, 1)
-    drawn = draw_images(settings(), groups, train, 0.5)
-    assert drawn.sizes.tolist() == [10, 0, 1]
-    assert (train.labels.numpy()[drawn.members] >= 0).all()
+@pytest.mark.parametrize(
+    ("train", "groups", "share", "words", "sizes"),
+    [
+        (ALL, (29, 100, 9, 1, 7), 0.29, (), [8, 29, 2, 1, 2]),
+        (ALL, (29, 100, 9, 1, 7), 0.01, (), [1, 1, 1, 1, 1]),
+        (ALL, (29, 100, 9, 1, 7), 0.01, ("encoder.norm=batch",), [2, 2, 2, 0, 2]),
+        (SOME, (50, 10, 1), 0.5, (), [10, 0, 1]),  # only images with a label count
+    ],
+)
+def test_shares_are_rounded_down_but_not_to_nothing(train, groups, share, words, sizes):
+    assert draw(train, groups_of(*groups), share, *words).sizes.tolist() == sizes
 
 
 def test_which_images_depends_on_the_seed_alone_and_all_have_the_same_chance():
     train, groups = labels_of(*np.arange(60) % 4), groups_of(40, 20)
-    drawn = [draw_images(settings(f"seed={s}"), groups, train, 0.1) for s in (0, 0, *range(400))]
+    drawn = [draw(train, groups, 0.1, f"seed={s}") for s in (0, 0, *range(400))]
     assert np.array_equal(drawn[0].members, drawn[1].members)
     seen = np.bincount(np.concatenate([d.members for d in drawn[2:]]), minlength=60)
     assert seen.min() > 15 and seen.max() < 70  # 40 on average
@@ -160,9 +166,9 @@ def test_it_is_plain_fedavg_by_samples_from_the_encoder(sizes, norm, monkeypatch
     images = session.dataset.train.images[0].double() / 255
     start = copy.deepcopy(encoder).double()
     body, top = slow(start, images, session.dataset.train.labels, drawn, head, 3)
-    score = session.evaluator.evaluate(session.trainer.initial)[f"{SPEC}_top1"]
-    nested = session.evaluator._protocols[SPEC]._federation
-    found = nested.engine.trainer.flat.named(nested.train(encoder))
+    score = evaluate_initial(session)[f"{SPEC}_top1"]
+    nested = federation(session)
+    found = nested.trainer.flat.named(collaborative.train(nested, encoder, 4))
     expected = FlatWeights(body).named()
     assert (expected["layers.0.weight"] - encoder.layers[0].weight).abs().max() > 1e-4
     for name, tensor in expected.items():
@@ -184,14 +190,10 @@ def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm
     monkeypatch.setattr(collaborative, "ROUNDS", 0)
     session = made(f"encoder.norm={norm}", "precision=fp32")
     weights = session.trainer.initial + 0.01 * torch.arange(len(session.trainer.initial)).sin()
-    judged = session.evaluator.evaluate(
-        session.trainer.initial
-    )  # what was judged before leaves nothing
-    assert judged == {f"{SPEC}_top1": 25.0}
-    encoder = session.evaluator.tower(weights).encoder
-    nested = session.evaluator._protocols[SPEC]._federation
-    nested.train(session.evaluator.tower(session.trainer.initial).encoder)
-    found = nested.engine.trainer.flat.named(nested.train(encoder))
+    # The model that was judged before leaves nothing.
+    assert evaluate_initial(session) == {f"{SPEC}_top1": 25.0}
+    nested, encoder = federation(session), session.evaluator.tower(weights).encoder
+    found = nested.trainer.flat.named(collaborative.train(nested, encoder, 4))
     for name, tensor in FlatWeights(encoder).named().items():
         assert torch.equal(found[f"towers.0.encoder.{name}"], tensor)
     assert not found["towers.0.head.layer.weight"].any()
@@ -200,16 +202,15 @@ def test_without_a_round_it_is_the_judged_encoder_and_a_classifier_of_zeros(norm
 
 def test_every_judgement_starts_anew_and_changes_nothing_here(short):
     session = made("encoder.norm=batch", "client.momentum=0.9", sizes=(20, 20))
-    other = session.trainer.initial * 0.5
     before, random = session.trainer.initial.clone(), torch.get_rng_state()
-    first = session.evaluator.evaluate(session.trainer.initial)
-    session.evaluator.evaluate(other)
-    nested = session.evaluator._protocols[SPEC]._federation
-    assert session.evaluator.evaluate(session.trainer.initial) == first
-    assert session.evaluator._protocols[SPEC]._federation is nested
+    first = evaluate_initial(session)
+    nested = federation(session)
+    session.evaluator.evaluate(session.trainer.initial * 0.5)
+    assert evaluate_initial(session) == first
+    assert federation(session) is nested
     encoder = session.evaluator.tower(before).encoder
     start = copy.deepcopy(encoder.state_dict())
-    weights = [nested.train(encoder) for _ in range(2)]
+    weights = [collaborative.train(nested, encoder, 4) for _ in range(2)]
     assert torch.equal(*weights)
     assert all(torch.equal(start[n], v) for n, v in encoder.state_dict().items())
     assert torch.equal(session.trainer.initial, before)
@@ -219,20 +220,18 @@ def test_every_judgement_starts_anew_and_changes_nothing_here(short):
 def test_a_trained_encoder_is_worth_more_than_a_random_one(monkeypatch):
     """At equal steps: one that has already been tuned on other labels starts far ahead."""
     monkeypatch.setattr(collaborative, "ROUNDS", 8)
-    session = build_experiment(digits("evaluate.protocols=collaborative@40%"))
-    with monkeypatch.context() as untrained:
-        untrained.setattr(FineTuning, "accuracy", lambda self, encoder: 0.0)
-        session.evaluator.evaluate(session.trainer.initial)
-    random = session.evaluator.tower(session.trainer.initial).encoder
-    nested = session.evaluator._protocols["collaborative@40%"]._federation
-    nested.engine.trainer.load(nested.train(random))
-    trained = copy.deepcopy(nested.engine.trainer.network.towers[0].encoder).float()
+    spec = "collaborative@40%"
+    session = build_experiment(digits(f"evaluate.protocols={spec}"))
+    evaluate_initial(session)
+    weights, tuned = session.trainer.initial.clone(), federation(session, spec).trainer.flat
+    for name, tensor in session.trainer.flat.named(weights).items():
+        if ".encoder." in name:
+            tensor.copy_(tuned.named()[name])
     monkeypatch.setattr(collaborative, "ROUNDS", 4)
     session = build_experiment(digits())
-    session.evaluator.evaluate(session.trainer.initial)
-    tuning = session.evaluator._protocols["collaborative@10%"]._federation
-    scores = [tuning.accuracy(encoder) for encoder in (random, trained)]
-    assert scores[1] > scores[0] + 20
+    random, trained = (session.evaluator.evaluate(w) for w in (session.trainer.initial, weights))
+    name = "collaborative@10%_top1"
+    assert trained[name] > random[name] + 20
 
 
 # The federation ---------------------------------------------------------------------------------
@@ -258,33 +257,35 @@ def test_of_the_run_only_the_federation_stays():
     assert (own.seed, own.precision) == (7, "bf16")
     assert configure(settings("cohort.fraction=0.2"), 12).cohort.fraction == 0.2
 
-
-@pytest.mark.parametrize(
-    ("words", "flip"),
-    [
+    for words, flip in (
         (("augment.name=digits",), 0.0),
         (("augment.name=fedema",), 0.5),
         (("augment.name=fedema", "augment.flip=0"), 0.0),
-    ],
-)
-def test_images_are_flipped_where_the_run_flips_them(words, flip):
-    assert configure(settings(*words), 5).augment == config.Augment("none", flip=flip)
+    ):  # images are flipped where the run flips them
+        assert configure(settings(*words), 5).augment == config.Augment("none", flip=flip)
 
 
 @pytest.fixture
-def nested(monkeypatch):
-    """The federations that are built, instead of training in them; each scores its number."""
+def seen(monkeypatch):
+    """Each engine and encoder, instead of training with them; their score is their number."""
     seen = []
 
-    def score(session, encoder):
-        seen.append((session, encoder))
-        return float(len(seen))
+    def spy(engine, encoder, classes):
+        seen.append((engine, encoder))
+        return engine.trainer.initial
 
-    monkeypatch.setattr(FineTuning, "accuracy", score)
+    monkeypatch.setattr(collaborative, "train", spy)
+    monkeypatch.setattr(collaborative, "head_accuracy", lambda *_: float(len(seen)))
     return seen
 
 
-def test_clients_without_labels_are_left_out_and_noted(nested):
+def tune(session, seen):
+    """The engine and the encoder of one evaluation."""
+    evaluate_initial(session)
+    return seen.pop()
+
+
+def test_clients_without_labels_are_left_out_and_noted(seen):
     train = made_split(36)
     train.labels[20:30] = -1
     dataset = Dataset("made", train, made_split(8), CLASSES)
@@ -294,62 +295,49 @@ def test_clients_without_labels_are_left_out_and_noted(nested):
         "collaborative@10%: 1 of 4 clients have too few labelled images and are left out",
         "collaborative@10%: small clients label more than their share, in all 15.4% of the images",
     ]
-    session.evaluator.evaluate(session.trainer.initial)
-    ((own, _),) = nested
-    assert own.engine.groups.sizes.tolist() == [2, 1, 1]
-    assert cohort_size(own.engine.trainer.config, 3) == 3
+    own, _ = tune(session, seen)
+    assert own.groups.sizes.tolist() == [2, 1, 1]
+    assert cohort_size(own.trainer.config, 3) == 3
     assert list(list_warnings(made(sizes=(20, 20)))) == []
 
 
-def test_centralized_training_is_tuned_in_the_partition(nested):
+def test_centralized_training_is_tuned_in_the_partition_without_held_out_images(seen):
     words = ("algorithm.name=centralized", "partition.name=classes", "partition.clients=5")
-    session = build_experiment(digits(*words))
-    session.evaluator.evaluate(session.trainer.initial)
-    ((own, _),) = nested
-    assert len(own.engine.groups) == 5
-    labels = own.dataset.train.labels.numpy()
-    kinds = [set(labels[own.engine.groups[k]].tolist()) for k in range(5)]
+    own, _ = tune(build_experiment(digits(*words, "data.holdout=0.5")), seen)
+    labels = own.trainer.labels.numpy()
+    kinds = [set(labels[own.groups[k]].tolist()) for k in range(5)]
+    assert len(own.groups) == 5
     assert max(map(len, kinds)) == 2 and len(set.union(*kinds)) == 10
+    assert 65 <= len(labels) <= 71  # 10 % of half of 1437, rounded down for each of five
 
 
-def test_held_out_images_are_nobodys(nested):
-    session = build_experiment(digits("data.holdout=0.5"))
-    session.evaluator.evaluate(session.trainer.initial)
-    assert len(nested[0][0].dataset.train) == 70  # 10 % of 143 or 144 for each of five
-
-
-def test_the_judged_tower_sees_its_own_images(nested):
+def test_the_judged_tower_sees_its_own_images(seen):
     words = ("encoder.towers=2", "data.halves=true", "evaluate.tower=second")
     session = build_experiment(digits(*words))
-    session.evaluator.evaluate(session.trainer.initial)
-    ((own, encoder),) = nested
-    part = draw_images(session.config, session.clients, session.dataset.train, 0.1).members
-    for ours, whole in ((own.dataset.train, part), (own.dataset.test, slice(None))):
-        split = session.dataset.train if ours is own.dataset.train else session.dataset.test
-        assert len(ours.images) == 1
-        assert torch.equal(ours.images[0], split.images[1][whole])
-        assert torch.equal(ours.labels, split.labels[whole])
+    own, encoder = tune(session, seen)
+    train = session.dataset.train
+    part = draw_images(session.config, session.clients, train, 0.1).members
+    (images,) = own.trainer.images
+    assert torch.equal(images, train.images[1][part])
+    assert torch.equal(own.trainer.labels, train.labels[part])
     second = session.tower(1).encoder
     assert torch.equal(next(encoder.parameters()), next(second.parameters()))
-    assert len(own.engine.trainer.network.towers) == 1
+    assert len(own.trainer.network.towers) == 1
 
 
-def test_images_have_the_size_of_judging_and_the_network_stays(nested, short):
+def test_images_have_the_size_of_judging_and_the_network_stays(seen):
     session = build_experiment(digits("evaluate.size=24", "encoder.name=resnet14"))
-    session.evaluator.evaluate(session.trainer.initial)
-    ((own, _),) = nested
-    assert own.dataset.train.images[0].shape[2:] == (24, 24)
-    assert own.dataset.test.images[0].shape[2:] == (24, 24)
+    assert tune(session, seen)[0].trainer.images[0].shape[2:] == (24, 24)
     large = replace(session.dataset, train=made_split(20, size=96), test=made_split(8, size=96))
     session = assemble(session.config, large, groups_of(20))
     assert session.tower().encoder.stem[0].kernel_size == (7, 7)
     small = replace(session.dataset, train=made_split(20), test=made_split(8))
     session.evaluator.data = replace(session.evaluator.data, dataset=small)
-    session.evaluator.evaluate(session.trainer.initial)
-    assert nested[1][0].engine.trainer.network.towers[0].encoder.stem[0].kernel_size == (7, 7)
+    network = tune(session, seen)[0].trainer.network
+    assert network.towers[0].encoder.stem[0].kernel_size == (7, 7)
 
 
-def test_personal_models_are_averaged(nested):
+def test_personal_models_are_averaged(seen):
     words = ("algorithm.name=standalone", "objective.name=simclr", "objective.projector=32,16")
     session = build_experiment(
         digits(*words, "evaluate.protocols=collaborative@10%,collaborative@5%")
@@ -358,8 +346,8 @@ def test_personal_models_are_averaged(nested):
     session.algorithm.round(session.server, session.engine.cohort(np.arange(5), 0))
     result = session.evaluator.evaluate_result(session.models)
     assert result == {"collaborative@10%_top1": 5.0, "collaborative@5%_top1": 6.0}
-    sessions = [own for own, _ in nested]
-    assert len(sessions) == 10 and len({id(s) for s in sessions}) == 2
+    engines = [own for own, _ in seen]
+    assert len(engines) == 10 and len(set(map(id, engines))) == 2
 
 
 # Runs -------------------------------------------------------------------------------------------
@@ -373,21 +361,15 @@ MOCO = (
 
 
 def test_watching_a_run_does_not_change_it(short, tmp_path):
-    lines, states = {}, {}
-    for name in ("knn", "collaborative@10%"):
-        out = tmp_path / name
-        words = ("evaluate.protocols=knn", f"evaluate.monitor={name}")
-        loop.run(digits(*MOCO, *words), out)
-        text = (out / "metrics.jsonl").read_text().splitlines()
-        lines[name] = [json.loads(line) for line in text]
-        states[name] = load_file(out / "checkpoint" / "state.safetensors")
-    plain, watched = lines.values()
+    folders = {name: tmp_path / name for name in ("knn", "collaborative@10%")}
+    for name, out in folders.items():
+        loop.run(digits(*MOCO, "evaluate.protocols=knn", f"evaluate.monitor={name}"), out)
+    plain, watched = map(timeless, folders.values())
     assert all(0 < line["collaborative@10%_top1"] <= 100 for line in watched)
     assert [a["loss"] for a in plain] == [a["loss"] for a in watched]
-    a, b = states.values()
-    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-    first, second = (load_file(tmp_path / n / "encoder.safetensors") for n in lines)
-    assert all(torch.equal(first[n], second[n]) for n in first)
+    for file in ("checkpoint/state.safetensors", "encoder.safetensors"):
+        a, b = (load_file(out / file) for out in folders.values())
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
@@ -400,62 +382,50 @@ def test_rows_of_a_run_and_of_judging_it_again(short, tmp_path):
     again = evaluate(tmp_path / "a", ["evaluate.protocols=collaborative@10%,collaborative@20%"])
     assert set(again["result"]) == {"collaborative@10%_top1", "collaborative@20%_top1"}
     assert again["result"]["collaborative@10%_top1"] == first["collaborative@10%_top1"]
-    with pytest.raises(UserError, match=r"collaborative@10%: needs the run's own clients"):
+    with refused("evaluate.protocols", "collaborative@10%", says="needs the run's own clients"):
         evaluate(tmp_path / "a", ["data.labels=100"])
 
 
 # Refusals ---------------------------------------------------------------------------------------
 
 
-def refusal(dataset, *words, groups=None):
-    groups = groups or groups_of(len(dataset.train))
-    with pytest.raises(UserError) as caught:
-        assemble(settings(*words), dataset, groups)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["protocols", "monitor"])
 def test_what_could_not_be_tuned_is_refused_before_training(name):
-    words = ("evaluate.protocols=unlabeled", f"evaluate.{name}=collaborative@5%")
-    start = f"evaluate.{name}=collaborative@5%: "
-    train, test = made_split(40), made_split(8)
+    spec = "collaborative@5%"
+    words = ("evaluate.protocols=unlabeled", f"evaluate.{name}={spec}")
+    train, test, few = made_split(40), made_split(8), made_split(40)
+    few.labels[4:] = -1
     cases = replace(train, cases=np.arange(40) % 20, labels=torch.arange(40) % 20 % 4)
-    for sides in ((cases, test), (train, replace(test, cases=np.arange(8)))):
-        text = refusal(Dataset("made", *sides, CLASSES), *words)
-        assert text.startswith(start + "fine-tunes on single images, and this data has cases")
-    text = refusal(Dataset("made", train, replace(test, labels=None), CLASSES), *words)
-    assert text.startswith(start + "the test split has no labels")
-    text = refusal(Dataset("made", train, None, CLASSES), *words)
-    assert text.startswith(start + "there is no test split")
-    train.labels[4:] = -1
-    few = Dataset("made", train, test, CLASSES)
-    text = refusal(few, *words)
-    assert text == start + (
-        "the clients' labelled images would all be of one class. Use a larger share."
-    )
+    everyone = groups_of(40)
     nobody = Groups(np.arange(4, 40), np.array([0, 36]))
-    text = refusal(few, *words, groups=nobody)
-    assert text == start + "no client holds a labelled training image. Use semi or linear."
     single = Groups(np.array([0, 4, 5, 1, 6, 7]), np.array([0, 3, 6]))
-    for algorithm in ("dcco", "centralized"):
-        own = (f"algorithm.name={algorithm}", "encoder.norm=batch")
-        text = refusal(few, *words, *own, groups=single)
-        assert text == start + "no client holds two labelled training images. Use semi or linear."
+    for given, tested, groups, own, problem in (
+        (cases, test, everyone, (), "needs single images"),
+        (train, replace(test, cases=np.arange(8)), everyone, (), "needs single images"),
+        (train, replace(test, labels=None), everyone, (), "the test split has no labels"),
+        (train, None, everyone, (), "there is no test split"),
+        (few, test, everyone, (), "would all be of one class"),
+        (few, test, nobody, (), "no client holds a labelled training image"),
+        *(
+            (few, test, single, (f"algorithm.name={a}", "encoder.norm=batch"), "holds two labelled")
+            for a in ("dcco", "centralized")
+        ),
+    ):
+        with refused(f"evaluate.{name}", spec, says=problem):
+            assemble(settings(*words, *own), Dataset("made", given, tested, CLASSES), groups)
 
 
 def test_a_deployments_server_refuses_before_the_first_round():
     sites = [Introduction(f"{k}", f"ward {k}", 10, (1,), 8, 8) for k in range(2)]
     words = ("engine.name=flower", "engine.sites=2", f"evaluate.protocols={SPEC}")
-    with pytest.raises(UserError) as caught:
+    with refused("evaluate.protocols", SPEC):
         build_server_experiment(settings(*words), sites)
-    assert (caught.value.key, caught.value.value) == ("evaluate.protocols", SPEC)
     assert build_server_experiment(settings(*words[:2]), sites).names == ["ward 0", "ward 1"]
 
 
 def test_a_scaled_layer_learns_faster_by_the_square_of_the_factor():
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
-    layers = [finetune.zero_head(3, 2, x) for _ in range(2)]
+    layers = [zero_head(3, 2, x) for _ in range(2)]
     heads = (layers[0], collaborative.Scaled(layers[1], 3.0))
     for head, lr in zip(heads, (0.9, 0.1), strict=True):
         rule = torch.optim.SGD(head.parameters(), lr=lr, momentum=0.9)

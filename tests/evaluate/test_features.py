@@ -12,9 +12,10 @@ def bytes_of(*shape, seed=0):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_extract_is_the_encoder_on_pixels_from_0_to_1_whatever_the_batch():
+def test_extract_is_the_encoder_on_pixels_from_0_to_1_whatever_the_batch(monkeypatch):
+    monkeypatch.setattr("fedssl.data.dataset.PIXELS_PER_PASS", 4 * 2 * 2)
     images = bytes_of(11, 3, 2, 2)
-    features = extract(nn.Flatten(), images, batch=4)
+    features = extract(nn.Flatten(), images)
     assert features.dtype == torch.float32
     torch.testing.assert_close(features, images.flatten(1).float() / 255)
 
@@ -51,21 +52,15 @@ def test_cases_are_means_of_their_images_in_the_order_of_case_numbers():
     assert case_labels.tolist() == [0, 1]
 
 
-def test_without_cases_features_stay_and_images_without_a_label_are_left_out():
+def test_images_without_a_label_are_left_out_with_and_without_cases():
     features = torch.arange(8.0).view(4, 2)
-    pooled, labels = pool_cases(features, torch.tensor([1, 0, 2, 1]), None)
-    assert torch.equal(pooled, features)
-    assert labels.tolist() == [1, 0, 2, 1]
-    pooled, labels = pool_cases(features, torch.tensor([1, -1, 2, -1]), None)
-    assert torch.equal(pooled, features[[0, 2]])
-    assert labels.tolist() == [1, 2]
-
-
-def test_images_without_a_label_are_in_no_case():
-    features = torch.tensor([[1.0], [100], [3], [50]])
-    pooled, labels = pool_cases(features, torch.tensor([1, -1, 1, -1]), np.array([0, 0, 0, 1]))
-    assert pooled.tolist() == [[2.0]]
-    assert labels.tolist() == [1]
+    for cases, expected, classes in (
+        (None, features[[0, 2]], [1, 1]),
+        (np.array([0, 0, 0, 1]), features[[1]], [1]),
+    ):
+        pooled, labels = pool_cases(features, torch.tensor([1, -1, 1, -1]), cases)
+        assert torch.equal(pooled, expected)
+        assert labels.tolist() == classes
 
 
 def test_a_case_with_two_labels_is_refused():

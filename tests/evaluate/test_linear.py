@@ -8,17 +8,23 @@ from sklearn.linear_model import LogisticRegression
 
 from fedssl.data.random import key, permutation
 from fedssl.evaluate import linear
-from fedssl.evaluate.linear import (
-    Training,
-    batches,
-    fit_logistic,
-    train_adam,
-    train_lars,
-    train_sgd,
-)
+from fedssl.evaluate.linear import Training, batches, fit, fit_logistic
 from fedssl.training.optim import cosine
 
 PRESETS = ("logistic", "dcco", "fedema", "ccl")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The rule and the learning rate of every step, instead of taking it."""
+    seen = []
+
+    def spy(rule, state, params, gradient, lr, layers):
+        seen.append((rule, lr))
+        return gradient
+
+    monkeypatch.setattr(linear.optim, "step", spy)
+    return seen
 
 
 def blobs(n, classes, d, spread, seed):
@@ -92,28 +98,24 @@ def test_a_collapsed_encoder_gets_chance_and_no_error(preset):
     assert linear.accuracy(torch.ones(20, 4), labels, torch.ones(20, 4), labels, 2, preset) == 50.0
 
 
-def test_logistic_needs_no_seed_and_lars_depends_on_nothing_else():
+def test_logistic_needs_no_seed_and_the_others_depend_on_nothing_else(monkeypatch):
     x, labels = blobs(300, 4, 8, 0.5, seed=0)
-    assert torch.equal(fit_logistic(x, labels, 4)[0], fit_logistic(x, labels, 4)[0])
-    assert torch.equal(train_lars(x, labels, 4, 1)[0], train_lars(x, labels, 4, 1)[0])
-    assert not torch.equal(train_lars(x, labels, 4, 1)[0], train_lars(x, labels, 4, 2)[0])
-
-
-def test_adam_depends_on_the_seed_if_there_is_more_than_one_batch(monkeypatch):
-    x, labels = blobs(20, 4, 8, 0.5, seed=0)
-    weights = [train_adam(x, labels, 4, seed)[0] for seed in (1, 2)]
-    torch.testing.assert_close(*weights, atol=1e-3, rtol=0)  # sums in another order
-    monkeypatch.setattr(linear, "FEDEMA", Training(linear.FEDEMA.rule, epochs=3, batch=6))
-    weights = [train_adam(x, labels, 4, seed)[0] for seed in (1, 1, 2)]
-    assert torch.equal(*weights[:2])
-    assert (weights[0] - weights[2]).abs().max() > 3e-3
+    assert torch.equal(fit(x, labels, 4, seed=1)[0], fit(x, labels, 4, seed=2)[0])
+    # A full batch of Adam depends on the seed by the order of sums alone.
+    weights = [fit(x, labels, 4, "fedema", seed)[0] for seed in (1, 2)]
+    torch.testing.assert_close(*weights, atol=1e-3, rtol=0)
+    monkeypatch.setattr(linear, "FEDEMA", Training(linear.FEDEMA.rule, epochs=3, batch=60))
+    for preset in ("dcco", "fedema"):
+        first, again, other = (fit(x, labels, 4, preset, seed)[0] for seed in (1, 1, 2))
+        assert torch.equal(first, again)
+        assert (first - other).abs().max() > 3e-3
 
 
 def test_fedema_is_torchs_adam_on_the_features_as_they_are():
     """200 epochs at a constant rate without decay, here of one full batch (appendix B.3)."""
     x, labels = blobs(40, 3, 5, 0.4, seed=0)
     x = 3 * x + 2
-    weight, bias = train_adam(x, labels, 3, seed=0)
+    weight, bias = fit(x, labels, 3, "fedema", seed=0)
     head = linear.zero_head(5, 3, x)
     rule = torch.optim.Adam(head.parameters(), lr=3e-3)
     for _ in range(200):
@@ -124,18 +126,11 @@ def test_fedema_is_torchs_adam_on_the_features_as_they_are():
     torch.testing.assert_close(bias, head.bias.detach(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("n", "steps"), [(40, 200), (512, 200), (513, 400), (1500, 600)])
-def test_fedema_counts_epochs(n, steps, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        linear.optim,
-        "step",
-        lambda rule, state, params, g, lr, layers: seen.append((rule, lr)) or g,
-    )
-    train_adam(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
-    assert len(seen) == steps
-    assert {lr for _, lr in seen} == {3e-3}
-    assert {(r.optimizer, r.weight_decay) for r, _ in seen} == {("adam", 0.0)}
+@pytest.mark.parametrize(("n", "count"), [(40, 200), (512, 200), (513, 400), (1500, 600)])
+def test_fedema_counts_epochs(n, count, steps):
+    fit(*blobs(n, 2, 2, 0.5, seed=0), 2, "fedema")
+    assert len(steps) == count
+    assert {(r.optimizer, r.weight_decay, lr) for r, lr in steps} == {("adam", 0.0, 3e-3)}
 
 
 @pytest.mark.parametrize("n", [40, 600])
@@ -143,7 +138,7 @@ def test_ccl_is_torchs_sgd_with_mocos_rate_on_centred_features_of_unit_norm(n):
     """He et al. 2020, section 4.1: rate 30, momentum 0.9, no decay, a tenth at epochs 60 and 80."""
     x, labels = blobs(n, 3, 5, 0.4, seed=0)
     x = 3 * x.double() + 2
-    weight, bias = train_sgd(x, labels, 3, seed=4)
+    weight, bias = fit(x, labels, 3, "ccl", seed=4)
     centred = x - x.mean(0)
     scale = centred.square().sum(1).mean().sqrt()
     head = linear.zero_head(5, 3, x)
@@ -164,18 +159,12 @@ def test_ccl_is_torchs_sgd_with_mocos_rate_on_centred_features_of_unit_norm(n):
     assert linear.accuracy(x, labels, x, labels, 3, "ccl", 4) > 90
 
 
-@pytest.mark.parametrize(("n", "steps"), [(256, 1), (257, 2), (600, 3)])
-def test_ccls_rate_falls_to_a_tenth_at_epochs_60_and_80(n, steps, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        linear.optim,
-        "step",
-        lambda rule, state, params, g, lr, layers: seen.append((rule, lr)) or g,
-    )
-    train_sgd(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
+@pytest.mark.parametrize(("n", "count"), [(256, 1), (257, 2), (600, 3)])
+def test_ccls_rate_falls_to_a_tenth_at_epochs_60_and_80(n, count, steps):
+    fit(*blobs(n, 2, 2, 0.5, seed=0), 2, "ccl")
     rates = [30.0] * 60 + [3.0] * 20 + [0.3] * 20
-    assert [lr for _, lr in seen] == pytest.approx([lr for lr in rates for _ in range(steps)])
-    assert {(r.optimizer, r.momentum, r.weight_decay) for r, _ in seen} == {("sgd", 0.9, 0.0)}
+    assert [lr for _, lr in steps] == pytest.approx([lr for lr in rates for _ in range(count)])
+    assert {(r.optimizer, r.momentum, r.weight_decay) for r, _ in steps} == {("sgd", 0.9, 0.0)}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -186,40 +175,21 @@ def test_digits_from_their_pixels(preset):
     assert linear.accuracy(*sides, 10, preset) > 85.0
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_preset_decides(preset, monkeypatch):
-    own = {"logistic": "fit_logistic", "dcco": "train_lars", "fedema": "train_adam"}
-    own |= {"ccl": "train_sgd"}
-    for name in set(own.values()) - {own[preset]}:
-        monkeypatch.setattr(linear, name, None)
-    data = blobs(20, 2, 3, 0.1, seed=0)
-    assert linear.accuracy(*data, *data, 2, preset) == 100.0
-
-
-def test_the_learning_rate_falls_as_a_cosine(monkeypatch):
-    rates = []
-    monkeypatch.setattr(
-        linear.optim, "step", lambda rule, state, params, g, lr, layers: rates.append(lr) or g
-    )
-    train_lars(*blobs(20, 2, 3, 0.1, seed=0), 2, 0)
-    assert [rates[0], rates[200], rates[300]] == pytest.approx([2.5, 1.25, 1.25 * (1 - 0.5**0.5)])
-    assert len(rates) == 400
-
-
 @pytest.mark.parametrize(
-    ("n", "steps", "batch", "lr"), [(2499, 400, 128, 2.5), (2500, 1000, 512, 2.0)]
+    ("n", "count", "batch", "rate"), [(2499, 400, 128, 2.5), (2500, 1000, 512, 2.0)]
 )
-def test_the_paper_has_two_rows(n, steps, batch, lr, monkeypatch):
-    seen = []
-    original = linear.descend
+def test_dccos_two_rows_and_their_cosine(n, count, batch, rate, steps, monkeypatch):
+    sizes, real = [], linear.batches
 
-    def spy(flat, state, training, rate):
-        seen.append((training.steps, training.batch, rate))
-        original(flat, state, training, rate)
+    def spy(*args):
+        for chosen in real(*args):
+            sizes.append(len(chosen))
+            yield chosen
 
-    monkeypatch.setattr(linear, "descend", spy)
-    train_lars(*blobs(n, 2, 2, 0.5, seed=0), 2, 0)
-    assert seen == [(steps, batch, lr * cosine(step, steps)) for step in range(steps)]
+    monkeypatch.setattr(linear, "batches", spy)
+    fit(*blobs(n, 2, 2, 0.5, seed=0), 2, "dcco")
+    assert [lr for _, lr in steps] == [rate * cosine(step, count) for step in range(count)]
+    assert {r.optimizer for r, _ in steps} == {"lars"} and sizes == [batch] * count
 
 
 def test_batches_are_full_and_differ_within_an_epoch_and_between_epochs():
@@ -243,10 +213,6 @@ def test_epochs_take_every_sample_in_batches_of_nearly_equal_size():
         epochs = [steps[i : i + len(sizes)] for i in range(0, len(steps), len(sizes))]
         assert [sorted(np.concatenate(e).tolist()) for e in epochs] == [list(range(count))] * 3
         assert len({tuple(np.concatenate(e)) for e in epochs}) > 1
-
-
-def test_a_number_of_steps_stays_whatever_the_number_of_samples():
-    assert linear.DCCO_FEW.over(7) == linear.DCCO_FEW
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")

@@ -2,10 +2,12 @@ import math
 
 import pytest
 import torch
+from evaluation import data_of, evaluate
 from torch import nn
 
+from fedssl.config import Evaluate
+from fedssl.data.dataset import Split
 from fedssl.evaluate import unlabeled
-from fedssl.evaluate.features import extract
 from fedssl.evaluate.unlabeled import alignment, effective_rank, uniformity
 
 
@@ -67,8 +69,14 @@ def test_alignment_by_a_loop():
     assert alignment(first, 2 * first) == pytest.approx(0, abs=1e-12)
 
 
+def measure(images, views, seed=3):
+    settings = Evaluate(protocols=("unlabeled",))
+    return evaluate(nn.Flatten(), data_of(settings, Split((images,)), None, 0, seed=seed), views)
+
+
 def test_views_get_the_images_their_numbers_and_both_views(monkeypatch):
     monkeypatch.setattr(unlabeled, "SAMPLES", 8)
+    monkeypatch.setattr(unlabeled, "BATCH", 5)
     images = torch.arange(20, dtype=torch.uint8)[:, None, None, None].expand(20, 2, 1, 1)
     calls = []
 
@@ -79,10 +87,7 @@ def test_views_get_the_images_their_numbers_and_both_views(monkeypatch):
         x[:, view] *= 2
         return x
 
-    encoder = nn.Flatten()
-    result = unlabeled.measures(
-        encoder, images, extract(encoder, images), views, seed=3, device="cpu", batch=5
-    )
+    result = measure(images, views)
     assert [(view, len(index)) for view, index in calls] == [(0, 5), (0, 3), (1, 5), (1, 3)]
     assert calls[0][1] + calls[1][1] == calls[2][1] + calls[3][1]
     # (2, 1) and (1, 2), each over √5: 0.4.
@@ -94,18 +99,11 @@ def test_views_get_the_images_their_numbers_and_both_views(monkeypatch):
 
 def test_measures_depend_on_the_seed_by_the_choice_of_images_alone(monkeypatch):
     monkeypatch.setattr(unlabeled, "SAMPLES", 16)
-    images = torch.randint(
-        0, 256, (60, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    features = extract(nn.Flatten(), images)
+    images = (255 * cloud(60, 4).sigmoid()).to(torch.uint8).view(60, 1, 2, 2)
 
     def views(part, index, view):
         return part.float() + view * index[:, None, None, None]
 
-    def run(seed):
-        return unlabeled.measures(nn.Flatten(), images, features, views, seed, "cpu")
-
-    assert run(0) == run(0)
-    assert run(0)["uniformity"] != run(1)["uniformity"]
-    assert run(0)["alignment"] != run(1)["alignment"]
-    assert run(0)["effective_rank"] == run(1)["effective_rank"]
+    first, again, other = (measure(images, views, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert {name for name in first if first[name] == other[name]} == {"effective_rank"}

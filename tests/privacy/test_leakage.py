@@ -27,7 +27,7 @@ from fedssl.objectives.moments import Centre, MomentObjective
 from fedssl.privacy import secure
 from fedssl.privacy.leakage import find_leaks, list_risks
 from fedssl.report.history import read_history
-from fedssl.report.messages import build_sheet
+from fedssl.report.messages import Sheet
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 from fedssl.runs.reader import RunReader
@@ -51,59 +51,46 @@ def few_images(algorithm: Algorithm) -> int:
     return algorithm.tasks()["encode"].few_images(algorithm)
 
 
-def found(words: str, changes: bool = False, sizes: Sequence[int] = SIZES) -> dict[int, int]:
-    """The clients whose statistics, or changes of the weights, tell of single images."""
+def found(words: str, reveals: str = "encoding", sizes: Sequence[int] = SIZES) -> dict[int, int]:
+    """The clients whose replies tell of single images, and how many images each uses."""
     config = settings(*words.split())
-    for leak in find_leaks(config, build_algorithm(config), sizes):
-        if (leak.risk.reveals == "image") == changes:
-            return dict(leak.images)
-    return {}
+    leaks = find_leaks(config, build_algorithm(config), sizes)
+    return next((images for risk, images in leaks if risk.reveals == reveals), {})
+
+
+FEW = {0: 1, 1: 2, 2: 3}
 
 
 @pytest.mark.parametrize(
-    ("words", "images"),
+    ("words", "images", "clients"),
     [
-        ("", {0: 1, 1: 2, 2: 3}),
-        ("objective.name=vicreg objective.projector=32,16", {0: 1, 1: 2, 2: 3}),
-        ("objective.name=vicreg objective.projector=32,19", {0: 1, 1: 2, 2: 3, 3: 20}),
-        ("objective.projector=32,32,64", {0: 1, 1: 2, 2: 3, 3: 20}),
-        ("algorithm.batch=1", {0: 1, 1: 1, 2: 1, 3: 1}),
-        ("algorithm.batch=1 algorithm.local_steps=2", {0: 1, 1: 2, 2: 2, 3: 2}),
-        ("algorithm.batch=1 algorithm.local_epochs=1", {0: 1, 1: 2, 2: 3}),
-        ("algorithm.batch=2 algorithm.local_epochs=2", {0: 1, 1: 2, 2: 2}),  # one of 3 is left out
-        ("algorithm.batch=10", {0: 1, 1: 2, 2: 3, 3: 10}),
-        ("algorithm.batch=11", {0: 1, 1: 2, 2: 3}),
-        ("objective.bound=1 privacy.noise=1", {0: 1, 1: 2, 2: 3}),  # noise: by the server
-        ("cohort.average=median", {0: 1, 1: 2, 2: 3}),
-        ("engine.name=flower privacy.secure=true", {0: 1, 1: 2, 2: 3}),  # three are a sum
-        ("engine.name=flower privacy.secure=true algorithm.batch=8", {0: 1, 1: 2, 2: 3}),
-        ("algorithm.name=fedavg", {}),
-        ("algorithm.name=fedavg objective.name=byol", {}),
+        ("", FEW, [0]),
+        ("objective.name=vicreg objective.projector=32,16", FEW, [0]),
+        ("objective.name=vicreg objective.projector=32,19", {**FEW, 3: 20}, [0]),
+        ("objective.projector=32,32,64", {**FEW, 3: 20}, [0]),
+        ("algorithm.local_steps=5", FEW, [0]),  # on this image alone
+        ("algorithm.batch=1", dict.fromkeys(range(4), 1), [0, 1, 2, 3]),
+        ("algorithm.batch=1 algorithm.local_steps=2", {0: 1, 1: 2, 2: 2, 3: 2}, [0]),
+        ("algorithm.batch=1 algorithm.local_epochs=1", FEW, [0]),
+        ("algorithm.batch=2 algorithm.local_epochs=2", {0: 1, 1: 2, 2: 2}, [0]),  # leaves one out
+        ("algorithm.batch=10", {**FEW, 3: 10}, [0]),
+        ("algorithm.batch=11", FEW, [0]),
+        ("objective.bound=1 privacy.noise=1", FEW, [0]),  # noise: by the server
+        ("cohort.average=median", FEW, [0]),
+        ("engine.name=flower privacy.secure=true", FEW, []),  # three are a sum
+        ("engine.name=flower privacy.secure=true algorithm.batch=8", FEW, []),
+        ("algorithm.name=fedavg objective.name=byol", {}, [0]),
+        ("algorithm.name=gossip objective.name=byol", {}, [0]),
+        ("algorithm.name=standalone objective.name=byol", {}, []),  # a loss
+        ("algorithm.name=centralized objective.name=byol", {}, []),  # all images are in one place
     ],
 )
-def test_whose_statistics_are_of_single_images(words: str, images: dict[int, int]) -> None:
+def test_whose_replies_are_of_single_images(
+    words: str, images: dict[int, int], clients: list[int]
+) -> None:
+    """Statistics tell the encodings of few images, and a change of the weights tells one image."""
     assert found(words) == images
-
-
-@pytest.mark.parametrize(
-    ("words", "clients"),
-    [
-        ("", [0]),
-        ("algorithm.name=fedavg objective.name=simsiam", [0]),
-        ("algorithm.local_steps=5", [0]),  # on this image alone
-        ("algorithm.batch=1", [0, 1, 2, 3]),
-        ("algorithm.batch=1 algorithm.local_steps=2", [0]),
-        ("algorithm.batch=1 algorithm.local_epochs=1", [0]),
-        ("objective.bound=1 privacy.noise=1", [0]),
-        ("cohort.average=median", [0]),
-        ("algorithm.name=gossip objective.name=byol", [0]),
-        ("algorithm.name=standalone objective.name=byol", []),  # a loss
-        ("algorithm.name=centralized objective.name=byol", []),  # all images are in one place
-        ("engine.name=flower privacy.secure=true", []),
-    ],
-)
-def test_whose_changes_are_made_of_one_image(words: str, clients: list[int]) -> None:
-    assert found(words, changes=True) == dict.fromkeys(clients, 1)
+    assert found(words, "image") == dict.fromkeys(clients, 1)
 
 
 @pytest.mark.parametrize("name", configuration.VARIANTS["algorithm"])
@@ -144,9 +131,8 @@ def test_their_replies_do_tell_the_encodings(objective: str, words: str) -> None
     config = settings(f"objective.name={objective}", "objective.projector=32,32,16", *words.split())
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
     single = found(f"objective.name={objective} {words}")
-    zero = torch.zeros(16, dtype=torch.float64)
     for k in range(len(SIZES)):
-        encodings, reply = answered(engine, k, server.weights, {"f": zero, "g": zero})
+        encodings, reply = answered(engine, k, server.weights)
         assert single.get(k, 20) == len(encodings)
         if len(encodings) <= 2:
             solved = first_views(reply)
@@ -155,20 +141,19 @@ def test_their_replies_do_tell_the_encodings(objective: str, words: str) -> None
             torch.testing.assert_close(solved[: len(encodings)], encodings, rtol=0, atol=1e-5)
 
 
-def answered(
-    engine: LocalEngine, client: int, weights: Tensor, centre: Centre
-) -> tuple[Tensor, dict[str, Tensor]]:
+def answered(engine: LocalEngine, client: int, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The first views' encodings that a client sees in a round, and what the server gets."""
     one = engine.client(np.array([client]), 0, remember=False)
-    real, seen = engine.algorithm.objective.moments, []
+    objective, seen = engine.algorithm.objective, []
+    real, zero = objective.moments, torch.zeros(objective.params.projector[-1]).double()
 
     def spy(encodings: Sequence[Tensor], given: Centre) -> dict[str, Tensor]:
         seen.append(encodings[0])
         return real(encodings, given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.algorithm.objective, "moments", spy)
-        reply = engine.algorithm.encode(one, weights, centre)
+        patch.setattr(objective, "moments", spy)
+        reply = engine.algorithm.encode(one, weights, {"f": zero, "g": zero})
     return torch.cat(seen), reply
 
 
@@ -194,8 +179,10 @@ def test_the_network_tells_the_encodings_of_more(words: str, images: int) -> Non
     config = settings(*words.split())
     assert images <= few_images(build_algorithm(config))
     engine, server = engine_of(config, made_split(), groups_of(images))
-    encodings, reply = answered(engine, 0, server.weights, origin(config))
-    real = bounded(engine, encodings)
+    encodings, reply = answered(engine, 0, server.weights)
+    objective = engine.algorithm.objective
+    assert isinstance(objective, MomentObjective)
+    real = objective.bounded(encodings)
     assert found_again(real, solved(reply, images, last_layer(engine)))
 
 
@@ -205,7 +192,7 @@ def test_a_secure_sum_over_few_images_tells_their_encodings() -> None:
     config = settings(*words.split())
     assert found(words, sizes=sizes) == dict(enumerate(sizes))
     engine, server = engine_of(config, made_split(), groups_of(*sizes))
-    each = [answered(engine, k, server.weights, origin(config)) for k in range(3)]
+    each = [answered(engine, k, server.weights) for k in range(3)]
     vectors = [secure.encode(reply, size, 3) for size, (_, reply) in zip(sizes, each, strict=True)]
     total, images = secure.decode(sum(vectors[1:], vectors[0]), each[0][1])  # masks cancel in it
     assert images == 5 and isinstance(total, dict)
@@ -236,17 +223,6 @@ def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, image
     assert few_images(engine.algorithm) == numbers // (2 * width) == images
 
 
-def origin(config: Config) -> Centre:
-    width = build_algorithm(config).objective.params.projector[-1]
-    return {name: torch.zeros(width, dtype=torch.float64) for name in ("f", "g")}
-
-
-def bounded(engine: LocalEngine, encodings: Tensor) -> Tensor:
-    objective = engine.algorithm.objective
-    assert isinstance(objective, MomentObjective)
-    return objective.bounded(encodings)
-
-
 def last_layer(engine: LocalEngine) -> nn.Linear:
     tower = engine.trainer.network.towers[0]
     return [module for module in tower.modules() if isinstance(module, nn.Linear)][-1]
@@ -264,7 +240,7 @@ def solved(moments: dict[str, Tensor], images: int, layer: nn.Linear) -> Tensor:
     return MOMENTS.solve(moments, centre, images, layer)
 
 
-def uploaded(words: str) -> dict[int, tuple[list[Tensor], Tensor, Tensor]]:
+def uploaded(words: str) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
     """Of each client's change in a round: what its last layer got, and how that layer changed."""
     config = settings("engine.merge=off", *words.split())
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
@@ -295,7 +271,7 @@ def uploaded(words: str) -> dict[int, tuple[list[Tensor], Tensor, Tensor]]:
 )
 def test_the_change_of_one_image_tells_what_a_layer_got(words: str) -> None:
     """The gradients are δ xᵀ and δ: of more images, sums of such."""
-    single = found(words, changes=True)
+    single = found(words, "image")
     for client, (inputs, weight, bias) in uploaded(words).items():
         row = bias.abs().argmax()
         error = (weight[row] / bias[row] - inputs[0]).norm() / inputs[0].norm()
@@ -303,7 +279,7 @@ def test_the_change_of_one_image_tells_what_a_layer_got(words: str) -> None:
 
 
 def test_of_two_views_through_one_tower_it_tells_the_plane() -> None:
-    single = found("", changes=True)
+    single = found("", "image")
     for client, (inputs, weight, _) in uploaded("").items():
         _, sizes, rows = torch.linalg.svd(weight)
         plane = rows[:2]
@@ -358,7 +334,7 @@ def leaks_of(config: Config) -> list[str]:
 
 
 def verdict(out: Path) -> str:
-    return build_sheet(RunReader(out), read_history(RunReader(out))).verdict
+    return Sheet(RunReader(out), read_history(RunReader(out))).verdict
 
 
 def card(out: Path) -> str:
@@ -389,59 +365,34 @@ def test_a_deployments_server_names_the_sites() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "not_said"),
     [
-        ("", "A site with at most 66 images sends single images' encodings**: `locate` and"),
-        ("", "A site with one image sends changes of the weights that are made of one image**, in"),
-        ("algorithm.batch=50 algorithm.local_epochs=1", "A site with at most 99 images sends"),
-        ("cohort.average=median", "attacks. Take part with more than 66 images. **Secure sums are"),
-        ("algorithm.batch=66", "With `algorithm.batch=66` every site sends single images'"),
-        ("algorithm.batch=1", "With `algorithm.batch=1` every site sends changes of the weights"),
-        (
-            "engine.sites=2",
-            "with more than 66 images. **Secure sums are off** (and",
-        ),
-        ("", "learns only sums over the sites (which hide this if they are over more than 66"),
-        (
-            "privacy.secure=true",
-            "But a sum may be over 3 sites: if a round uses at most 66 images of these",
-        ),
-        (
-            f"{OTHER} algorithm.batch=1",
-            "of one image**, in `train`: they may reveal the image itself",
-        ),
-        (
-            f"{OTHER} privacy.secure=true",
-            "These replies are masked, and the server learns only",
-        ),
-        (f"{OTHER} {GOSSIP}", "attacks. Take part with more than one image. **Secure sums are not"),
+        ("", "A site with at most 66 images sends single images' encodings**: `locate` and", ""),
+        ("", "A site with one image sends changes of the weights that are made of one image**", ""),
+        ("", "learns only sums over the sites (which hide this if they are over more than 66", ""),
+        ("algorithm.batch=50 algorithm.local_epochs=1", "A site with at most 99 images sends", ""),
+        ("cohort.average=median", "Take part with more than 66 images. **Secure sums are", ""),
+        ("algorithm.batch=66", "With `algorithm.batch=66` every site sends single images'", ""),
+        ("algorithm.batch=1", "With `algorithm.batch=1` every site sends changes of the", ""),
+        ("algorithm.batch=67", "A site with at most 66 images", "every site sends"),
+        ("engine.sites=2", "with more than 66 images. **Secure sums are off** (and", ""),
+        ("privacy.secure=true", "But a sum may be over 3 sites: if a round uses at most 66", ""),
+        ("privacy.secure=true engine.sites=99", "These replies are masked", "a sum may be over"),
+        (f"{OTHER} algorithm.batch=1", "of one image**, in `train`: they may reveal", ""),
+        (f"{OTHER} privacy.secure=true", "These replies are masked", "a sum may be over"),
+        (f"{OTHER} {GOSSIP}", "Take part with more than one image. **Secure sums are not", ""),
+        ("algorithm.name=fedavg", "", "made of one image"),  # of one image there is no such loss
+        (f"{OTHER} encoder.norm=batch", "", "made of one image"),  # nor a batch
+        ("algorithm.name=ccl objective.name=moco", "", "made of one image"),  # nor a mixture
     ],
 )
-def test_sites_are_told(words: str, said: str) -> None:
-    text = told(words)
-    assert said in text
-    assert ("single images' encodings" in text) == (OTHER not in words)
-    assert ("a sum may be over" in text) == ("a sum may be over" in said)
-    hidden = any(word in words for word in ("secure", "median", "gossip", "sites=2"))
-    assert ("operator for a batch above" in text) == ("batch" in words and "local" not in words)
-    assert ("`privacy.secure=true`: the server then learns only sums" in text) == (not hidden)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("algorithm.name=fedavg", "made of one image"),  # of one image there is no such loss
-        (f"{OTHER} encoder.norm=batch", "made of one image"),  # nor a batch
-        ("algorithm.name=ccl objective.name=moco", "made of one image"),  # nor a mixture
-        ("algorithm.batch=67", "every site"),
-        ("privacy.secure=true engine.sites=99", "But a sum may be over"),
-        (f"{OTHER} privacy.secure=true", "But a sum may be over"),
-    ],
-)
-def test_sites_are_not_told_what_cannot_be(words: str, said: str) -> None:
-    assert said not in told(words)
-
-
-def told(words: str) -> str:
+def test_sites_are_told(words: str, said: str, not_said: str) -> None:
     config = adapt_recipe("default", [*SITES, *words.split()])
-    return " ".join(write_site_instructions(config, "default", None).split())
+    text = " ".join(write_site_instructions(config, "default", None).split())
+    assert said in text and (not_said or "no such words") not in text
+    if said:
+        hidden = any(word in words for word in ("secure", "median", "gossip", "sites=2"))
+        assert ("single images' encodings" in text) == (OTHER not in words)
+        has_batch = words.endswith(("batch=66", "batch=1"))
+        assert ("operator for a batch above" in text) == has_batch
+        assert ("`privacy.secure=true`: the server then learns only sums" in text) == (not hidden)

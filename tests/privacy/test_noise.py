@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dp_accounting
@@ -14,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import rdp
-from helpers import HEADS, engine_of, groups_of, made_split, relative, settings, step, train
+from helpers import (
+    HEADS,
+    engine_of,
+    groups_of,
+    made_split,
+    refused,
+    relative,
+    settings,
+    step,
+    timeless,
+    train,
+)
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
@@ -54,9 +65,7 @@ def small(*words: str) -> Config:
 def noisy(*words: str, clients: int = 100, cohort: int = 10, **others: Any) -> Noisy:
     """DCCO's, with encodings up to 0.7, unless told otherwise."""
     config = settings("objective.bound=0.7", "privacy.noise=3", *words)
-    objective = configuration.variant("objective", config.objective.name)(config.objective)
-    algorithm = configuration.variant("algorithm", config.algorithm.name)
-    return Noisy(config, algorithm(config.algorithm, objective), clients, cohort, **others)
+    return Noisy(config, build_algorithm(config), clients, cohort, **others)
 
 
 def norm(tree: Tree) -> float:
@@ -64,7 +73,7 @@ def norm(tree: Tree) -> float:
     return float(torch.cat(leaves).norm())
 
 
-def contributed(average: Noisy, task: str, samples: int, reply: Tree) -> Tree:
+def contributed(average: Noisy, task: str, samples: int, reply: Tree) -> Any:
     """What a client adds to the sum."""
     total, _, _ = add_up([average.contribute(task, samples, reply, "samples")])
     return total
@@ -111,8 +120,8 @@ def test_no_client_moves_the_sum_by_more_than_twice_its_bound(
 def test_short_contributions_are_left_alone_and_long_ones_keep_their_direction() -> None:
     average = noisy("privacy.clip=2")
     short, long = torch.tensor([0.6, -0.8]), torch.tensor([60.0, -80.0])
-    assert torch.equal(average.contribute("descend", 4, {"x": short}, "samples")[1]["x"], short)
-    clipped = average.contribute("descend", 4, {"x": long}, "samples")[1]["x"]
+    assert torch.equal(contributed(average, "descend", 4, {"x": short})["x"], short)
+    clipped = contributed(average, "descend", 4, {"x": long})["x"]
     torch.testing.assert_close(clipped, 2 * short, rtol=1e-5, atol=0)
 
 
@@ -136,8 +145,7 @@ def test_a_clients_weight_is_capped_and_clipping_comes_after_it() -> None:
 
 def test_the_loss_does_not_leave_the_client() -> None:
     reply = {"change": torch.tensor([0.1]), "loss": torch.tensor(5.0)}
-    _, kept = noisy().contribute("descend", 4, reply, "samples")
-    assert kept == {"change": torch.tensor([0.1])}
+    assert contributed(noisy(), "descend", 4, reply) == {"change": torch.tensor([0.1])}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -210,19 +218,9 @@ def test_with_weights_their_sum_is_noisy_too(task: str, clip: float) -> None:
     assert abs(np.corrcoef(weights, ratios)[0, 1]) < 6 / math.sqrt(4000)
 
 
-class Still(np.random.Generator):
-    """A generator of the same number always."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__(np.random.PCG64(0))
-        self.value = value
-
-    def standard_normal(self, size: Any = None, **_: Any) -> Any:
-        return self.value if size is None else np.full(size, self.value)
-
-
 def test_a_weight_without_sense_skips_the_round_and_is_counted() -> None:
-    average = noisy("privacy.most_samples=2", generator=lambda: Still(-1.0))
+    still = SimpleNamespace(standard_normal=lambda size=None: np.full(size or (), -1.0))
+    average = noisy("privacy.most_samples=2", generator=lambda: still)
     with pytest.raises(TooFewReplies, match=r"sum of the weights.*privacy\.most_samples"):
         average.release("encode", {"x": torch.zeros(2)}, 3.0, 5)
     assert average.ledger.counts() == {("encode",): 1}
@@ -259,14 +257,12 @@ def test_without_noise_and_clipping_it_is_the_uniform_mean(algorithm: str) -> No
 
 
 def test_capped_weights_are_weights() -> None:
-    words = ("privacy.noise=1e-13", "privacy.clip=1e4", "privacy.most_samples=6")
-    average = noisy(*words)
-    given = [(4, 1.0), (9, 2.0), (6, 5.0)]
+    average = noisy("privacy.noise=1e-13", "privacy.clip=1e4", "privacy.most_samples=6")
     mean: Any = average.combine(
         "descend",
         (
             average.contribute("descend", n, {"x": torch.tensor([v]).double()}, "samples")
-            for n, v in given
+            for n, v in [(4, 1.0), (9, 2.0), (6, 5.0)]
         ),
     )
     assert float(mean["x"]) == pytest.approx((4 * 1 + 6 * 2 + 6 * 5) / 16, rel=1e-6)
@@ -275,14 +271,16 @@ def test_capped_weights_are_weights() -> None:
 # --- the accountant
 
 
-def library(z: float, clients: int, cohort: int, rounds: int, delta: float) -> float:
-    """ε by dp_accounting alone, for sums with noise z times the norm of a contribution."""
-    event: Any = dp_accounting.GaussianDpEvent(z / 2)
-    if cohort < clients:
-        event = dp_accounting.SampledWithoutReplacementDpEvent(clients, cohort, event)
+def library(clients: int, cohort: int, rounds: dict[float, int], delta: float = 1e-5) -> float:
+    """ε by dp_accounting alone, for rounds by their sums' noise over a contribution's norm."""
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = rdp.RdpAccountant(neighboring_relation=relation)
-    return float(accountant.compose(event, rounds).get_epsilon(delta))
+    for z, count in rounds.items():
+        event: Any = dp_accounting.GaussianDpEvent(z / 2)
+        if cohort < clients:
+            event = dp_accounting.SampledWithoutReplacementDpEvent(clients, cohort, event)
+        accountant.compose(event, count)
+    return float(accountant.get_epsilon(delta))
 
 
 @pytest.mark.parametrize(("clients", "cohort"), [(100, 100), (100, 10), (5000, 50)])
@@ -304,7 +302,7 @@ def test_epsilon_is_the_librarys(
         for task in tasks:
             average.release(task, {"x": torch.zeros(1)}, 1e6, 10)
     spent = average.compute_privacy()
-    expected = library(together, clients, cohort, 30, 1e-6)
+    expected = library(clients, cohort, {together: 30}, 1e-6)
     assert spent == {"epsilon": pytest.approx(expected, rel=1e-9), "delta": 1e-6}
     assert 0.05 < expected < 60
 
@@ -314,7 +312,7 @@ def test_a_draw_never_costs_privacy() -> None:
     average = noisy("privacy.noise=0.5", clients=359, cohort=32)
     for _ in range(20):
         average.ledger.note("descend")
-    whole, drawn = (library(0.5, 359, cohort, 20, 1e-5) for cohort in (359, 32))
+    whole, drawn = (library(359, cohort, {0.5: 20}) for cohort in (359, 32))
     assert drawn > whole and average.compute_privacy()["epsilon"] <= whole
 
 
@@ -323,11 +321,8 @@ def test_a_round_that_released_only_its_first_exchange_counts_as_that() -> None:
     for task in ("encode", "descend", "encode", "encode", "descend", "encode"):
         average.ledger.note(task)
     assert average.ledger.counts() == {("encode", "descend"): 2, ("encode",): 2}
-    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
-    accountant = rdp.RdpAccountant(neighboring_relation=relation)
-    accountant.compose(dp_accounting.GaussianDpEvent(3 / math.sqrt(2) / 2), 2)
-    accountant.compose(dp_accounting.GaussianDpEvent(3 / 2), 2)
-    assert average.compute_privacy()["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5))
+    expected = library(50, 50, {3 / math.sqrt(2): 2, 3: 2})
+    assert average.compute_privacy()["epsilon"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -346,13 +341,9 @@ def test_a_round_that_released_only_its_first_exchange_counts_as_that() -> None:
 def test_a_draw_counts_only_where_clients_keep_nothing(words: str, amplified: bool) -> None:
     name = words.partition("objective.name=")[2].split()[0]
     config = settings("privacy.noise=6", *words.split(), *HEADS.get(name, ()))
-    objective = configuration.variant("objective", name)(config.objective)
-    algorithm = configuration.variant("algorithm", config.algorithm.name)(
-        config.algorithm, objective
-    )
-    average = Noisy(config, algorithm, 100, 10)
+    average = Noisy(config, build_algorithm(config), 100, 10)
     average.ledger.note("train")
-    expected = library(6, 100, 10 if amplified else 100, 1, 1e-5)
+    expected = library(100, 10 if amplified else 100, {6: 1})
     assert average.compute_privacy()["epsilon"] == pytest.approx(expected)
 
 
@@ -382,30 +373,24 @@ def test_rounds_are_told_apart(algorithm: str) -> None:
         assert engine.aggregator.ledger.counts() == {asked: round + 1}
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_resumed_run_has_spent_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("privacy.noise=4", "objective.bound=1")
     summary = run_and_resume(config, tmp_path, monkeypatch)
-    whole = [row["epsilon"] for row in rows(tmp_path / "whole")]
+    rows = timeless(tmp_path / "whole")
+    whole = [row["epsilon"] for row in rows]
     assert whole == sorted(whole) and len(set(whole)) == 4
     assert (summary["epsilon"], summary["delta"]) == (whole[-1], 1e-5)
-    assert whole[-1] == pytest.approx(library(4 / math.sqrt(2), 6, 3, 4, 1e-5))
-    assert all(row["loss"] is None and not row["skipped"] for row in rows(tmp_path / "whole"))
-    assert rows(tmp_path / "whole")[0]["exchanges"].keys() == {"encode", "descend"}
-    assert [row["epsilon"] for row in rows(tmp_path / "cut")] == whole
+    assert whole[-1] == pytest.approx(library(6, 3, {4 / math.sqrt(2): 4}))
+    assert all(row["loss"] is None and not row["skipped"] for row in rows)
+    assert rows[0]["exchanges"].keys() == {"encode", "descend"}
+    assert [row["epsilon"] for row in timeless(tmp_path / "cut")] == whole
 
 
 # --- bounded encodings
 
 
 def moment_objectives(bound: float | None) -> list[MomentObjective]:
-    return [
-        CCO(CCO.Params("cco", bound=bound)),
-        VICReg(VICReg.Params("vicreg", bound=bound)),
-    ]
+    return [CCO(CCO.Params("cco", bound=bound)), VICReg(VICReg.Params("vicreg", bound=bound))]
 
 
 encodings = arrays(
@@ -438,13 +423,12 @@ def test_encodings_within_the_bound_are_left_alone() -> None:
     for wide, plain in zip(moment_objectives(100.0), moment_objectives(None), strict=True):
         loss = wide.loss(EncodedBatch((f, g)))
         torch.testing.assert_close(loss, plain.loss(EncodedBatch((f, g))))
+    both = (3 + f, 3 + g)
+    scaled = tuple(x * 0.5 / x.norm(dim=1, keepdim=True) for x in both)
     for tight in moment_objectives(0.5):
-        scaled = [x * 0.5 / x.norm(dim=1, keepdim=True) for x in (3 + f, 3 + g)]
-        torch.testing.assert_close(
-            tight.loss(EncodedBatch((3 + f, 3 + g))),
-            tight.loss(EncodedBatch((scaled[0], scaled[1]))),
-        )
-        torch.testing.assert_close(tight.bounded(3 + f), scaled[0])
+        loss = tight.loss(EncodedBatch(both))
+        torch.testing.assert_close(loss, tight.loss(EncodedBatch(scaled)))
+        torch.testing.assert_close(tight.bounded(both[0]), scaled[0])
 
 
 def test_the_gradient_goes_through_the_bound_and_is_defined_at_zero() -> None:
@@ -480,17 +464,16 @@ def test_a_round_of_dcco_is_still_a_centralized_step_on_the_union(
 
 
 def test_with_a_bound_the_centre_is_the_origin_and_nobody_is_asked_for_it() -> None:
-    config = settings("objective.bound=1")
-    engine, server = engine_of(config, made_split(), groups_of(4, 6, 5))
+    engine, server = engine_of(settings("objective.bound=1"), made_split(), groups_of(4, 6, 5))
     for round in range(2):
         cohort = step(engine, server, round)
         assert set(cohort.traffic.down) == {"encode", "descend"}
         centre: Any = server.state["centre"]
         assert all(torch.equal(leaf, torch.zeros(16).double()) for leaf in centre.values())
-    assert engine.algorithm.tasks()["encode"].bound(engine.algorithm) == pytest.approx(math.sqrt(5))
-    assert engine.algorithm.tasks()["descend"].bound(engine.algorithm) is None
-    engine, _ = engine_of(settings(), made_split(), groups_of(4, 6, 5))
-    assert engine.algorithm.tasks()["encode"].bound(engine.algorithm) is None
+    tasks = engine.algorithm.tasks()
+    assert tasks["encode"].bound(engine.algorithm) == pytest.approx(math.sqrt(5))
+    assert tasks["descend"].bound(engine.algorithm) is None
+    assert tasks["encode"].bound(build_algorithm(settings())) is None
 
 
 # --- what is refused, and what is shown
@@ -509,6 +492,8 @@ FEDAVG = f"{NOISE} algorithm.name=fedavg"
         (f"{NOISE} objective.bound=1 privacy.delta=0.2", "privacy.delta"),
         (f"{NOISE} algorithm.name=standalone", "privacy.noise"),
         (f"{NOISE} algorithm.name=centralized", "privacy.noise"),
+        (f"{NOISE} algorithm.name=gossip server.optimizer=sgd server.lr=1", "privacy.noise"),
+        (f"{FEDAVG} engine.updates=fp16", "engine.updates"),
         (f"{FEDAVG} algorithm.norm_policy=local", "algorithm.norm_policy"),
         (f"{FEDAVG} evaluate.drift=true engine.merge=off", "evaluate.drift"),
         (f"{FEDAVG} algorithm.weight=uniform privacy.most_samples=2", "privacy.most_samples"),
@@ -516,9 +501,8 @@ FEDAVG = f"{NOISE} algorithm.name=fedavg"
     ],
 )
 def test_settings_that_noise_does_not_protect_are_refused(words: str, key: str) -> None:
-    with pytest.raises(UserError) as error:
+    with refused(key):
         build_experiment(small(*words.split()))
-    assert error.value.key == key and error.value.fix
 
 
 def test_without_the_accountant_one_line_says_how_to_get_it(
@@ -532,18 +516,15 @@ def test_without_the_accountant_one_line_says_how_to_get_it(
         noisy()
 
 
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
-    def show(*round: Any) -> str:
+def test_a_round_whose_loss_is_not_known_was_not_skipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for round, said in (
+        ((1, None, 10, False), "loss not shared"),
+        ((1, None, 10, True), "skipped"),
+        ((1, 2.5, 10), "loss 2.5 "),
+    ):
         progress = Progress("dcco", 1)
         progress.update(*round)
         progress.close()
-        return capsys.readouterr().err
-
-    yield show
-
-
-def test_a_round_whose_loss_is_not_known_was_not_skipped(shown: Callable[..., str]) -> None:
-    assert "loss not shared" in shown(1, None, 10, False)
-    assert "skipped" in shown(1, None, 10, True)
-    assert "loss 2.5 " in shown(1, 2.5, 10)
+        assert said in capsys.readouterr().err

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, settings, train
+from helpers import engine_of, groups_of, made_split, refused, settings, timeless, train
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from fedssl.privacy import robust
 from fedssl.privacy.robust import Robust
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
-from fedssl.util.errors import UserError
 from fedssl.util.trees import NothingToAverage, Tree, flatten
 
 RULES = ("median", "trimmed", "krum")
@@ -30,6 +28,10 @@ SMALL = (
     "cohort.size=null", "objective.projector=32,16", "evaluate.protocols=knn",
     "evaluate.baselines=[]", "engine.threads=1", "schedule=constant",
 )  # fmt: skip
+
+
+def small(*words: str) -> config.Config:
+    return config.resolve(config.read_recipe(None), [*SMALL, *words])
 
 
 def rule(name: str, hostile: int = 1, cohort: int = 100) -> Robust:
@@ -48,9 +50,7 @@ def drawn(count: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.
     def leaf(*shape: int) -> Tensor:
         return scale * torch.randn(shape, generator=generator, dtype=dtype)
 
-    return [
-        {"change": leaf(7), "more": {"a": leaf(2, 3)}, "loss": leaf()} for _ in range(count)
-    ]  # fmt: skip
+    return [{"change": leaf(7), "more": {"a": leaf(2, 3)}, "loss": leaf()} for _ in range(count)]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -164,24 +164,20 @@ def test_too_few_replies_skip_the_round(name: str, need: int) -> None:
     ],
 )
 def test_robust_means_that_do_not_protect_are_refused(words: str, key: str) -> None:
-    with pytest.raises(UserError) as error:
-        build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *words.split()]))
-    assert error.value.key == key and error.value.fix
+    with refused(key):
+        build_experiment(small(*words.split()))
 
 
-def test_the_smallest_cohorts_that_are_enough() -> None:
-    for words in (["cohort.average=trimmed", "cohort.hostile=2", "cohort.size=5"],
-                  ["cohort.average=krum", "cohort.hostile=1", "cohort.size=5"]):  # fmt: skip
-        session = build_experiment(config.resolve(config.read_recipe(None), [*SMALL, *words]))
-        assert isinstance(session.engine.aggregator, Robust) and not session.engine.merges
+@pytest.mark.parametrize("words", ["trimmed cohort.hostile=2", "krum cohort.hostile=1"])
+def test_the_smallest_cohorts_that_are_enough(words: str) -> None:
+    engine = build_experiment(small("cohort.size=5", *f"cohort.average={words}".split())).engine
+    assert isinstance(engine.aggregator, Robust) and not engine.merges
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_run_learns(name: str, tmp_path: Path) -> None:
-    words = (f"cohort.average={name}", "server.lr=0.003")
-    loop.run(config.resolve(config.read_recipe(None), [*SMALL, *words]), tmp_path / "run")
-    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["loss"] for row in rows]
+    loop.run(small(f"cohort.average={name}", "server.lr=0.003"), tmp_path / "run")
+    losses = [row["loss"] for row in timeless(tmp_path / "run")]
     assert len(losses) == 8 and sum(losses[-2:]) < 0.9 * sum(losses[:2])
 
 

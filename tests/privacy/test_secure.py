@@ -326,28 +326,49 @@ def test_a_client_tells_one_share_of_each_peer_and_the_right_one() -> None:
     assert Masker.from_bytes(run.states[5]).held == {}
 
 
+def first(count: int) -> Replace:
+    return lambda m: {"clients": m["clients"][:count], "keys": m["keys"][: 2 * count]}
+
+
+def unmask(survivors: Any, *dropped: int) -> Replace:
+    return lambda m: {"survivors": survivors, "dropped": list(dropped)}
+
+
 @pytest.mark.parametrize(
-    ("survivors", "dropped", "reason"),
+    ("step", "change", "reason"),
     [
-        (CLIENTS, [8], "both"),
-        ([3, 5, 8], [20, 21, 40, 41], "fewer than the threshold"),
-        ([3, 5, 8, 20, 21, 40], [], "not the participants"),
-        (CLIENTS, [99], "not the participants"),
-        ([3, 8, 20, 21, 40, 41], [5], "not the participants"),  # I am here
-        ([3, 3, 5, 8, 20, 21, 40, 41], [], "twice"),
-        ([3, 5, 8, 20, 21, 40, "41"], [], "not a list"),
-        (None, [], "not a list"),
+        ("shares", lambda m: {**m, "keys": m["keys"][::-1]}, "other keys of this client"),
+        ("shares", first(3), "threshold 4 with 3"),
+        ("shares", lambda m: {"clients": [*m["clients"], 99], "keys": [*m["keys"], *m["keys"][:2]]},
+         "with 8"),
+        ("shares", lambda m: {**m, "keys": m["keys"][:-1]}, "13 items, not 14"),
+        ("shares", lambda m: {**m, "keys": [k[:-1] for k in m["keys"]]}, "wrong length"),
+        ("shares", lambda m: {**m, "clients": [3, *m["clients"][:-1]]}, "twice"),
+        ("masked", lambda m: {k: v[:2] for k, v in m.items()}, "3 participants, fewer"),
+        ("masked", lambda m: {**m, "senders": [5, *m["senders"][1:]]}, "not peers"),
+        ("masked", lambda m: {**m, "senders": [99, *m["senders"][1:]]}, "not peers"),
+        ("masked", lambda m: {**m, "bundles": m["bundles"][1:]}, "5 items, not 6"),
+        ("unmask", unmask(CLIENTS, 8), "both"),
+        ("unmask", unmask([3, 5, 8], 20, 21, 40, 41), "fewer than the threshold"),
+        ("unmask", unmask([3, 5, 8, 20, 21, 40]), "not the participants"),
+        ("unmask", unmask(CLIENTS, 99), "not the participants"),
+        ("unmask", unmask([3, 8, 20, 21, 40, 41], 5), "not the participants"),  # I am here
+        ("unmask", unmask([3, 3, 5, 8, 20, 21, 40, 41]), "twice"),
+        ("unmask", unmask([3, 5, 8, 20, 21, 40, "41"]), "not a list"),
+        ("unmask", unmask(None), "not a list"),
     ],
-)
-def test_a_client_refuses_to_unmask_more_than_a_sum(
-    survivors: Any, dropped: Any, reason: str
+)  # fmt: skip
+def test_a_client_refuses_what_is_not_a_step_of_its_sum(
+    step: str, change: Replace, reason: str
 ) -> None:
-    run = Sum(some_vectors()).run(until="unmask")
-    before = run.states[5]
+    """Such as keys of another cohort, too few or unknown peers, or to unmask more than a sum."""
+    run = Sum(some_vectors()).run(until=step)
+    before, message = run.states[5], run.messages[step][5]
     with pytest.raises(ValueError, match=reason):
-        run.client(5, "unmask", {"survivors": survivors, "dropped": dropped})
+        run.client(5, step, change(message))
     assert run.states[5] == before
-    assert run.client(5, "unmask", run.messages["unmask"][5])["shares"]
+    run.client(5, step, message)
+    assert run.states[5] != before
 
 
 @pytest.mark.parametrize("now", [0, 1, 2, 3])
@@ -358,52 +379,6 @@ def test_a_client_answers_each_step_once_and_in_order(now: int, asked: int) -> N
         run.client(5, step, run.messages[step][5])
     with pytest.raises(ValueError, match="out of turn"):
         run.client(5, step, run.messages.get(step, {}).get(5))
-
-
-def other_keys(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "keys": message["keys"][::-1]}
-
-
-def first(count: int) -> Replace:
-    def cut(message: dict[str, Any]) -> dict[str, Any]:
-        return {"clients": message["clients"][:count], "keys": message["keys"][: 2 * count]}
-
-    return cut
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (other_keys, "other keys of this client"),
-        (first(3), "threshold 4 with 3"),
-        (
-            lambda m: {"clients": [*m["clients"], 99], "keys": [*m["keys"], *m["keys"][:2]]},
-            "with 8",
-        ),
-        (lambda m: {**m, "keys": m["keys"][:-1]}, "13 items, not 14"),
-        (lambda m: {**m, "keys": [k[:-1] for k in m["keys"]]}, "wrong length"),
-        (lambda m: {**m, "clients": [3, *m["clients"][:-1]]}, "twice"),
-    ],
-)
-def test_a_client_refuses_keys_that_are_not_those_of_a_cohort(change: Replace, reason: str) -> None:
-    run = Sum(some_vectors()).run(until="shares")
-    with pytest.raises(ValueError, match=reason):
-        run.client(5, "shares", change(run.messages["shares"][5]))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda m: {k: v[:2] for k, v in m.items()}, "3 participants, fewer"),
-        (lambda m: {**m, "senders": [5, *m["senders"][1:]]}, "not peers"),
-        (lambda m: {**m, "senders": [99, *m["senders"][1:]]}, "not peers"),
-        (lambda m: {**m, "bundles": m["bundles"][1:]}, "5 items, not 6"),
-    ],
-)
-def test_a_client_refuses_to_mask_against_too_few_or_unknown(change: Replace, reason: str) -> None:
-    run = Sum(some_vectors()).run(until="masked")
-    with pytest.raises(ValueError, match=reason):
-        run.client(5, "masked", change(run.messages["masked"][5]))
 
 
 def test_a_client_masks_only_what_was_encoded() -> None:
@@ -442,8 +417,6 @@ LOW_ORDER = bytes(32)  # nobody can agree on a key with this one
         ("shares", lambda r: {"bundles": [b[1:] for b in r["bundles"]]}, "wrong length"),
         ("shares", lambda r: r["bundles"], "not a list"),
         ("masked", lambda r: r[1:], "shape"),
-        ("masked", lambda r: r[:1], "shape"),
-        ("masked", lambda r: np.append(r, r), "shape"),
         ("masked", lambda r: r[None], "shape"),
         ("masked", lambda r: r.astype(float), "integers"),
         ("masked", lambda r: r.tolist(), "integers"),
@@ -486,11 +459,7 @@ def test_a_tampered_bundle_is_a_share_less(lost: list[int]) -> None:
     assert run.server._shares[3][2] == run.server._shares[5][2] == b""
     assert run.server._shares[20][2] != b""
     assert run.server.total().tolist() == plain(vectors, lost)
-
-
-@pytest.mark.parametrize("lost", [[], [8]])
-def test_a_client_whose_bundles_do_not_open_leaves_no_sum(lost: list[int]) -> None:
-    run = Sum(some_vectors()).run({"masked": lost}, {("shares", 8): spoil(6)})
+    run = Sum(vectors).run({"masked": lost}, {("shares", 8): spoil(6)})
     with pytest.raises(NotEnough):
         run.server.total()
 

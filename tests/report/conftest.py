@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_folders import save
 from made_runs import NASTY
 from PIL import Image
 
@@ -37,11 +38,10 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, many in (("train", 4), ("test", 3)):
         for client in ("north", f"south{NASTY}"):
             for c, name in enumerate((NASTY, "plain", "third")):
-                folder = root / "data" / split / client / name
-                folder.mkdir(parents=True)
                 for k in range(many):
-                    pixels = generator.integers(c * 80, c * 80 + 90, (16, 16, 3))
-                    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{k}.png")
+                    pixels = generator.integers(c * 80, c * 80 + 90, (16, 16, 3)).clip(0, 255)
+                    image = Image.fromarray(pixels.astype(np.uint8))
+                    save(root / "data" / split / client / name / f"{k}.png", image)
     tree = {
         "about": "</script><script>document.title='broken'</script><!--",
         "data": {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from made_runs import made
 
-from fedssl.report.curves import draw_panels
-from fedssl.report.history import MOST_CLIENTS, History, Traffic, read_history, select_points
+from fedssl.report.curves import draw_panels, select_points
+from fedssl.report.history import MOST_CLIENTS, History, Traffic, read_history
 from fedssl.runs.reader import RunReader
 
 
@@ -52,7 +52,7 @@ def test_curves_and_traffic_of_a_run(tmp_path: Path) -> None:
     traffic = Traffic(10, 14, 2.5, 3.5, 2)
     assert (history.rounds, history.tasks, history.traffic) == (2, {"train": traffic}, traffic)
     assert set(history.curves) == {"loss", "images_per_second", "epsilon", "linear_top1"}
-    panels = {panel.measures[0]: panel for panel in draw_panels([("a", history)])}
+    panels = {panel.measure: panel for panel in draw_panels([("a", history)])}
     assert list(panels) == ["loss", "linear_top1", "mu", "images_per_second", "epsilon"]
     assert [(s.name, s.x, s.y) for s in panels["mu"].series] == [
         ("mean", [1, 2], [0.5, 0.5]),
@@ -66,7 +66,7 @@ def test_curves_carry_the_names_of_clients(tmp_path: Path) -> None:
     lines = line(1, mu={"10": 0.5, "0": 0.25, "2": 1, "3": 0.5})
 
     def names(history: History) -> list[str]:
-        (mu,) = (p for p in draw_panels([("a", history)]) if p.measures == ["mu"])
+        (mu,) = (p for p in draw_panels([("a", history)]) if p.measure == "mu")
         return [series.name for series in mu.series]
 
     numbers = ["mean", "client 0", "client 2", "client 3", "client 10"]
@@ -85,7 +85,7 @@ def test_of_many_clients_a_few_have_a_curve(tmp_path: Path) -> None:
 def test_runs_share_figures_and_keep_their_color(tmp_path: Path) -> None:
     first = history_of(tmp_path / "a", line(1))
     second = history_of(tmp_path / "b", line(1, consensus=3.0), line(2))
-    panels = {p.measures[0]: p for p in draw_panels([("a", first), ("b", second)])}
+    panels = {p.measure: p for p in draw_panels([("a", first), ("b", second)])}
     assert [s.name for s in panels["loss"].series] == ["a", "b"]
     assert panels["consensus"].series[0].colour == 1 and panels["consensus"].legend
 

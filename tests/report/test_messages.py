@@ -12,8 +12,8 @@ from made_runs import made, scored
 
 from fedssl import config, report
 from fedssl.federation.algorithm import build_algorithm
-from fedssl.report import messages
 from fedssl.report.history import read_history
+from fedssl.report.messages import Sheet
 from fedssl.runs.reader import RunReader
 
 PLAIN = ("server.optimizer=sgd", "server.lr=1", "cohort.size=null", "partition.name=iid")
@@ -25,6 +25,7 @@ WORDS = {
     )
     for name in config.VARIANTS["algorithm"]
 }
+SECURE = ("engine.name=flower", "privacy.secure=true")
 
 
 def lines(words: tuple[str, ...], **more: Any) -> tuple[dict[str, Any], ...]:
@@ -37,9 +38,9 @@ def lines(words: tuple[str, ...], **more: Any) -> tuple[dict[str, Any], ...]:
     return tuple({"round": k, **own} for k in (1, 2))
 
 
-def sheet_of(path: Path) -> messages.Sheet:
+def sheet_of(path: Path) -> Sheet:
     run = RunReader(path)
-    return messages.build_sheet(run, read_history(run))
+    return Sheet(run, read_history(run))
 
 
 def page_of(path: Path) -> str:
@@ -59,82 +60,70 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
     words = WORDS[name]
     path = made(tmp_path / name, words, scored(90), lines(words))
     sheet, algorithm = sheet_of(path), build_algorithm(RunReader(path).settings)
+    text, notes = page_of(path), list(sheet.notes)
     kinds = {row.task: row.visibility for row in sheet.rows}
     if algorithm.pools_data:
-        assert not kinds and "every image leaves its site" in sheet.verdict and not sheet.notes
+        assert not kinds and "every image leaves its site" in sheet.verdict and not notes
     else:
-        assert kinds == {
-            **{t.name: "mean" for t in algorithm.tasks().values() if t.seen == "mean"},
-            **{t.name: "single" for t in algorithm.tasks().values() if t.seen != "mean"},
-        }
-        assert messages.SIMULATED["local"] in sheet.notes
+        tasks = algorithm.tasks().values()
+        assert kinds == {t.name: "mean" if t.seen == "mean" else "single" for t in tasks}
+    assert ("a simulation in one process" in text) == bool(kinds)
     assert ("each client's own reply" in sheet.verdict) == bool(algorithm.asked(False, "each"))
     logged = name in ("fedu", "fedema", "featarc")
     assert ("and single numbers of each client for its log" in sheet.verdict) == logged
-    assert any("1000 public images" in note for note in sheet.notes) == (name == "fedca")
-    assert not any("folder's name" in note for note in sheet.notes)
-    text = page_of(path)
+    assert any("1000 public images" in note for note in notes) == (name == "fedca")
+    assert any("one row for each image" in note for note in notes) == (name in ("ccl", "fedca"))
+    assert not any("folder's name" in note for note in notes)
     assert "it could not be made" not in text
     for row in sheet.rows:
         assert f"<code>{row.task}</code>" in text and row.content in text and row.seen in text
+    if name == "standalone":
+        assert sheet.verdict.endswith("each trained alone and sent only its loss.")
+        assert [row.content for row in sheet.rows] == ["Its loss, nothing else"]
 
 
 def test_bytes_of_a_client_are_those_of_a_complete_round(tmp_path: Path) -> None:
+    one = {"up": 40, "down": 4, "replied": 2, "reached": 2}
     rounds = (
-        {"train": {"up": 900, "down": 600, "replied": 3, "reached": 3}},
-        {"train": {"up": 600, "down": 400, "replied": 2, "reached": 2}},
-        {"train": {"up": 20, "down": 0, "replied": 2, "reached": 0}},  # a secure sum that was lost
-        {"train": {"up": 0, "down": 0, "replied": 0, "reached": 0}},
+        {"encode": {"up": 900, "down": 600, "replied": 3, "reached": 3}, "descend": one},
+        {"encode": {"up": 600, "down": 400, "replied": 2, "reached": 2}},
+        {"encode": {"up": 20, "down": 0, "replied": 2, "reached": 0}},  # a secure sum that was lost
+        {"encode": {"up": 0, "down": 0, "replied": 0, "reached": 0}},
     )
     lines = tuple({"round": k, "clients": 3, "exchanges": own} for k, own in enumerate(rounds, 1))
-    path = made(tmp_path / "a", WORDS["fedavg"], None, lines)
-    traffic = sheet_of(path).rows[0].traffic
-    assert (traffic.client_up, traffic.client_down) == (300, 200)
-    assert row_of(page_of(path), "train") == ["4", "300 B", "200 B", "1,520 bytes", "1,000 bytes"]
-
-
-def test_bytes_of_a_client_in_a_round_of_several_tasks(tmp_path: Path) -> None:
-    own = {
-        "encode": {"up": 30, "down": 3, "replied": 3, "reached": 3},
-        "descend": {"up": 40, "down": 4, "replied": 2, "reached": 2},
-    }
-    path = made(
-        tmp_path / "a", WORDS["dcco"], None, ({"round": 1, "clients": 3, "exchanges": own},)
-    )
-    text = page_of(path)
-    assert row_of(text, "encode") == ["1", "10 B", "1 B", "30 bytes", "3 bytes"]
-    assert row_of(text, "all") == ["1", "30 B", "3 B", "70 bytes", "7 bytes"]
+    text = page_of(made(tmp_path / "a", WORDS["dcco"], None, lines))
+    assert row_of(text, "encode") == ["4", "300 B", "200 B", "1,520 bytes", "1,000 bytes"]
+    assert row_of(text, "descend") == ["1", "20 B", "2 B", "40 bytes", "4 bytes"]
+    assert row_of(text, "all") == ["4", "320 B", "202 B", "1,560 bytes", "1,004 bytes"]
     assert "Declared, but not asked for in this run: locate." in text
 
 
 def test_secure_sums(tmp_path: Path) -> None:
-    words = (*WORDS["fedavg"], "engine.name=flower", "privacy.secure=true")
-    sheet = sheet_of(made(tmp_path / "a", words, None, lines(words)))
+    words = (*WORDS["fedavg"], *SECURE)
+    path = made(tmp_path / "a", words, None, lines(words))
+    sheet = sheet_of(path)
     assert sheet.verdict == "No image left a client; the server learned only sums over the clients."
     assert [row.visibility for row in sheet.rows] == ["masked"]
-    secure = sheet.protection[0][1]
+    secure = sheet.protection["Secure sums"]
     assert secure.startswith("on") and "at least 4 of the 5 clients of a round" in secure
-    early = dict(sheet_of(made(tmp_path / "b", words)).protection)["Secure sums"]
+    assert "a simulation in Flower's worker processes" in page_of(path)
+    early = sheet_of(made(tmp_path / "b", words)).protection["Secure sums"]
     assert "at least 67% of a round's clients, and three," in early
-
-
-@pytest.mark.parametrize(("name", "said"), [("local", "in one process"), ("flower", "in Flower's")])
-def test_a_simulation_says_where_it_ran(name: str, said: str, tmp_path: Path) -> None:
-    path = made(tmp_path / name, (*WORDS["fedavg"], f"engine.name={name}"))
-    assert said in sheet_of(path).notes[0]
+    logged = sheet_of(made(tmp_path / "c", (*WORDS["fedema"], *SECURE)))
+    assert [row.task for row in logged.rows] == ["train"] and "log" not in logged.verdict
 
 
 def test_noise_and_the_budget_it_spent(tmp_path: Path) -> None:
     words = (*WORDS["dcco"], "privacy.noise=4", "privacy.clip=0.5", "objective.bound=1")
     spent = {"epsilon": 3.25, "delta": 1e-5}
-    sheet = sheet_of(made(tmp_path / "a", words, scored(90) | spent, lines(words, **spent)))
-    protection = dict(sheet.protection)
-    assert protection["(ε, δ) spent"] == "(3.25, 1e-05)"
-    assert "4 times the norm 0.5 to which model updates" in protection["Differential privacy"]
-    assert "for moments 4 times their norm, 2.236" in protection["Differential privacy"]
+    path = made(tmp_path / "a", words, scored(90) | spent, lines(words, **spent))
+    sheet = sheet_of(path)
+    assert sheet.protection["(ε, δ) spent"] == "(3.25, 1e-05)"
+    assert "4 times the norm 0.5 to which model updates" in sheet.protection["Differential privacy"]
+    assert "for moments 4 times their norm, 2.236" in sheet.protection["Differential privacy"]
     assert "(3.25, 1e-05)-differentially private for all data of a client" in sheet.verdict
-    assert all("to which it adds noise before use" in row.seen for row in sheet.rows)
-    assert messages.PUBLISHED in sheet.notes
+    assert all("adds noise to the sum" in row.seen for row in sheet.rows)
+    assert "It does not cover this page and metrics.jsonl" in page_of(path)
 
 
 @pytest.mark.parametrize(
@@ -151,21 +140,8 @@ def test_noise_and_the_budget_it_spent(tmp_path: Path) -> None:
 )
 def test_noise_of_each_norm(name: str, more: tuple[str, ...], said: str, tmp_path: Path) -> None:
     words = (*WORDS[name], "privacy.noise=4", *more)
-    protection = dict(sheet_of(made(tmp_path / "a", words)).protection)
+    protection = sheet_of(made(tmp_path / "a", words)).protection
     assert protection["Differential privacy"].endswith(said)
-
-
-def test_no_numbers_for_the_log_under_secure_sums(tmp_path: Path) -> None:
-    words = (*WORDS["fedema"], "engine.name=flower", "privacy.secure=true")
-    sheet = sheet_of(made(tmp_path / "a", words))
-    assert [row.task for row in sheet.rows] == ["train"] and "log" not in sheet.verdict
-
-
-def test_a_client_that_trains_alone_sends_its_loss(tmp_path: Path) -> None:
-    words = WORDS["standalone"]
-    sheet = sheet_of(made(tmp_path / "a", words, None, lines(words)))
-    assert sheet.verdict.endswith("each trained alone and sent only its loss.")
-    assert [row.content for row in sheet.rows] == ["Its loss, nothing else"]
 
 
 def test_robust_means_show_single_replies(tmp_path: Path) -> None:
@@ -173,7 +149,7 @@ def test_robust_means_show_single_replies(tmp_path: Path) -> None:
     sheet = sheet_of(made(tmp_path / "a", words, None, lines(words)))
     assert [row.visibility for row in sheet.rows] == ["single"] * 3
     assert "“locate” and “encode” and “descend” and compared them" in sheet.verdict
-    assert dict(sheet.protection)["Secure sums"] == "off, and not possible with these settings"
+    assert sheet.protection["Secure sums"] == "off, and not possible with these settings"
 
 
 def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
@@ -185,8 +161,7 @@ def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
     (path / "clients.json").write_text(
         '[{"client": 0, "name": "north", "samples": 7}, {"client": 1, "name": "s", "samples": 9}]'
     )
-    notes = sheet_of(path).notes
-    assert not set(messages.SIMULATED.values()) & set(notes)
+    notes = list(sheet_of(path).notes)
     for start, part in (
         ("before training", "folder's name"),
         ("with each reply", "the loss"),
@@ -195,4 +170,5 @@ def test_a_deployment_is_no_simulation(tmp_path: Path) -> None:
         start = f"Besides the table, a site sends {start}"
         assert any(note.startswith(start) and part in note for note in notes)
     text = page_of(path)
+    assert "This run was a simulation" not in text
     assert "the images stay at their sites" in text and '"sizes":[7,9]' in text

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from made_runs import NASTY, again, made
@@ -39,7 +40,7 @@ def plain(text: str) -> str:
 
 @pytest.fixture(scope="session")
 def one(trained: Path) -> Path:
-    return report.write_page([trained], None)
+    return report.write_page([trained])
 
 
 @pytest.fixture(scope="session")
@@ -62,18 +63,23 @@ class Opened:
         self.seconds = time.monotonic() - started
         self.path = path
 
-    def check(self) -> None:
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         asked = [url for url in self.requests if not url.startswith("data:")]
         assert self.complaints == []
         assert asked == [self.path.as_uri()]
+        self.page.close()
+
+    def width(self) -> int:
+        return self.page.evaluate("document.documentElement.scrollWidth")
 
 
 @pytest.fixture
 def opened(browser: Any, one: Path) -> Iterator[Opened]:
-    found = Opened(browser, one)
-    yield found
-    found.check()
-    found.page.close()
+    with Opened(browser, one) as found:
+        yield found
 
 
 def test_every_figure_has_marks(opened: Opened) -> None:
@@ -142,51 +148,45 @@ def test_the_legend_hides_and_shows_a_series(opened: Opened, kind: str, mark: st
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_overflow(browser: Any, two: Path, width: int, scheme: str) -> None:
-    found = Opened(browser, two, width, color_scheme=scheme)
-    assert found.page.evaluate("document.documentElement.scrollWidth") == width
-    # What is wider than the screen is so inside a box that scrolls.
-    out = found.page.evaluate(
-        "w => [...document.querySelectorAll('main *')].filter(n => !n.closest('.wide, pre, "
-        ".legend, details') && n.getBoundingClientRect().right > w + 1).map(n => n.outerHTML)",
-        width,
-    )
-    assert out == []
-    ground, ink = found.page.evaluate(
-        "['backgroundColor', 'color'].map(k => getComputedStyle(document.body)[k])"
-    )
-    levels = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ground, ink)]
-    assert (levels[0] > levels[1]) == (scheme == "light")
-    assert len(found.page.screenshot(full_page=True)) > 10_000
-    found.check()
-    found.page.close()
+    with Opened(browser, two, width, color_scheme=scheme) as found:
+        assert found.width() == width
+        # What is wider than the screen is so inside a box that scrolls.
+        out = found.page.evaluate(
+            "w => [...document.querySelectorAll('main *')].filter(n => !n.closest('.wide, pre, "
+            ".legend, details') && n.getBoundingClientRect().right > w + 1).map(n => n.outerHTML)",
+            width,
+        )
+        assert out == []
+        ground, ink = found.page.evaluate(
+            "['backgroundColor', 'color'].map(k => getComputedStyle(document.body)[k])"
+        )
+        levels = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ground, ink)]
+        assert (levels[0] > levels[1]) == (scheme == "light")
+        assert len(found.page.screenshot(full_page=True)) > 10_000
 
 
 def test_print_is_black_on_white(browser: Any, two: Path) -> None:
-    found = Opened(browser, two, 720, color_scheme="dark")
-    found.page.emulate_media(media="print", color_scheme="dark")
-    assert found.page.evaluate("getComputedStyle(document.body).backgroundColor") == (
-        "rgb(255, 255, 255)"
-    )
-    assert not found.page.locator("nav").is_visible()
-    assert found.page.evaluate("document.documentElement.scrollWidth") == 720
-    found.check()
-    found.page.close()
+    with Opened(browser, two, 720, color_scheme="dark") as found:
+        found.page.emulate_media(media="print", color_scheme="dark")
+        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == "rgb(255, 255, 255)"
+        assert not found.page.locator("nav").is_visible()
+        assert found.width() == 720
 
 
 def test_markup_in_names_is_shown_as_text(browser: Any, two: Path) -> None:
-    found = Opened(browser, two)
-    assert found.page.title() == "2 runs · fedssl"
-    assert found.page.locator("img").count() == 0
-    assert NASTY in found.page.locator("figure.map .legend").first.inner_text()
-    svg = found.page.locator("figure.bars svg").first
-    svg.focus()
-    found.page.keyboard.press("ArrowDown")
-    assert NASTY in found.page.locator("#tip").inner_text()
-    found.check()
-    found.page.close()
+    with Opened(browser, two) as found:
+        assert found.page.title() == "2 runs · fedssl"
+        assert found.page.locator("img").count() == 0
+        assert NASTY in found.page.locator("figure.map .legend").first.inner_text()
+        svg = found.page.locator("figure.bars svg").first
+        svg.focus()
+        found.page.keyboard.press("ArrowDown")
+        assert NASTY in found.page.locator("#tip").inner_text()
 
 
-def test_markup_in_names_is_escaped(two: Path, named: Path) -> None:
+def test_a_run_on_folders(two: Path, named: Path) -> None:
+    """Names that are markup are escaped, and clients are called by their folders."""
     text = two.read_text()
     assert "<img" not in text
     assert "</script><script>document" not in text and "<!--" not in text.split("-->")[0][15:]
@@ -194,6 +194,12 @@ def test_markup_in_names_is_escaped(two: Path, named: Path) -> None:
     single = report.write_page([named], named / "one.html").read_text()
     assert "&lt;/script&gt;&lt;script&gt;" in single and "<img" not in single
     assert NASTY in plain(single)
+    lines = {panel["title"]: panel for panel in block(single)["lines"]}
+    drawn = lines["Divergence of client and server"]["series"]
+    assert [own["name"] for own in drawn] == ["mean", "north", f"south{NASTY}"]
+    assert "client 0" not in single and "client 1" not in single
+    assert "trains a tiny encoder on the images of data" in plain(single)
+    assert 'class="about"' not in single
 
 
 def test_numbers_equal_the_files(one: Path, trained: Path) -> None:
@@ -205,7 +211,7 @@ def test_numbers_equal_the_files(one: Path, trained: Path) -> None:
     assert loss["y"] == [line["loss"] for line in lines]
     knn = panels["Accuracy"]["series"][0]
     assert knn["y"] == [line["knn_top1"] for line in lines if "knn_top1" in line]
-    up = panels["Bytes per round, all clients"]["series"][0]
+    up = panels["Bytes up per round, all clients"]["series"][0]
     assert up["y"] == [line["bytes_up"] for line in lines]
     speed = panels["Images per second"]["series"][0]
     assert speed["y"] == pytest.approx([line["images"] / line["seconds"] for line in lines])
@@ -239,8 +245,7 @@ def test_the_text_of_the_page(one: Path, trained: Path) -> None:
         "lambda: 2",
         f"fedssl run {trained}/config.yaml",
         config.read_yaml(trained / "config.yaml")["about"],
-        "encodings: the numbers that",
-        "unmasked: the server could",
+        "Encodings: the numbers that",
         "(0: all clients have the same mixture)",
         "t-SNE (keeps neighbours",
     ):
@@ -248,20 +253,6 @@ def test_the_text_of_the_page(one: Path, trained: Path) -> None:
     assert re.search(r"Parameters \d+,\d{3} in the whole network", seen)
     assert seen.count("This section shows test images: send this page only to people") == 2
     assert one.stat().st_mode & 0o777 == 0o600
-
-
-def test_clients_are_called_by_their_folders(named: Path) -> None:
-    text = report.write_page([named], named / "names.html").read_text()
-    lines = {panel["title"]: panel for panel in block(text)["lines"]}
-    drawn = lines["Divergence of client and server"]["series"]
-    assert [own["name"] for own in drawn] == ["mean", "north", f"south{NASTY}"]
-    assert "client 0" not in text and "client 1" not in text
-
-
-def test_the_headline_names_the_folder(named: Path) -> None:
-    text = report.write_page([named], named / "alone.html").read_text()
-    assert "trains a tiny encoder on the images of data" in plain(text)
-    assert 'class="about"' not in text
 
 
 def test_a_run_without_labels_shows_no_accuracy(trained: Path, tmp_path: Path) -> None:
@@ -282,14 +273,6 @@ def test_a_few_clients_are_named(opened: Opened) -> None:
     assert names == [name for _, name in order] and len(names) == 6
 
 
-def test_equal_curves_are_both_visible(opened: Opened) -> None:
-    panel = opened.page.locator("figure.lines", has_text="Bytes per round")
-    dashes = panel.locator("path.curve").evaluate_all(
-        "all => all.map((one) => one.getAttribute('stroke-dasharray'))"
-    )
-    assert dashes == ["", "6 5"]  # the last is on top
-
-
 def test_queries_are_of_different_classes(one: Path) -> None:
     rows = one.read_text().split('<div class="row">')[1:]
     assert len(rows) >= 6
@@ -305,19 +288,15 @@ def test_an_unfinished_run(trained: Path, tmp_path: Path) -> None:
     half = again(trained, tmp_path / "half", rounds=50)
     for name in ("summary.json", "encoder.safetensors", "encoder.json"):
         (half / name).unlink()
-    seen = plain(report.write_page([half], None).read_text())
+    seen = plain(report.write_page([half]).read_text())
     assert "Not finished: round 3 of 50" in seen
     assert "the run has not ended" in seen
     last = [line["knn_top1"] for line in RunReader(half).lines() if "knn_top1" in line][-1]
     assert f"not finished: 3 of 50 {last:.1f} %" in seen.replace("\xa0", " ")
-
-
-def test_a_run_without_rounds(trained: Path, tmp_path: Path) -> None:
-    new = again(trained, tmp_path / "new")
-    for name in ("summary.json", "encoder.safetensors", "metrics.jsonl", "clients.json"):
-        (new / name).unlink()
-    seen = plain(report.write_page([new], None).read_text())
-    assert "Not finished: round 0 of 3" in seen and "no round has ended yet" in seen
+    for name in ("metrics.jsonl", "clients.json"):
+        (half / name).unlink()
+    seen = plain(report.write_page([half]).read_text())
+    assert "Not finished: round 0 of 50" in seen and "no round has ended yet" in seen
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400], ids=["nan", "inf", "huge"])
@@ -346,7 +325,7 @@ def test_a_number_that_is_not_finite_leaves_all_figures(
 
 def test_missing_data_leaves_the_other_sections(named: Path, tmp_path: Path) -> None:
     gone = again(named, tmp_path / "gone", data__root=str(tmp_path / "nowhere"))
-    text = report.write_page([gone], None).read_text()
+    text = report.write_page([gone]).read_text()
     assert "data.root" in plain(text).split("Map of test images")[-1]
     # Sizes are in the run's own folder.
     assert block(text)["bars"][0]["sizes"] == [12, 12] and "map" not in block(text)
@@ -367,14 +346,11 @@ def lengthened(source: Path, out: Path, rounds: int) -> Path:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_rounds(browser: Any, trained: Path, tmp_path: Path) -> None:
-    long = lengthened(trained, tmp_path / "long", 100_000)
-    path = report.write_page([long], None)
+    path = report.write_page([lengthened(trained, tmp_path / "long", 100_000)])
     assert path.stat().st_size < 15e6
-    found = Opened(browser, path)
-    assert found.seconds < 3
-    assert found.page.locator("figure.lines .curve").count() > 3
-    found.check()
-    found.page.close()
+    with Opened(browser, path) as found:
+        assert found.seconds < 3
+        assert found.page.locator("figure.lines .curve").count() > 3
     loss = block(path.read_text())["lines"][0]["series"][0]
     assert len(loss["x"]) <= curves.MOST_POINTS
     assert (loss["x"][0], loss["x"][-1]) == (1, 100_000)
@@ -390,12 +366,10 @@ def test_fifty_runs(browser: Any, trained: Path, tmp_path: Path) -> None:
         (run / "encoder.safetensors").unlink()
     path = report.write_page(runs, tmp_path / "all.html")
     assert path.stat().st_size < 15e6
-    found = Opened(browser, path)
-    assert found.seconds < 3
-    assert found.page.evaluate("document.documentElement.scrollWidth") == 1400
-    assert found.page.locator("figure.lines").first.locator(".curve").count() == 50
-    found.check()
-    found.page.close()
+    with Opened(browser, path) as found:
+        assert found.seconds < 3
+        assert found.width() == 1400
+        assert found.page.locator("figure.lines").first.locator(".curve").count() == 50
     assert [len(row["each"]) for row in block(path.read_text())["dots"][0]][:10] == [5] * 10
 
 
@@ -431,11 +405,7 @@ def test_a_run_does_not_fail_for_its_page(
         (UserError("no room"), "no room"),
         (ZeroDivisionError("of all\nthings"), "ZeroDivisionError: of all things"),
     ):
-
-        def fails(runs: list[Path], error: Exception = error) -> Path:
-            raise error
-
-        monkeypatch.setattr(report, "write_page", fails)
+        monkeypatch.setattr(report, "write_page", Mock(side_effect=error))
         report.write_page_or_warn(tmp_path)
         assert capsys.readouterr().err == f"fedssl: no report.html: {said}\n"
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from fedssl.util.errors import TrainingError, UserError
 
 FILE = "detections.jsonl"
 WIDTH = 256  # channels of the feature pyramid and the heads, as in Lin et al. 2017
+FIELDS = {  # that entries of a file need
+    "images": ("file_name", "height", "width"),
+    "annotations": ("segmentation", "bbox", "area", "iscrowd", "category_id", "image_id"),
+}
 ANCHOR = 8  # side of an anchor in strides of its level: 32 pixels at stride 4
 
 
@@ -62,32 +67,28 @@ class CocoSplit:
         self.ids: list[int] = sorted(self.coco.getImgIds())
         if not self.categories or not self.ids:
             raise UserError(f"{self.file}: has no categories or no images")
-        for annotation in self.coco.dataset["annotations"]:
-            self._check_annotation(annotation)
-        for image in self.coco.loadImgs(self.ids):
-            for field in ("file_name", "height", "width"):
-                if field not in image:
-                    raise UserError(f"{self.file}: image {image.get('id')} has no {field}")
+        self._check()
+
+    def _check(self) -> None:
+        """Check that entries are complete, and that what they refer to is there."""
+        known = {"category_id": set(self.categories), "image_id": set(self.ids)}
+        for kind, fields in FIELDS.items():
+            for entry in self.coco.dataset[kind]:
+                where = f"{self.file}: {kind[:-1]} {entry['id']}"
+                for field in fields:
+                    if entry.get(field) in (None, []):
+                        raise UserError(f"{where} has no {field}", fix="Mask R-CNN needs it.")
+                    if field in known and entry[field] not in known[field]:
+                        raise UserError(f"{where}: the file does not list its {field}")
+        for image in self.coco.dataset["images"]:
             if not (self.images / image["file_name"]).is_file():
                 raise UserError(f"{self.file}: no image {self.images / image['file_name']}")
-
-    def _check_annotation(self, annotation: Mapping[str, Any]) -> None:
-        where = f"{self.file}: annotation {annotation.get('id')}"
-        for field in ("segmentation", "bbox", "area", "iscrowd", "category_id", "image_id"):
-            if annotation.get(field) in (None, []):
-                raise UserError(f"{where} has no {field}", fix="Mask R-CNN needs it.")
-        if annotation["category_id"] not in self.categories:
-            raise UserError(f"{where} has a category that the file does not list")
-        if annotation["image_id"] not in self.ids:
-            raise UserError(f"{where} has an image that the file does not list")
-        box, polygons = annotation["bbox"], annotation["segmentation"]
-        is_box = isinstance(box, list) and len(box) == 4
-        if not is_box or not all(isinstance(value, int | float) for value in box):
-            raise UserError(f"{where}: bbox={box} is not x, y, width and height")
-        if isinstance(polygons, list) and not all(
-            isinstance(polygon, list) and len(polygon) >= 6 for polygon in polygons
-        ):
-            raise UserError(f"{where}: a polygon of its segmentation has less than three points")
+        for note in self.coco.dataset["annotations"]:
+            where, polygons = f"{self.file}: annotation {note['id']}", note["segmentation"]
+            if len(note["bbox"]) != 4:
+                raise UserError(f"{where}: bbox={note['bbox']} is not x, y, width and height")
+            if isinstance(polygons, list) and min(map(len, polygons)) < 6:
+                raise UserError(f"{where}: a polygon has less than three points")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -136,8 +137,7 @@ class Pyramid(nn.Module):
             x = block(x)
             if i in self.levels:
                 maps[str(len(maps))] = x
-        pyramid: dict[str, Tensor] = self.fpn(maps)
-        return pyramid
+        return self.fpn(maps)
 
 
 def _find_stages(body: ResNet) -> tuple[list[int], list[int], list[int]]:
@@ -232,15 +232,11 @@ def fit(model: nn.Module, train: CocoSplit, settings: Settings, device: torch.de
 
 
 def _batches(count: int, settings: Settings) -> Iterator[list[int]]:
-    """Yield batches of shuffled epochs."""
-    waiting: list[int] = []
-    epoch = 0
+    """Yield batches of shuffled epochs; a batch may begin in one and end in the next."""
+    keys = (key(settings.seed, "detection", epoch) for epoch in itertools.count())
+    numbers = itertools.chain.from_iterable(permutation(k, count).tolist() for k in keys)
     for _ in range(settings.steps):
-        while len(waiting) < settings.batch:
-            waiting += permutation(key(settings.seed, "detection", epoch), count).tolist()
-            epoch += 1
-        yield waiting[: settings.batch]
-        del waiting[: settings.batch]
+        yield list(itertools.islice(numbers, settings.batch))
 
 
 @torch.no_grad()
@@ -266,18 +262,15 @@ def evaluate(model: nn.Module, test: CocoSplit, device: torch.device) -> dict[st
                     "segmentation": masks.encode(np.asfortranarray(shape)),
                 }
             )
-    results: dict[str, float] = {}
-    for kind, name in (("bbox", "box"), ("segm", "mask")):
-        results |= {f"{name}_ap": 0.0, f"{name}_ap50": 0.0}
-        if rows:
-            with contextlib.redirect_stdout(io.StringIO()):
-                evaluator = COCOeval(test.coco, test.coco.loadRes(rows), kind)
-                evaluator.evaluate()
-                evaluator.accumulate()
-                evaluator.summarize()
-            results |= {
-                f"{name}_ap{at}": 100 * float(evaluator.stats[i]) for i, at in enumerate(("", "50"))
-            }
+    results = dict.fromkeys(("box_ap", "box_ap50", "mask_ap", "mask_ap50"), 0.0)
+    for kind, name in (("bbox", "box"), ("segm", "mask")) if rows else ():
+        with contextlib.redirect_stdout(io.StringIO()):
+            evaluator = COCOeval(test.coco, test.coco.loadRes(rows), kind)
+            evaluator.evaluate()
+            evaluator.accumulate()
+            evaluator.summarize()
+        results[f"{name}_ap"] = 100 * float(evaluator.stats[0])
+        results[f"{name}_ap50"] = 100 * float(evaluator.stats[1])
     return results
 
 

@@ -42,25 +42,22 @@ def report() -> str:
     """Return the whole report."""
     torch = _import_torch()
     parts = {
-        "versions": list(_list_versions(torch)),
-        "devices": list(_list_devices(torch)),
-        "optional packages": list(_list_packages()),
+        "versions": _list_versions(torch),
+        "devices": _list_devices(torch),
+        "optional packages": _list_packages(),
     }
     if torch is not None:
-        parts |= {
-            "data sets": list(_list_data()),
-            "disk": list(_list_disk()),
-            "plug-ins": list(_list_plugins()),
-        }
-    lines = [line for part in parts.values() for line in part]
-    first, second = (max(len(line[i]) for line in lines) for i in (0, 1))
+        parts |= {"data sets": _list_data(), "disk": _list_disk(), "plug-ins": _list_plugins()}
+    table = {title: lines for title, part in parts.items() if (lines := list(part))}
+    names, states, _ = zip(*(line for lines in table.values() for line in lines), strict=True)
+    first, second = max(map(len, names)), max(map(len, states))
     blocks = []
-    for title, part in parts.items():
-        rows = [f"  {a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in part]
-        blocks += ["\n".join([title, *rows])] if rows else []
-    missing = ", ".join(line[0] for line in lines if line[1] == "missing")
-    ending = f"missing: {missing} (see the lines above)" if missing else "nothing is missing"
-    return "\n\n".join([*blocks, ending])
+    for title, lines in table.items():
+        rows = [f"  {a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in lines]
+        blocks.append("\n".join([title, *rows]))
+    missing = [name for name, state in zip(names, states, strict=True) if state == "missing"]
+    lacks = f"missing: {', '.join(missing)} (see the lines above)"
+    return "\n\n".join([*blocks, lacks if missing else "nothing is missing"])
 
 
 def _import_torch() -> ModuleType | None:

@@ -76,16 +76,14 @@ def _source(k: int, d: int, sources: int, rng: np.random.Generator) -> Source:
 def embedding(covariance: Array, rows: int) -> Array:
     """Return the minimizer ``[rows, d]`` of the loss: scaled eigenvectors (Eq. E.5)."""
     values, vectors = np.linalg.eigh(covariance)
-    kept: Array = np.sqrt(values[-rows:, None].clip(0)) * vectors[:, -rows:].T
-    return kept
+    return np.sqrt(values[-rows:, None].clip(0)) * vectors[:, -rows:].T
 
 
 def representability(w: Array) -> Array:
     """Return the share of each basis vector in the span of the rows of ``w`` (Definition 3.1)."""
     _, values, directions = np.linalg.svd(w, full_matrices=False)
     span = directions[values > 1e-10 * values.max()]
-    kept: Array = np.square(span).sum(0)
-    return kept
+    return np.square(span).sum(0)
 
 
 def classifier(source: Source, classes: int) -> Array:
@@ -114,8 +112,7 @@ def margins(weights: Array, source: Source) -> Array:
     scores, samples = source.x @ weights.T, np.arange(len(source.y))
     right = scores[samples, source.y]
     scores[samples, source.y] = -np.inf
-    least: Array = right - scores.max(1)
-    return least
+    return right - scores.max(1)
 
 
 def features(weights: Array) -> Array:
@@ -124,14 +121,12 @@ def features(weights: Array) -> Array:
     ‖uᵀu‖² + ‖vᵀv‖² is least where both have the roots of the singular values.
     """
     _, values, directions = np.linalg.svd(weights, full_matrices=False)
-    u: Array = np.sqrt(values)[:, None] * directions
-    return u
+    return np.sqrt(values)[:, None] * directions
 
 
 def correlation(u: Array) -> Array:
     """Return Σᵢ ⟨uᵢ, eⱼ⟩² for every j (Proposition 4.1)."""
-    total: Array = np.square(u).sum(0)
-    return total
+    return np.square(u).sum(0)
 
 
 def compare(d: int, sources: int, seed: int) -> dict[str, Array]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,19 +43,15 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
     """Write SITES.md for a site's administrator; ``traffic`` is that of a round, if known."""
     algorithm, sites = build_algorithm(config), config.engine.sites
     assert sites is not None
-    size, hiding = cohort_size(config, sites), config.privacy
-    asked = algorithm.asked(hiding.secure, "mean", "each")
+    size = cohort_size(config, sites)
+    asked = algorithm.asked(config.privacy.secure, "mean", "each")
     statistics = [task for task in asked if task.reveals == "statistics"]
     return fill_template(
         "SITES.md",
         recipe=recipe,
         algorithm=plugins.short_name(config.algorithm.name),
-        sites=sites,
-        rounds=config.rounds,
+        config=config,
         round_size=size,
-        size=config.data.size,
-        corrupt=config.data.corrupt,
-        batch=config.algorithm.batch,
         extras=",".join(required_extras(config)),
         messages=list_exchanges(config),
         traffic=traffic,
@@ -67,12 +62,8 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
         few=max((task.few_images(algorithm) for task in statistics), default=None),
         risks=list(_find_risks(config, algorithm)),
         smallest_sum=smallest_sum(config, sites),
-        threshold=survivors_needed(hiding.threshold, size),
+        threshold=survivors_needed(config.privacy.threshold, size),
         can_sum=allows_secure_sums(config, algorithm, sites),
-        secure=hiding.secure,
-        noise=hiding.noise,
-        delta=hiding.delta,
-        average=config.cohort.average,
         mixing=describe_mixing(config),
     )
 
@@ -81,9 +72,7 @@ def write_server_instructions(config: Config, folder: Path) -> str:
     """Write SERVER.md for the server's operator."""
     return fill_template(
         "SERVER.md",
-        sites=config.engine.sites,
-        timeout=f"{config.engine.timeout:g}",
-        root=config.data.root,
+        config=config,
         public=getattr(config.algorithm, "public", 0),
         extras=",".join((*required_extras(config), *config.log)),
         connection=CONNECTION,
@@ -93,19 +82,12 @@ def write_server_instructions(config: Config, folder: Path) -> str:
     )
 
 
-@dataclass(frozen=True)
-class SiteRisk:
-    """A risk of sites with few images."""
-
-    risk: Risk
-    largest: int | None  # the most images of a site at risk; None: every site is
-
-
-def _find_risks(config: Config, algorithm: Algorithm) -> Iterator[SiteRisk]:
+def _find_risks(config: Config, algorithm: Algorithm) -> Iterator[tuple[Risk, int | None]]:
+    """Yield risks of sites with few images, and the most images of a site at risk."""
     for risk in list_risks(config, algorithm):
         largest = _largest_site(config, algorithm, risk.few_images)
         if largest != 0:
-            yield SiteRisk(risk, largest)
+            yield risk, largest
 
 
 def _largest_site(config: Config, algorithm: Algorithm, few: int) -> int | None:

@@ -13,7 +13,7 @@ import torch
 from fedssl.data.dataset import Dataset, Split
 from fedssl.runs.folder import SITES
 from fedssl.util.errors import UserError
-from fedssl.util.files import write_text
+from fedssl.util.files import write_json
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Introduction:
 def write_sites(out: Path, sites: Sequence[Introduction]) -> None:
     """Write down which client of the run is which site, for a resume."""
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / SITES, json.dumps([asdict(site) for site in sites], indent=2) + "\n")
+    write_json(out / SITES, [asdict(site) for site in sites])
 
 
 def read_sites(out: Path) -> list[Introduction]:
@@ -56,12 +56,8 @@ def read_sites(out: Path) -> list[Introduction]:
         rows = json.loads((out / SITES).read_text(encoding="utf-8"))
         return [Introduction.from_dict(row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(
-            f"{out} holds no run of real sites",
-            key="resume",
-            value=True,
-            fix="Start it without resume.",
-        ) from None
+        problem, fix = f"{out} holds no run of real sites", "Start it without resume."
+        raise UserError(problem, key="resume", value=True, fix=fix) from None
 
 
 def empty_dataset(site: Introduction) -> Dataset:

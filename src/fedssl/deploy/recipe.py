@@ -21,7 +21,7 @@ from fedssl.privacy.aggregators import build_aggregator
 from fedssl.runs.build import assemble
 from fedssl.runs.split import public_images
 from fedssl.runs.validate import check_deployment
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, refuse
 
 ASSUMED_IMAGES = 1024  # of a site before it has introduced itself
 # Keys of a recipe that concern simulations, with their defaults, and why they are left out.
@@ -63,13 +63,13 @@ def adapt_recipe(recipe: str, words: Sequence[str]) -> Config:
             key="engine.sites",
             fix="Set it, for example engine.sites=3.",
         )
-    data, init = config.data, config.encoder.init
+    data, encoder = config.data, config.encoder
     levels = tuple(level for level in data.levels or () if level != "client") or None
-    root, cache = _absolute(data.root), _absolute(data.cache)
+    root, cache, init = map(_absolute, (data.root, data.cache, encoder.init))
     return dataclasses.replace(
         config,
         data=dataclasses.replace(data, levels=levels, root=root, cache=cache),
-        encoder=dataclasses.replace(config.encoder, init=_absolute(init)),
+        encoder=dataclasses.replace(encoder, init=init),
     )
 
 
@@ -96,24 +96,17 @@ def check_recipe(config: Config) -> Traffic | None:
     sites, algorithm = config.engine.sites, build_algorithm(config)
     assert sites is not None
     cohort = cohort_size(config, sites)
-    name, norms = config.algorithm.name, config.algorithm.norm_policy
     other, leave = "Use another algorithm.", "Leave it out."
-    pools, has_global = algorithm.pools_data, algorithm.result.has_global
-    refusals: list[tuple[bool, str, object, str, str]] = [
-        (pools, "algorithm.name", name, "has all data in one place", other),
-        (not has_global, "algorithm.name", name, "leaves no model on the server", other),
-        (
-            norms == "local",
-            "algorithm.norm_policy",
-            norms,
-            "the server's encoder would have untrained normalization layers",
-            "Use average or reset.",
-        ),
-        (config.evaluate.drift, "evaluate.drift", True, "the server sees no client's model", leave),
-    ]
-    for applies, key, value, problem, fix in refusals:
-        if applies:
-            raise UserError(problem, key=key, value=value, fix=fix)
+    local_norms = config.algorithm.norm_policy == "local"
+    untrained = "the server's encoder would have untrained normalization layers"
+    no_model = not algorithm.result.has_global
+    refuse(
+        config,
+        (algorithm.pools_data, "algorithm.name", "has all data in one place", other),
+        (no_model, "algorithm.name", "leaves no model on the server", other),
+        (local_norms, "algorithm.norm_policy", untrained, "Use average or reset."),
+        (config.evaluate.drift, "evaluate.drift", "the server sees no client's model", leave),
+    )
     check_deployment(config)
     check_initial_weights(config)
     if config.data.root is None:
@@ -153,30 +146,25 @@ def check_initial_weights(config: Config) -> None:
     init, params = config.encoder.init, config.algorithm
     if init is None:
         return
-    if not Path(init).exists():
-        problem = "no such file or folder on the server"
-        raise UserError(problem, key="encoder.init", value=init, fix="Correct the path.")
     uses_initial = configuration.variant("algorithm", params.name).result.uses_initial
-    for key, applies in (("name", uses_initial), ("norm_policy", params.norm_policy == "reset")):
-        if applies:
-            word = f"algorithm.{key}={getattr(params, key)}"
-            raise UserError(
-                f"with {word} each site needs these weights, and has no copy",
-                key="encoder.init",
-                value=init,
-                fix="Leave it out.",
-            )
+    word = f"name={params.name}" if uses_initial else f"norm_policy={params.norm_policy}"
+    missing = "no such file or folder on the server"
+    no_copy = f"with algorithm.{word} each site needs these weights, and has no copy"
+    is_needed = uses_initial or params.norm_policy == "reset"
+    refuse(
+        config,
+        (not Path(init).exists(), "encoder.init", missing, "Correct the path."),
+        (is_needed, "encoder.init", no_copy, "Leave it out."),
+    )
 
 
 def check_public_images(config: Config, dataset: Dataset | None) -> None:
     """Check that the server has the images that it shows to the sites."""
     wanted = getattr(config.algorithm, "public", 0)
     available = 0 if dataset is None else len(public_images(config, dataset))
-    if available < wanted:
-        raise UserError(
-            f"the server shows so many of its own images to the sites, and has {available}",
-            key="algorithm.public",
-            value=wanted,
-            fix="Set data.root to a folder with more images, or set algorithm.align=0 and "
-            "algorithm.public=0.",
-        )
+    problem = f"the server shows so many of its own images to the sites, and has {available}"
+    fix = (
+        "Set data.root to a folder with more images, or set algorithm.align=0 and "
+        "algorithm.public=0."
+    )
+    refuse(config, (available < wanted, "algorithm.public", problem, fix))

@@ -26,7 +26,7 @@ from fedssl.runs import loggers
 from fedssl.runs.build import Experiment, assemble
 from fedssl.runs.folder import check_folder, lock
 from fedssl.runs.loop import Interrupted, run_experiment
-from fedssl.util.errors import TrainingError, UserError, resume_hint
+from fedssl.util.errors import TrainingError, UserError, refuse, resume_hint
 from fedssl.util.files import explain_write_errors
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     # Otherwise these would be refused only after all sites have come.
     check_initial_weights(config)
     loggers.require(config)
-    data = config.data
-    own = None if data.root is None else load_dataset(data, config.seed)
+    own = None if config.data.root is None else load_dataset(config.data, config.seed)
     check_public_images(config, own)
     transport, timeout = SiteTransport(grid), config.engine.timeout
     if resume:
@@ -103,7 +102,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
         assert config.engine.sites is not None
         transport.sites = transport.wait(config.engine.sites, timeout)
         write_sites(out, transport.sites)
-    experiment = build_server_experiment(config, transport.sites)
+    experiment = build_server_experiment(config, transport.sites, own)
     assert isinstance(experiment.engine, RemoteEngine)
     experiment.engine.transport = transport
     with explain_write_errors("out", out):
@@ -111,10 +110,12 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     return run_experiment(experiment, kept, out, resume)
 
 
-def build_server_experiment(config: Config, sites: Sequence[Introduction]) -> Experiment:
+def build_server_experiment(
+    config: Config, sites: Sequence[Introduction], own: Dataset | None = None
+) -> Experiment:
     """Build the server's experiment, which knows its clients' sizes but not their images.
 
-    With ``data.root`` (labelled images at the server) it evaluates encoders, else it does not.
+    With labelled images of its ``own`` (``data.root``) the server evaluates encoders.
     """
     first = sites[0]
     for other in sites[1:]:
@@ -125,12 +126,13 @@ def build_server_experiment(config: Config, sites: Sequence[Introduction]) -> Ex
                     f"site {other.name}: the images' {fact} is {theirs}, at {first.name} {ours}",
                     fix="Set data.size, or correct the site's folder.",
                 )
-    dataset = empty_dataset(first) if config.data.root is None else _load_own(config, first)
+    if own is not None:
+        _check_own(config, own, first)
     sizes = np.array([site.samples for site in sites])
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     groups = Groups(np.zeros(offsets[-1], dtype=np.int64), offsets)
     names = _number_equal_names([site.name for site in sites])
-    return assemble(config, dataset, groups, names)
+    return assemble(config, own or empty_dataset(first), groups, names)
 
 
 def _number_equal_names(names: Sequence[str]) -> list[str]:
@@ -142,18 +144,14 @@ def _number_equal_names(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def _load_own(config: Config, site: Introduction) -> Dataset:
-    """Load the server's labelled images for evaluation, and public ones for training."""
-    dataset = load_dataset(config.data, config.seed)
-    shape = [tuple(i.shape[1:]) for i in dataset.train.images]
+def _check_own(config: Config, own: Dataset, site: Introduction) -> None:
+    """Check the server's images, for evaluation or shown to the sites, against the sites'."""
+    shape = [tuple(i.shape[1:]) for i in own.train.images]
     wanted = [(c, site.height, site.width) for c in site.channels]
-    if shape != wanted:
-        raise _root_error(config, f"images of shape {shape}, but the sites have {wanted}")
-    if site.classes and dataset.classes != site.classes:
-        raise _root_error(config, f"the sites have other classes: {', '.join(site.classes)}")
-    return dataset
-
-
-def _root_error(config: Config, problem: str) -> UserError:
-    fix = "Name a folder like the sites'."
-    return UserError(problem, key="data.root", value=config.data.root, fix=fix)
+    classes, fix = ", ".join(site.classes), "Name a folder like the sites'."
+    other_classes = bool(site.classes) and own.classes != site.classes
+    refuse(
+        config,
+        (shape != wanted, "data.root", f"images of {shape}, but the sites have {wanted}", fix),
+        (other_classes, "data.root", f"the sites have other classes: {classes}", fix),
+    )

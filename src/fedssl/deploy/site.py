@@ -52,33 +52,31 @@ def client_app(recipe: Path) -> ClientApp:
     def answer(content: RecordDict, node: Mapping[str, Any]) -> RecordDict:
         data, about = str(node.get("data", "")), dict[str, Any]()
 
-        def refuse(error: Exception) -> RecordDict:
-            reply = Reply(fault=describe_fault(error))
-            return write_replies(dict.fromkeys(read_clients(content), reply))
-
-        try:
+        def reply() -> RecordDict:
             request = read_request(content)
-            about = _summarize(request)
+            about.update(_summarize(request))
             # A run keeps the name of its first attempt, however often its server restarts.
             folder = state_folder(data) / request.history.names[0]
             site = Site(load_experiment(text, data).engine, folder, is_real=True)
-            reply = write_replies(site.answer(request))
-        except Exception as error:
-            reply = refuse(error)
-        return _record(reply, data, about, refuse)
+            return write_replies(site.answer(request))
+
+        def refuse(error: Exception) -> RecordDict:
+            fault = Reply(fault=describe_fault(error))
+            return write_replies(dict.fromkeys(read_clients(content), fault))
+
+        return _reply_and_record(reply, refuse, data, about)
 
     def greet(content: RecordDict, node: Mapping[str, Any]) -> RecordDict:
         data = str(node.get("data", ""))
 
+        def reply() -> RecordDict:
+            facts = json.dumps(asdict(introduce(load_experiment(text, data), data)))
+            return write_greeting({"version": __version__, "facts": facts})
+
         def refuse(error: Exception) -> RecordDict:
             return write_greeting({"version": __version__, "fault": describe_fault(error)})
 
-        try:
-            facts = json.dumps(asdict(introduce(load_experiment(text, data), data)))
-            reply = write_greeting({"version": __version__, "facts": facts})
-        except Exception as error:
-            reply = refuse(error)
-        return _record(reply, data, {"task": GREETING}, refuse)
+        return _reply_and_record(reply, refuse, data, {"task": GREETING})
 
     return build_client_app(_list_tasks(text), answer, greet)
 
@@ -189,16 +187,20 @@ def _summarize(request: Request) -> dict[str, Any]:
     return {"run": run, "round": request.round + 1, "task": request.task, **step}
 
 
-def _record(
-    content: RecordDict,
+def _reply_and_record(
+    reply: Callable[[], RecordDict],
+    refuse: Callable[[Exception], RecordDict],
     data: str,
     about: Mapping[str, Any],
-    refuse: Callable[[Exception], RecordDict],
 ) -> RecordDict:
-    """Add a reply to the site's own record, then return it.
+    """Reply, or say what failed, and return what now stands in the site's own record.
 
     A reply that cannot be recorded is not sent. A fault that says so is sent in its place.
     """
+    try:
+        content = reply()
+    except Exception as error:
+        content = refuse(error)
     if not data:  # nothing is known of the site, and there is no place for a record
         return content
     try:

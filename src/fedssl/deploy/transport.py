@@ -25,9 +25,9 @@ RETRY_AFTER = 30.0  # seconds until a node that could not take part is asked aga
 class SiteTransport(GridTransport):
     """Sends requests to real sites: each is one client, whichever node it has now."""
 
-    def __init__(self, grid: Grid, sites: list[Introduction] | None = None) -> None:
+    def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
-        self.sites = sites or []  # those of the run, by client
+        self.sites: list[Introduction] = []  # those of the run, by client
         self.connected: dict[int, Introduction] = {}  # by node
         self.refused: dict[int, tuple[float, str]] = {}  # when a node was last asked, and why not
         self.unneeded: set[str] = set()  # sites that were said to have nothing to do
@@ -63,7 +63,8 @@ class SiteTransport(GridTransport):
         self.connected = {node: site for node, site in self.connected.items() if node in nodes}
         recent = {n for n, (when, _) in self.refused.items() if now - when < RETRY_AFTER}
         new = nodes - self.connected.keys() - recent
-        answers = self._greet(new, timeout)
+        question = (f"query.{GREETING}", write_greeting({}))
+        answers = self.exchange(dict.fromkeys(new, question), timeout) if new else {}
         for node in sorted(new):
             answer = _read_introduction(answers.get(node, "no answer"))
             if isinstance(answer, Introduction):
@@ -73,10 +74,6 @@ class SiteTransport(GridTransport):
             if self.refused.get(node, (0.0, ""))[1] != answer:
                 say(f"node {node} cannot take part: {answer}")
             self.refused[node] = (time.monotonic(), answer)
-
-    def _greet(self, nodes: set[int], timeout: float) -> dict[int, RecordDict | str]:
-        messages = {node: (f"query.{GREETING}", write_greeting({})) for node in nodes}
-        return self.exchange(messages, timeout) if nodes else {}
 
     def wait(self, count: int, timeout: float, only: set[str] | None = None) -> list[Introduction]:
         """Wait for ``count`` sites (of ``only``) and return the first ones in order of name."""

@@ -90,7 +90,7 @@ def embed(run: Path, images: str, to: Path, batch: int, device: str) -> int:
         _check_pyarrow(to)
     skipped, count = dict[str, str](), 0
     with replace_output(to, "--to", private=True) as new:
-        encoder = open_encoder(run, batch, device)
+        encoder = load_encoder(run).to(pick_device(device))
         files = find_files(images)
         with FORMATS[to.suffix.lower()](new, encoder.features) as write:
             for paths, rows in embed_files(encoder, files, batch, skipped):
@@ -106,13 +106,6 @@ def _check_pyarrow(to: Path) -> None:
     except ImportError:
         fix = "Run pip install 'fedssl[frames]', or write .csv or .npz."
         raise UserError("needs pyarrow", key="--to", value=to, fix=fix) from None
-
-
-def open_encoder(run: Path, batch: int, device: str) -> ImageEncoder:
-    """Load an encoder onto a device."""
-    if batch < 1:
-        raise UserError("too small", key="--batch", value=batch, fix="Use --batch 1 or more.")
-    return load_encoder(run).to(pick_device(device))
 
 
 def find_files(images: str) -> list[Path]:
@@ -139,6 +132,8 @@ def embed_files(
 
     Threads decode the next files while the network computes.
     """
+    if batch < 1:
+        raise UserError("too small", key="--batch", value=batch, fix="Use --batch 1 or more.")
     text = f"embedding {len(files)} image{'s' * (len(files) != 1)}"
     with (
         warnings.catch_warnings(),

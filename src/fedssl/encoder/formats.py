@@ -126,14 +126,9 @@ def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
 
 
 def write_safetensors(encoder: ImageEncoder, path: Path) -> Infer:
-    """Write the weights with the note in the header."""
-    return save_weights(encoder, path, {HEADER: json.dumps(describe(encoder))})
-
-
-def save_weights(encoder: ImageEncoder, path: Path, header: dict[str, str]) -> Infer:
-    """Write an encoder's weights under the names of its network."""
+    """Write the weights under the names of the network, with the note in the header."""
     state = {name: tensor.contiguous() for name, tensor in encoder.body.state_dict().items()}
-    save_file(state, path, header)
+    save_file(state, path, {"format": "pt", HEADER: json.dumps(describe(encoder))})
     return load_encoder(path, encoder.tower)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import yaml
 
 from fedssl import __version__, config
-from fedssl.config import TIMM, Config, Recipe
+from fedssl.config import Config, Recipe
 from fedssl.encoder.formats import (
     describe,
     describe_preprocessing,
     drop_folder,
-    save_weights,
     write_checked,
+    write_safetensors,
 )
 from fedssl.encoder.load import HEADER, ImageEncoder
 from fedssl.federation.algorithm import build_algorithm
@@ -38,10 +37,9 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iterator[str]:
     """Write the folder of a finished run; yield lines for the console."""
-    source = RunReader(run)
+    source, model = RunReader(run), describe_model(encoders[0])
     texts = {
-        "config.json": _to_json(describe_model(encoders[0])),
-        "preprocessor_config.json": _to_json(describe_processor(encoders[0])),
+        "config.json": json.dumps(model, indent=2, ensure_ascii=False) + "\n",
         RECIPE: yaml.safe_dump(strip_recipe(source.settings), sort_keys=False, allow_unicode=True),
         "README.md": write_model_card(source, encoders[0]),
     }
@@ -49,9 +47,8 @@ def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iter
     _check_free(folder)
     files.make_output_folder(folder, "--out")
     for encoder, suffix in zip(encoders, SUFFIXES, strict=False):
-        header = {"format": "pt", HEADER: json.dumps(describe(encoder))}
         path = folder / f"model{suffix}.safetensors"
-        yield from write_checked(run, encoder, path, functools.partial(save_weights, header=header))
+        yield from write_checked(run, encoder, path, write_safetensors)
     for name, text in texts.items():
         files.write_output(folder / name, text, "--out")
     yield f"{folder}: read README.md and complete it before you publish it"
@@ -59,15 +56,10 @@ def write(run: Path, encoders: Sequence[ImageEncoder], out: Path | None) -> Iter
 
 def _check_free(folder: Path) -> None:
     """Check that the folder is new, empty or an earlier export."""
-    config_file = folder / "config.json"
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    if not config_file.is_file() or f'"{HEADER}"'.encode() not in config_file.read_bytes():
+    earlier = folder / "config.json"
+    is_ours = earlier.is_file() and f'"{HEADER}"'.encode() in earlier.read_bytes()
+    if folder.is_dir() and any(folder.iterdir()) and not is_ours:
         raise UserError("not empty", key="--out", value=folder, fix="Use a new folder.")
-
-
-def _to_json(content: Any) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
@@ -102,24 +94,6 @@ def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
     }
 
 
-def describe_processor(encoder: ImageEncoder) -> dict[str, Any]:
-    """Return ``preprocessor_config.json``, in the hub's names."""
-    preprocessing = describe_preprocessing(encoder)
-    return {
-        "do_convert_rgb": encoder.channels == 3,
-        "do_resize": True,
-        "size": {"shortest_edge": encoder.height},
-        "resample": 2,  # bilinear
-        "do_center_crop": True,
-        "crop_size": {"height": encoder.height, "width": encoder.height},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": False,
-        "image_mean": preprocessing["mean"],
-        "image_std": preprocessing["std"],
-    }
-
-
 def strip_recipe(settings: Config) -> Recipe:
     """Return the configuration without paths of this machine: a recipe for others."""
     evaluate = config.rename_protocols(settings.evaluate, drop_folder)
@@ -138,43 +112,31 @@ def write_model_card(run: RunReader, encoder: ImageEncoder) -> str:
     objective, algorithm = (drop_folder(s.name) for s in (settings.objective, settings.algorithm))
     built, samples = build_algorithm(settings), [client["samples"] for client in run.clients]
     is_timm = isinstance(encoder.body, Timm)
+    tags = ("image-feature-extraction", "self-supervised-learning", "federated-learning")
     front = {
         "library_name": "timm" if is_timm else "fedssl",
         "pipeline_tag": "image-feature-extraction",
-        "tags": [
-            *("image-feature-extraction", "self-supervised-learning", "federated-learning"),
-            *("fedssl", algorithm, objective),
-        ],
+        "tags": [*tags, "fedssl", algorithm, objective],
     }
-    has_own_norm = settings.encoder.name.startswith(TIMM)
-    is_pooled = built.pools_data
     root = "" if settings.data.root is None else " data.root=DIR"
-    return (
-        load_templates(TEMPLATES)
-        .get_template("model_card.md")
-        .render(
-            front=yaml.safe_dump(front, sort_keys=False).strip(),
-            config=settings,
-            encoder=encoder,
-            objective=objective,
-            algorithm=algorithm,
-            norm="" if has_own_norm else f", {settings.encoder.norm} norm",
-            parameters=f"{sum(p.numel() for p in encoder.body.parameters()):,}",
-            version=__version__,
-            is_timm=is_timm,
-            steps=describe_preprocessing(encoder)["steps"],
-            is_supervised=built.objective.needs_labels,
-            samples=samples,
-            deployed=settings.engine.sites is not None,
-            partition=drop_folder(settings.partition.name),
-            recipe=RECIPE,
-            pools_data=is_pooled,
-            messages="" if is_pooled else list_exchanges(settings),
-            leaks=None if is_pooled else describe_leaks(settings, built, samples),
-            epsilon=summary.get("epsilon"),
-            delta=f"{summary.get('delta', 0):g}",
-            summary=summary,
-            results=format_result(summary, settings) if "untrained" in summary else None,
-            command=f"fedssl run {RECIPE}{root}",
-        )
+    template = load_templates(TEMPLATES).get_template("model_card.md")
+    return template.render(
+        front=yaml.safe_dump(front, sort_keys=False).strip(),
+        config=settings,
+        encoder=encoder,
+        objective=objective,
+        algorithm=algorithm,
+        built=built,
+        parameters=sum(p.numel() for p in encoder.body.parameters()),
+        version=__version__,
+        is_timm=is_timm,
+        steps=describe_preprocessing(encoder)["steps"],
+        samples=samples,
+        partition=drop_folder(settings.partition.name),
+        recipe=RECIPE,
+        messages="" if built.pools_data else list_exchanges(settings),
+        leaks=None if built.pools_data else describe_leaks(settings, built, samples),
+        summary=summary,
+        results=format_result(summary, settings) if "untrained" in summary else None,
+        command=f"fedssl run {RECIPE}{root}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 
 from fedssl import config
 from fedssl.config import Encoder
-from fedssl.data.dataset import PIXELS_PER_PASS
 from fedssl.data.decode import decode_file, describe_failure, to_pixels
-from fedssl.evaluate.features import encode, pixels, precision
+from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
     NOTE,
@@ -34,6 +34,12 @@ HEADER = "fedssl"  # the entry of a safetensors header, or of config.json, that 
 ACCEPTED = "Give the folder of a run, or a safetensors or hf export of `fedssl export`."
 AnImage = str | Path | Image.Image | Tensor
 Note = dict[str, Any]  # the contents of encoder.json
+NOTE_TYPES: dict[str, Any] = {  # of the entries that every note has
+    "features": int,
+    "channels": tuple[int, ...],
+    "size": tuple[int, int],
+    "encoder": Encoder,
+}
 
 
 class ImageEncoder(nn.Module):
@@ -65,7 +71,7 @@ class ImageEncoder(nn.Module):
         A uint8 tensor must have that shape already. A large JPEG file is decoded at a fraction of
         its size, so its pixels may differ a little from those of a Pillow image of the same file.
         """
-        return pixels(self._to_bytes(image), "cpu", torch.float32)
+        return self._to_bytes(image).float() / 255
 
     def embed(self, images: Iterable[AnImage] | Tensor, batch: int = 256) -> Tensor:
         """Return the embeddings ``[N, features]`` of files, images or a uint8 tensor, on the CPU.
@@ -81,10 +87,8 @@ class ImageEncoder(nn.Module):
 
     def embed_bytes(self, images: Tensor) -> Tensor:
         """Return the embeddings of uint8 images ``[N, channels, height, width]``, on the CPU."""
-        device, dtype = next(self.parameters()).device, precision(self.body)
         # Contiguous, because the memory layout decides torch's kernels and so the last bits.
-        parts = images.contiguous().split(max(1, PIXELS_PER_PASS // (self.height * self.width)))
-        return encode(self.body, (pixels(part, device, dtype) for part in parts)).cpu()
+        return extract(self.body, images.contiguous()).cpu()
 
     def crop(self, square: Tensor) -> Tensor:
         """Return this tower's part of square images: all, or one half (``data.halves``)."""
@@ -97,9 +101,9 @@ class ImageEncoder(nn.Module):
             self._check_tensor(images, images.shape[1:], "N × ")
             yield from images.split(batch)
             return
-        rest = iter(images)
+        rest = map(self._to_bytes, images)
         while part := list(itertools.islice(rest, batch)):
-            yield torch.stack([self._to_bytes(image) for image in part])
+            yield torch.stack(part)
 
     def _to_bytes(self, image: AnImage) -> Tensor:
         if isinstance(image, Tensor):
@@ -164,18 +168,12 @@ def _add_owner(note: Note, file: Path) -> Note:
 
 def parse_note(note: Note, path: Path) -> Encoder:
     """Return the encoder's configuration, after checking the note."""
-    lengths = {"features": (1,), "channels": (1, 2), "size": (2,)}
     try:
-        for key in ("encoder", *lengths):
-            if key not in note:
-                raise UserError(f"{NOTE} has no {key}")
-        for key, allowed in lengths.items():
-            numbers = note[key] if isinstance(note[key], list) else [note[key]]
-            if len(numbers) not in allowed or not all(type(n) is int and n > 0 for n in numbers):
-                raise UserError(f"{key}={note[key]}")
-        return cast(Encoder, config.convert(Encoder, note["encoder"], "encoder"))
+        read = {key: config.convert(kind, note.get(key), key) for key, kind in NOTE_TYPES.items()}
     except UserError as error:
-        raise UserError(f"{path}: written by another version of fedssl ({error})") from None
+        problem = f"written by another version of fedssl ({error.key}: {error.problem})"
+        raise UserError(f"{path}: {problem}") from None
+    return cast(Encoder, read["encoder"])
 
 
 def find_weights(path: Path, note: Note, tower: int = 0, client: int | None = None) -> Path:
@@ -205,9 +203,8 @@ def run_folder(file: Path) -> Path:
 def read_note(path: Path) -> Note:
     """Read the note on an encoder from a run, an export or a file's header."""
     if path.is_file():
-        note = _read_header(path)
-        if note is not None:
-            return note
+        if (text := _read_header(path)) is not None:
+            return _parse(text, path)
         if (run_folder(path) / NOTE).is_file():
             return _read(run_folder(path) / NOTE)
         fix = f"Keep {NOTE} beside it, or export it as safetensors with `fedssl export`."
@@ -225,30 +222,27 @@ def read_note(path: Path) -> Note:
 
 def _read(path: Path) -> Note:
     try:
-        return _parse(path.read_text(encoding="utf-8"), path)
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error})") from None
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    return _parse(text, path)
 
 
 def _parse(text: str, path: Path) -> Note:
-    try:
-        note = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(note, dict):
-        raise UserError(f"{path}: not the note on an encoder ({text.strip()[:50]})")
-    return note
+    with contextlib.suppress(ValueError):
+        if isinstance(note := json.loads(text), dict):
+            return note
+    raise UserError(f"{path}: not the note on an encoder ({text.strip()[:50]})")
 
 
-def _read_header(path: Path) -> Note | None:
+def _read_header(path: Path) -> str | None:
     """Read the note in the header of an exported safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(HEADER)
+            return (file.metadata() or {}).get(HEADER)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except SafetensorError:
         raise UserError(f"{path}: not a safetensors file, or damaged", fix=ACCEPTED) from None
-    return None if text is None else _parse(text, path)

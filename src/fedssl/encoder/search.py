@@ -11,13 +11,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedssl.data.decode import decode_file
-from fedssl.encoder.embed import (
-    embed_files,
-    find_files,
-    open_encoder,
-    printable,
-    report_skipped,
-)
+from fedssl.encoder.embed import embed_files, find_files, printable, report_skipped
+from fedssl.encoder.load import load_encoder
+from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 from fedssl.util.files import check_html, replace_output
 from fedssl.util.templates import load_templates
@@ -37,9 +33,9 @@ def search(
         if html is not None:
             check_html(html, "--html")
             page = stack.enter_context(replace_output(html, "--html", private=True))
-        encoder = open_encoder(run, batch, device)
+        encoder = load_encoder(run).to(pick_device(device))
         direction = F.normalize(encoder.embed([query])[0], dim=0)
-        files = [path for path in find_files(images) if not _is_same_file(path, query)]
+        files = [path for path in find_files(images) if path.resolve() != query.resolve()]
         if not files:
             fix = "Name a folder with other images."
             raise UserError("only the query itself is there", key="IMAGES", value=images, fix=fix)
@@ -51,12 +47,6 @@ def search(
         if page is not None:
             page.write_text(_draw_page(query, nearest, images), encoding="utf-8")
     return nearest
-
-
-def _is_same_file(a: Path, b: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return a.samefile(b)
-    return False
 
 
 def _draw_page(query: Path, nearest: list[tuple[Path, float]], images: str) -> str:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.labels import draw_labels, draw_share
 from fedssl.engines.base import Engine
 from fedssl.evaluate import linear
-from fedssl.evaluate.features import Labelled, extract, pool_cases, top1, units
+from fedssl.evaluate.features import Labelled, extract, pool_cases, units
 from fedssl.models.network import Network, Tower
 from fedssl.util.errors import UserError
 
@@ -65,21 +65,18 @@ class EvaluationData:
         return int(self.settings.tower == "second") % len(self.train.images)
 
 
+@dataclass(eq=False)
 class SplitFeatures:
     """One split under one encoder; features are computed once, when they are first needed."""
 
-    def __init__(
-        self, encoder: nn.Module, split: Split, modality: int, device: torch.device | str
-    ) -> None:
-        self.encoder = encoder
-        self.split = split
-        self.images = split.images[modality]
-        self.device = device
+    encoder: nn.Module
+    split: Split
+    images: Tensor  # those of the split that the encoder sees
 
     @cached_property
     def features(self) -> Tensor:
         """The features of every image."""
-        return extract(self.encoder, self.images, device=self.device)
+        return extract(self.encoder, self.images)
 
     @cached_property
     def pooled(self) -> tuple[Tensor, Tensor]:
@@ -98,43 +95,39 @@ class SplitFeatures:
         return features[index], labels[index]
 
 
+@dataclass(eq=False)
 class EvaluatedModel:
     """A model under evaluation; ``has_head`` says whether its own classifier is evaluated too."""
 
-    def __init__(
-        self,
-        data: EvaluationData,
-        tower: Tower,
-        device: torch.device | str,
-        views: Views,
-        has_head: bool = False,
-    ) -> None:
-        self.data = data
-        self.tower = tower
-        self.encoder: nn.Module = tower.encoder
-        self.device = device
-        self.views = views
-        self.has_head = has_head
-        self.train = SplitFeatures(self.encoder, data.train, data.modality, device)
+    data: EvaluationData
+    tower: Tower
+    views: Views
+    has_head: bool = False
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The encoder of the tower."""
+        return self.tower.encoder
+
+    @cached_property
+    def train(self) -> SplitFeatures:
+        """The training images."""
+        return self._split(self.data.train)
 
     @cached_property
     def test(self) -> SplitFeatures:
         """The test images."""
         assert self.data.test is not None
-        return SplitFeatures(self.encoder, self.data.test, self.data.modality, self.device)
+        return self._split(self.data.test)
+
+    def _split(self, split: Split) -> SplitFeatures:
+        return SplitFeatures(self.encoder, split, split.images[self.data.modality])
 
     @cached_property
     def probe(self) -> linear.Head:
         """The linear classifier of all labelled training cases."""
         data = self.data
         return linear.fit(*self.train.pooled, data.classes, data.settings.preset, data.config.seed)
-
-    def head_accuracy(self, split: Split) -> float:
-        """Return the top-1 of the network's own classifier in percent."""
-        # The head is linear, so a case's mean logits are those of its mean encoding.
-        logits = extract(self.tower, split.images[self.data.modality], device=self.device)
-        scores, labels = pool_cases(logits, split.full_labels, split.cases)
-        return top1(scores.argmax(1), labels)
 
 
 class Protocol(ABC):
@@ -188,25 +181,31 @@ class Protocol(ABC):
             problem = "the training split needs labels of at least two classes"
             raise self.error(problem, f"Use {self.key}=[unlabeled].")
 
+    def check_single_images(self, data: EvaluationData) -> None:
+        """Check that no images are pooled into cases."""
+        for split in (data.train, data.test):
+            if split is not None and split.cases is not None:
+                fix = "Use linear or knn, which pool a case's images."
+                raise self.error("needs single images, and this data has cases", fix)
+
     def draw(self, data: EvaluationData) -> NDArray[np.int64]:
         """Draw the training cases that have a label: all, or as many as the option says.
 
         A pure function of the seed, so that a smaller number is part of a larger one.
         """
-        train, seed, names = data.train, data.config.seed, data.dataset.classes
+        train, classes = data.train, data.dataset.classes
         groups, labels = units(train.full_labels, train.cases)
         if self.amount is None:
             return np.arange(len(labels))
+        keywords: dict[str, Any] = {"classes": len(classes), "seed": data.config.seed}
+        keywords |= {"key": self.key, "value": self.spec, "names": classes}
         if isinstance(self.amount, int):
-            return draw_labels(
-                labels, self.amount, data.classes, seed, key=self.key, value=self.spec, names=names
-            ).numpy()
+            return draw_labels(labels, self.amount, **keywords).numpy()
+        if train.cases is not None:
+            return draw_share(labels, self.amount, **keywords).numpy()
         # By the images' own numbers, as data.holdout draws: so they are among those that it keeps.
-        source = labels if train.cases is not None else train.full_labels
-        chosen = draw_share(
-            source, self.amount, data.classes, seed, key=self.key, value=self.spec, names=names
-        ).numpy()
-        return chosen if train.cases is not None else np.searchsorted(groups.members, chosen)
+        chosen = draw_share(train.full_labels, self.amount, **keywords).numpy()
+        return np.searchsorted(groups.members, chosen)
 
     @property
     def measure(self) -> str:
@@ -225,22 +224,22 @@ class Protocol(ABC):
 
     def _parse(self, option: str) -> int | float | None:
         """Return the number of labels, or their share, that follows @."""
-        example, _ = split_spec(self.spec)
+        name, _ = split_spec(self.spec)
         if self.option == "share" or (self.option == "labels" and option.endswith("%")):
             # As 10e-2, so that 0.7% is the same float as data.holdout=0.007; 0.7 / 100 is not.
             percent = re.fullmatch(r"(\d+(?:\.\d+)?)%", option, re.ASCII)
             share = float(f"{percent[1]}e-2") if percent else 0.0
             if not 0 < share < 1:
                 problem = "needs the share of the labels, above 0% and below 100%"
-                raise self.error(problem, f"Use for example {example}@10%.")
+                raise self.error(problem, f"Use for example {name}@10%.")
             return share
-        if self.spec == example:
+        if self.spec == name:
             return None
         if self.option == "none":
-            raise self.error("takes no number of labels", f"Use {example}.")
+            raise self.error("takes no number of labels", f"Use {name}.")
         if not (option.isascii() and option.isdecimal() and int(option) > 0):
             problem = "the number of labels must be a whole number above 0"
-            raise self.error(problem, f"Use for example {example}@500.")
+            raise self.error(problem, f"Use for example {name}@500.")
         return int(option)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl.algorithms.fedavg import FedAvg
@@ -19,16 +17,14 @@ from fedssl.data.augment import PRESETS
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.engines.base import Engine
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
-from fedssl.evaluate.features import extract, pool_cases, top1
-from fedssl.evaluate.linear import zero_head
+from fedssl.evaluate.features import head_accuracy
+from fedssl.evaluate.finetune import new_head
 from fedssl.federation.driver import run_round
 from fedssl.federation.sampling import draw_cohort
 from fedssl.federation.server import Server
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower
 from fedssl.objectives.supervised import Supervised
-
-Ints = NDArray[np.int64]
 
 # The paper says "supervised collaborative learning [McMahan et al., 2017] with few locally labeled
 # data on clients" and leaves the rest to an appendix that we do not have, so all this is our
@@ -47,22 +43,19 @@ class Collaborative(Protocol):
     name = "collaborative"
     option = "share"
     needs = "clients"
-    _federation: FineTuning | None = None  # built once, and used for every model
+    _engine: Engine | None = None  # built once, and used for every model
 
     def check(self, data: EvaluationData) -> None:
         """Check that some clients hold labelled images of two classes."""
         self.check_test(data)
         self.check_train(data)
-        train, test = data.train, data.test
-        if train.cases is not None or (test is not None and test.cases is not None):
-            problem = "fine-tunes on single images, and this data has cases"
-            raise self.error(problem, "Use semi or linear, which pool a case's images.")
+        self.check_single_images(data)
         members = self._draw_images(data).members
         if not len(members):
             two = count_least(data.config) > 1
             images = "two labelled training images" if two else "a labelled training image"
             raise self.error(f"no client holds {images}", "Use semi or linear.")
-        if len(train.full_labels[torch.from_numpy(members)].unique()) < 2:
+        if len(data.train.full_labels[torch.from_numpy(members)].unique()) < 2:
             problem = "the clients' labelled images would all be of one class"
             raise self.error(problem, "Use a larger share.")
 
@@ -83,16 +76,29 @@ class Collaborative(Protocol):
         return warnings
 
     def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
-        """Fine-tune a copy of the encoder."""
-        if self._federation is None:
-            data = model.data
-            assert data.build_engine is not None
-            few, groups = select_images(data, self._draw_images(data))
-            config = configure(data.config, len(groups))
-            network = build_classifier(model.encoder, len(few.classes))
-            engine = data.build_engine(config, few, groups, network)
-            self._federation = FineTuning(engine, few)
-        return {self.measure: self._federation.accuracy(model.encoder)}
+        """Fine-tune a copy of the encoder; every call starts anew."""
+        data = model.data
+        assert data.test is not None
+        if self._engine is None:
+            self._engine = self._build_engine(data, model.encoder)
+        trainer = self._engine.trainer
+        trainer.load(train(self._engine, model.encoder, data.classes))
+        tower = copy.deepcopy(trainer.network.towers[0]).float()
+        return {self.measure: head_accuracy(tower, data.test, data.modality)}
+
+    def _build_engine(self, data: EvaluationData, encoder: nn.Module) -> Engine:
+        """Build the federation of the clients that have labels, on the images that they label."""
+        assert data.build_engine is not None
+        drawn = self._draw_images(data)
+        index, sizes = torch.from_numpy(drawn.members), drawn.sizes[drawn.sizes > 0]
+        few = Split((data.train.images[data.modality][index],), data.train.full_labels[index])
+        dataset = Dataset(data.dataset.name, few, None, data.dataset.classes)
+        groups = Groups(np.arange(len(index)), np.concatenate(([0], np.cumsum(sizes))))
+        config, network = (
+            configure(data.config, len(groups)),
+            build_classifier(encoder, data.classes),
+        )
+        return data.build_engine(config, dataset, groups, network)
 
     def _draw_images(self, data: EvaluationData) -> Groups:
         return draw_images(data.config, data.clients, data.train, self.share)
@@ -156,18 +162,6 @@ def draw_images(config: Config, groups: Groups, train: Split, share: float) -> G
     return Groups(chosen, np.concatenate(([0], np.cumsum(counts))))
 
 
-def select_images(data: EvaluationData, drawn: Groups) -> tuple[Dataset, Groups]:
-    """Return the drawn images as a data set, with the test images, and each client's part."""
-    train, test, modality = data.train, data.test, data.modality
-    assert test is not None
-    index = torch.from_numpy(drawn.members)
-    few = Split((train.images[modality][index],), train.full_labels[index])
-    rest = Split((test.images[modality],), test.labels)
-    sizes = drawn.sizes[drawn.sizes > 0]
-    groups = Groups(np.arange(len(index)), np.concatenate(([0], np.cumsum(sizes))))
-    return Dataset(data.dataset.name, few, rest, data.dataset.classes), groups
-
-
 class Scaled(nn.Module):
     """Scale a layer's output: steps of SGD then act as if the rate had the factor's square."""
 
@@ -183,36 +177,16 @@ class Scaled(nn.Module):
 
 def build_classifier(encoder: nn.Module, classes: int) -> Network:
     """Return a copy of the encoder with a new linear classifier of zeros."""
-    like = next(encoder.parameters()).detach()
-    head = zero_head(cast(int, encoder.features), classes, like)
-    return Network([Tower(copy.deepcopy(encoder), Scaled(head, math.sqrt(HEAD)))])
+    head = Scaled(new_head(encoder, classes), math.sqrt(HEAD))
+    return Network([Tower(copy.deepcopy(encoder), head)])
 
 
-class FineTuning:
-    """The federation in which clients fine-tune. ``dataset`` has their labelled images."""
-
-    def __init__(self, engine: Engine, dataset: Dataset) -> None:
-        self.engine = engine
-        self.dataset = dataset
-
-    def accuracy(self, encoder: nn.Module) -> float:
-        """Return the averaged model's top-1 in percent. Every call starts anew."""
-        trainer, test = self.engine.trainer, self.dataset.test
-        assert test is not None and test.labels is not None
-        trainer.load(self.train(encoder))
-        tower = copy.deepcopy(trainer.network.towers[0]).float().eval()
-        logits = extract(tower, test.images[0], device=trainer.device)
-        scores, labels = pool_cases(logits, test.labels, test.cases)
-        return top1(scores.argmax(dim=1), labels)
-
-    def train(self, encoder: nn.Module) -> Tensor:
-        """Return the weights after all rounds from this encoder."""
-        engine, config = self.engine, self.engine.trainer.config
-        engine.trainer.load(
-            FlatWeights(build_classifier(encoder, len(self.dataset.classes))).vector
-        )
-        server = Server(engine.trainer)
-        while server.round < config.rounds:
-            ids = draw_cohort(config, len(engine.groups), server.round)
-            run_round(engine.algorithm, server, engine.cohort(ids, server.round))
-        return server.weights
+def train(engine: Engine, encoder: nn.Module, classes: int) -> Tensor:
+    """Return the weights after all rounds from this encoder."""
+    config = engine.trainer.config
+    engine.trainer.load(FlatWeights(build_classifier(encoder, classes)).vector)
+    server = Server(engine.trainer)
+    while server.round < config.rounds:
+        ids = draw_cohort(config, len(engine.groups), server.round)
+        run_round(engine.algorithm, server, engine.cohort(ids, server.round))
+    return server.weights

@@ -31,11 +31,9 @@ def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
     local, flat = evaluator.trainer.watched, evaluator.trainer.flat
     if not local:
         return {}
-    shared, name_of = _global_models(models, local), _name_global_models(models, local)
-    layers = {
-        str(k): layer_distances(flat, weights, shared[name_of[k]]) for k, weights in local.items()
-    }
+    name_of, weights = _global_models(models, local)
     features = extract_features(models, evaluator)
+    layers = {str(k): layer_distances(flat, w, weights[name_of[k]]) for k, w in local.items()}
     pairs = [sum(layer_distances(flat, a, b).values()) for a, b in combinations(local.values(), 2)]
     names = next(iter(layers.values()))
     both = {str(k): (features[str(k)], features[name_of[k]]) for k in local}
@@ -48,29 +46,19 @@ def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
     }
 
 
-def _name_global_models(models: TrainedModels, clients: Iterable[int]) -> dict[int, str]:
-    """Name the global model that each client trains: one of several with clusters."""
-    names: dict[int, str] = {}
-    others: list[Tensor] = []
-    for client in sorted(clients):
-        model = models.server_model(client)
-        if model is models.server.weights:
-            names[client] = "global"
-            continue
-        if not any(model is other for other in others):
-            others.append(model)
-        number = next(i for i, other in enumerate(others, 1) if other is model)
-        names[client] = f"global {number}"
-    return names
+def _global_models(
+    models: TrainedModels, clients: Iterable[int]
+) -> tuple[dict[int, str], dict[str, Tensor]]:
+    """Return the name of the global model that each client trains, and the models by name.
 
-
-def _global_models(models: TrainedModels, clients: Iterable[int]) -> dict[str, Tensor]:
-    """Return the global models that these clients train, by name."""
-    trained_by = {name: client for client, name in _name_global_models(models, clients).items()}
-    return {
-        name: models.global_model(models.server_model(client))
-        for name, client in sorted(trained_by.items())
-    }
+    With clusters there are several.
+    """
+    trained = {client: models.server_model(client) for client in sorted(clients)}
+    distinct = {id(model): model for model in (models.server.weights, *trained.values())}
+    names = {place: f"global {i}" if i else "global" for i, place in enumerate(distinct)}
+    name_of = {client: names[id(model)] for client, model in trained.items()}
+    used = {name_of[client]: model for client, model in trained.items()}
+    return name_of, {name: models.global_model(used[name]) for name in sorted(used)}
 
 
 def layer_distances(flat: FlatWeights, a: Tensor, b: Tensor) -> dict[str, float]:
@@ -90,12 +78,9 @@ def extract_features(models: TrainedModels, evaluator: ModelEvaluator) -> dict[s
     images = trainer.images[evaluator.data.modality]
     chosen = choose(key(evaluator.data.config.seed, "drift"), len(images), IMAGES)
     part = images[torch.as_tensor(chosen, device=images.device)]
-    weights = _global_models(models, trainer.watched)
+    weights = _global_models(models, trainer.watched)[1]
     weights |= {str(client): local for client, local in trainer.watched.items()}
-    return {
-        name: extract(evaluator.tower(each).encoder, part, device=trainer.device)
-        for name, each in weights.items()
-    }
+    return {name: extract(evaluator.tower(each).encoder, part) for name, each in weights.items()}
 
 
 def mean_distance(a: Tensor, b: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -62,8 +63,7 @@ class ModelEvaluator:
         return self._evaluate(self._load(weights), specs or self.protocols)
 
     def _load(self, weights: Tensor) -> EvaluatedModel:
-        has_head, device = "head" in self.protocols, self.trainer.device
-        return EvaluatedModel(self.data, self.tower(weights), device, self._views, has_head)
+        return EvaluatedModel(self.data, self.tower(weights), self._views, "head" in self.protocols)
 
     def _evaluate(self, model: EvaluatedModel, specs: tuple[str, ...]) -> dict[str, float]:
         results: dict[str, float] = {}
@@ -78,8 +78,8 @@ class ModelEvaluator:
         model = self._load(weights)
         results = self._evaluate(model, self.protocols)
         if PerClient.name in self.protocols:
-            summary = per_client.summary("global", self._score_clients(weights, model.probe))
-            results |= {name.replace("_global", ""): value for name, value in summary.items()}
+            scores = self._score_clients(weights, model.probe)
+            results |= per_client.summarize(PerClient.name, scores)
         return results
 
     def evaluate_result(
@@ -118,20 +118,19 @@ class ModelEvaluator:
 
         ``probes`` are linear classifiers that were fitted to these models before.
         """
-        results: dict[str, float] = {}
-        probes = probes or {}
-        self.client_scores.clear()
+        probes, scores = probes or {}, dict[str, NDArray[np.float64]]()
         if models.algorithm.result.has_global:
-            scores = self._score_clients(models.global_model(), probes.get(None))
-            self.client_scores["global"] = self._by_name(scores)
-            results |= per_client.summary("global", scores)
-        personal = models.personal_models()
-        if personal:
-            scores = np.full(len(self.data.clients), np.nan)
+            scores["global"] = self._score_clients(models.global_model(), probes.get(None))
+        if personal := models.personal_models():
+            scores["personal"] = np.full(len(self.data.clients), np.nan)
             for k, weights in personal.items():
-                scores[k] = self._score_clients(weights, probes.get(k))[k]
-            self.client_scores["personal"] = self._by_name(scores)
-            results |= per_client.summary("personal", scores)
+                scores["personal"][k] = self._score_clients(weights, probes.get(k))[k]
+        results: dict[str, float] = {}
+        self.client_scores.clear()
+        for kind, values in scores.items():
+            each = zip(self.data.names, values.tolist(), strict=True)
+            self.client_scores[kind] = {k: round(v, 4) for k, v in each if not math.isnan(v)}
+            results |= per_client.summarize(f"{PerClient.name}_{kind}", values)
         return results
 
     @cached_property
@@ -162,13 +161,9 @@ class ModelEvaluator:
         test = self.data.test
         assert test is not None
         model = self._load(weights)
-        features = extract(model.encoder, self.client_test_images, device=model.device)
-        labels = test.full_labels.to(model.device)
+        features = extract(model.encoder, self.client_test_images)
+        labels = test.full_labels.to(features.device)
         return per_client.accuracies(probe or model.probe, features, labels, self.client_tests)
-
-    def _by_name(self, scores: NDArray[np.float64]) -> dict[str, float]:
-        each = zip(self.data.names, scores.tolist(), strict=True)
-        return {name: round(score, 4) for name, score in each if score == score}
 
     def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:
         state = mix(key(self.data.config.seed, "views"), indices)

@@ -10,20 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.data.dataset import Groups, split_for_encoding
+from fedssl.data.dataset import Groups, Split, split_for_encoding
 from fedssl.util.errors import TrainingError, UserError
 
 
-def extract(
-    encoder: nn.Module,
-    images: Tensor,
-    batch: int | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Return the features ``[N, d]`` of uint8 images, in float32 on ``device``."""
-    dtype = precision(encoder)
-    parts = split_for_encoding(images) if batch is None else images.split(batch)
-    return encode(encoder, (pixels(part, device, dtype) for part in parts))
+def extract(encoder: nn.Module, images: Tensor) -> Tensor:
+    """Return the features ``[N, d]`` of uint8 images, in float32 on the encoder's device."""
+    like = first_weight(encoder)
+    return encode(encoder, (pixels(part, like) for part in split_for_encoding(images)))
 
 
 def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
@@ -41,14 +35,14 @@ def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     return features
 
 
-def pixels(images: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Convert uint8 images to float images in [0, 1]."""
-    return images.to(device).to(dtype) / 255
+def pixels(images: Tensor, like: Tensor) -> Tensor:
+    """Convert uint8 images to images in [0, 1], on the device and of the type of ``like``."""
+    return images.to(like.device).to(like.dtype) / 255
 
 
-def precision(encoder: nn.Module) -> torch.dtype:
-    """Return the type in which the encoder computes."""
-    return next((p.dtype for p in encoder.parameters()), torch.float32)
+def first_weight(module: nn.Module) -> Tensor:
+    """Return a tensor on the module's device and of its type."""
+    return next(module.parameters(), torch.zeros(())).detach()
 
 
 def units(labels: Tensor, cases: NDArray[np.int64] | None) -> tuple[Groups, Tensor]:
@@ -104,6 +98,15 @@ def pool_cases(
     groups, labels = units(labels, cases)
     members = torch.as_tensor(groups.members, device=features.device)
     return average(features[members], groups.sizes), labels.to(features.device)
+
+
+def head_accuracy(tower: nn.Module, split: Split, modality: int = 0) -> float:
+    """Return the top-1 in percent of a tower's own classifier."""
+    # The head is linear, so a case's mean logits are those of its mean encoding.
+    logits, labels = pool_cases(
+        extract(tower, split.images[modality]), split.full_labels, split.cases
+    )
+    return top1(logits.argmax(1), labels)
 
 
 def top1(predicted: Tensor, labels: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedssl.evaluate.base import EvaluatedModel, Protocol
+from fedssl.evaluate.features import head_accuracy
 
 
 class Head(Protocol):
@@ -12,5 +13,6 @@ class Head(Protocol):
 
     def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
         """Predict the test cases."""
-        assert model.data.test is not None
-        return {self.measure: model.head_accuracy(model.data.test)}
+        data = model.data
+        assert data.test is not None
+        return {self.measure: head_accuracy(model.tower, data.test, data.modality)}

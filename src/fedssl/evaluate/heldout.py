@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedssl.evaluate import linear
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
+from fedssl.evaluate.features import head_accuracy
 
 
 class HeldOut(Protocol):
@@ -32,7 +33,7 @@ class HeldOut(Protocol):
         data, chosen = model.data, self.draw(model.data)
         if model.has_head:
             split = data.train.select(torch.as_tensor(model.train.labelled.groups.members[chosen]))
-            return {self.measure: model.head_accuracy(split)}
+            return {self.measure: head_accuracy(model.tower, split, data.modality)}
         train = model.train.take(chosen)
         return {self.measure: accuracy(*train, data.classes, data.config.seed)}
 
@@ -60,18 +61,10 @@ def accuracy(features: Tensor, labels: Tensor, classes: int, seed: int) -> float
     The probe is always DCCO's (appendix B), whatever ``evaluate.preset`` is: its number of steps
     is fixed, and it is fitted often.
     """
-    first = _every_second(labels)
-    halves = [(first, ~first), (~first, first)]
+    first = torch.zeros_like(labels, dtype=torch.bool)
+    first[torch.sort(labels, stable=True).indices[::2]] = True  # every second image of each class
     scores = [
         linear.accuracy(features[a], labels[a], features[b], labels[b], classes, "dcco", seed)
-        for a, b in halves
+        for a, b in ((first, ~first), (~first, first))
     ]
     return sum(scores) / 2
-
-
-def _every_second(labels: Tensor) -> Tensor:
-    """Mark every second image of each class."""
-    order = torch.sort(labels, stable=True).indices
-    mask = torch.zeros_like(labels, dtype=torch.bool)
-    mask[order[::2]] = True
-    return mask

@@ -42,6 +42,7 @@ class Training:
     epochs: int = 0
     schedule: Callable[[int, int], float] = optim.cosine
     head: float = 1.0  # learning rate of a new classifier, as a multiple of the encoder's
+    norm: float | None = None  # frozen features are centred and scaled to this mean norm
 
     def over(self, count: int) -> Training:
         """Return the training on ``count`` samples, with its number of steps."""
@@ -64,16 +65,24 @@ class Training:
         return np.arange(count // size + 1) * size
 
 
-# The paper has rows for 5,000 and for 500 labels. Below this number, the second is used.
+# DCCO, appendix B: LARS steps from zero. LARS scales a step by the weights' norm, which would keep
+# zero weights at zero. There the ratio is one (see ``optim``), so the first step is a plain
+# gradient step. Its length depends on the size of the features, which the paper does not state. A
+# mean norm of three did best of 0.3, 1, 3, 10 and 30 on training images held out of CIFAR-10
+# (JPEG). The paper has rows for 5,000 and for 500 labels. Below ``FEW`` labels, the second is used.
 FEW = 2500
-LARS_NORM = 3.0
-DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512)
-DCCO_FEW = Training(Optimizer("lars", 2.5, momentum=0.9), steps=400, batch=128)
+DCCO_MANY = Training(Optimizer("lars", 2.0, momentum=0.9), steps=1000, batch=512, norm=3.0)
+DCCO_FEW = Training(Optimizer("lars", 2.5, momentum=0.9), steps=400, batch=128, norm=3.0)
+# FedEMA, appendix B.3: epochs of Adam on features as they are. The paper names neither a schedule
+# nor weight decay, so there is none.
 FEDEMA = Training(Optimizer("adam", 3e-3), epochs=200, batch=512, schedule=optim.constant)
 # CCL, section 6: 100 epochs of SGD as in MoCo (He et al. 2020, section 4.1), whose rate of 30 falls
-# at epochs 60 and 80.
-CCL_NORM = 1.0
-CCL = Training(Optimizer("sgd", 30.0, momentum=0.9), epochs=100, batch=256, schedule=stairs)
+# at epochs 60 and 80. The rate suits MoCo's features, whose size is not stated. A mean norm of one
+# did best of 0.1, 0.3, 1 and 3 on training images held out of digits, Fashion-MNIST and CIFAR-10
+# (JPEG), 1 to 7 points better than unscaled features. Unscaled features of small encoders, with a
+# norm of four, ended at training losses of 3 and 13.
+MOCO = Optimizer("sgd", 30.0, momentum=0.9)
+CCL = Training(MOCO, epochs=100, batch=256, schedule=stairs, norm=1.0)
 
 
 def accuracy(
@@ -92,30 +101,28 @@ def accuracy(
 
 def fit(
     features: Tensor, labels: Tensor, classes: int, preset: str = "logistic", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return weights and biases of the preset's linear classifier.
+) -> Head:
+    """Return the preset's linear classifier.
 
-    ``logistic`` solves a convex problem and needs no seed. ``dcco`` (appendix B), ``fedema``
-    (appendix B.3) and ``ccl`` (section 6) are the papers' trainings, whose batches depend on the
-    seed. Features are computed once, from plain images; DCCO's flips are for its fine-tuning only.
+    ``logistic`` solves a convex problem and needs no seed. ``dcco``, ``fedema`` and ``ccl`` are the
+    papers' trainings, whose batches depend on the seed. Features are computed once, from plain
+    images; DCCO's flips are for its fine-tuning only.
     """
-    if preset == "dcco":
-        return train_lars(features, labels, classes, seed)
-    if preset == "fedema":
-        return train_adam(features, labels, classes, seed)
-    if preset == "ccl":
-        return train_sgd(features, labels, classes, seed)
-    return fit_logistic(features, labels, classes)
+    if preset == "logistic":
+        return fit_logistic(features, labels, classes)
+    dcco = DCCO_FEW if len(features) < FEW else DCCO_MANY
+    training = {"dcco": dcco, "fedema": FEDEMA, "ccl": CCL}[preset]
+    return train(features, labels, classes, training, seed)
 
 
-def predict(head: tuple[Tensor, Tensor], features: Tensor) -> Tensor:
+def predict(head: Head, features: Tensor) -> Tensor:
     """Predict the class of each sample."""
     weight, bias = head
     return F.linear(features.to(weight.dtype), weight, bias).argmax(dim=1)
 
 
-def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Fit multinomial logistic regression with L-BFGS; return weights and biases.
+def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> Head:
+    """Fit multinomial logistic regression with L-BFGS.
 
     Minimizes mean cross-entropy + ‖W‖² / (2 C n) over standardized features. This is scikit-learn's
     objective with C = 1, a standard normal prior on each weight. The prior counts for less with
@@ -176,55 +183,22 @@ def _axes(x: Tensor, classes: int) -> Tensor:
     return axes[:, full] * (variance[full] / classes + 1 / (C * n)).pow(-0.25)
 
 
-def train_lars(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Train with the paper's LARS steps from zero; return weights and biases.
-
-    LARS scales a step by the weights' norm, which would keep zero weights at zero. There the ratio
-    is one (see ``optim``), so the first step is a plain gradient step. Its length depends on the
-    size of the features, which the paper does not state. Here they are centred and scaled to a mean
-    norm of three; the result applies to the unscaled features. Three did best of 0.3, 1, 3, 10 and
-    30 on training images held out of CIFAR-10 (JPEG).
-    """
-    training = DCCO_FEW if len(features) < FEW else DCCO_MANY
-    return _centred(features, LARS_NORM, labels, classes, training, seed)
-
-
-def train_adam(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Train with FedEMA's epochs of Adam (appendix B.3) from zero; return weights and biases.
-
-    Features are not scaled. The paper names neither a schedule nor weight decay, so there is none.
-    """
-    head = _descent(features, labels, classes, FEDEMA, seed)
-    return head.weight.detach(), head.bias.detach()
-
-
-def train_sgd(features: Tensor, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Train with CCL's epochs of SGD (section 6, as in MoCo) from zero; return weights and biases.
-
-    MoCo's learning rate suits its features, whose size is not stated. Here features are centred and
-    scaled to a mean norm of one; the result applies to the unscaled features. A norm of one did
-    best of 0.1, 0.3, 1 and 3 on training images held out of digits, Fashion-MNIST and CIFAR-10
-    (JPEG), 1 to 7 points better than unscaled features. Unscaled features of small encoders, with a
-    norm of four, ended at training losses of 3 and 13.
-    """
-    return _centred(features, CCL_NORM, labels, classes, CCL, seed)
-
-
-def _centred(
-    features: Tensor, norm: float, labels: Tensor, classes: int, training: Training, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Train on centred features scaled to a mean norm; return a classifier of the unscaled ones."""
+def train(features: Tensor, labels: Tensor, classes: int, training: Training, seed: int) -> Head:
+    """Train a linear classifier from zero; return it for the unscaled features."""
+    if training.norm is None:
+        head = _descend(features, labels, classes, training, seed)
+        return head.weight.detach(), head.bias.detach()
     center = features.mean(dim=0)
     x = features - center
     scale = x.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
-    scale = scale / norm
-    head = _descent(x / scale, labels, classes, training, seed)
+    scale = scale / training.norm
+    head = _descend(x / scale, labels, classes, training, seed)
     weight = head.weight.detach().double() / scale
     return weight, head.bias.detach() - weight @ center.double()
 
 
-def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: int) -> nn.Linear:
-    """Train a linear classifier from zero."""
+def _descend(x: Tensor, labels: Tensor, classes: int, training: Training, seed: int) -> nn.Linear:
+    """Take the steps of a training."""
     training = training.over(len(x))
     head = zero_head(x.shape[1], classes, x)
     flat = FlatWeights(head)
@@ -235,7 +209,7 @@ def _descent(x: Tensor, labels: Tensor, classes: int, training: Training, seed: 
         loss = F.cross_entropy(head(x.index_select(0, chosen)), labels[chosen])
         gradients = torch.autograd.grad(loss, list(head.parameters()))
         torch.cat([g.reshape(-1) for g in gradients], out=flat.gradient)
-        descend(flat, state, training, lr)
+        make_step(flat, state, training, lr)
 
     step: Step = plain
     if x.device.type == "cuda" and training.steps >= WORTH_CAPTURING:
@@ -291,7 +265,9 @@ def batches(seed: int, purpose: str, count: int, training: Training) -> Iterator
         yield order[cuts[place] : cuts[place + 1]]
 
 
-def descend(flat: FlatWeights, state: optim.State, training: Training, lr: float | Tensor) -> None:
+def make_step(
+    flat: FlatWeights, state: optim.State, training: Training, lr: float | Tensor
+) -> None:
     """Make one step along the gradient in ``flat``."""
     rule = training.rule
     flat.params.add_(optim.step(rule, state, flat.params, flat.gradient, lr, flat.layers))

@@ -17,7 +17,6 @@ from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list
 
 Ints = NDArray[np.int64]
-Mode = Literal["folder", "matched", "iid"]
 
 
 class PerClient(Protocol):
@@ -33,23 +32,22 @@ class PerClient(Protocol):
     def check(self, data: EvaluationData) -> None:
         """Check that clients get labelled test images, and that there are some to train on."""
         self.check_test(data)
-        train, test, mode = data.train, data.test, data.settings.client_test
-        assert test is not None
-        if train.cases is not None or test.cases is not None:
-            problem = "evaluates single images, and this data has cases"
-            raise self.error(problem, "Use linear or knn, which pool a case's images.")
-        fix = "Use evaluate.client_test=matched or iid."
-        if mode == "folder" and test.clients is None:
-            raise _refuse(mode, "the test split has no client folders", fix)
-        if mode == "folder" and _find_folders(data.clients, train) is None:
-            problem = "the clients are not the client folders of the training split"
-            raise _refuse(mode, problem, f"{fix[:-1]}, or partition.name=folder.")
         self.check_train(data)
-        mode, fix = choose_mode(mode, data.clients, train, test), "Use evaluate.client_test=iid."
-        if mode == "matched" and not (train.full_labels[data.clients.members] >= 0).any():
-            raise _refuse(mode, "no client holds a labelled training image", fix)
-        if not len(deal_tests(data).members):
-            raise _refuse(mode, "no client would get a labelled test image", fix)
+        self.check_single_images(data)
+        train, test, mode = data.train, data.test, choose_mode(data)
+        assert test is not None
+        problem = ""
+        if mode == "folder" and test.clients is None:
+            problem = "the test split has no client folders"
+        elif mode == "folder" and _find_folders(data.clients, train) is None:
+            problem = "the clients are not the client folders of the training split"
+        elif mode == "matched" and not (train.full_labels[data.clients.members] >= 0).any():
+            problem = "no client holds a labelled training image"
+        elif not len(deal_tests(data).members):
+            problem = "no client would get a labelled test image"
+        if problem:
+            fix = "Use evaluate.client_test=iid."
+            raise UserError(problem, key="evaluate.client_test", value=mode, fix=fix)
 
     def list_warnings(self, data: EvaluationData) -> list[str]:
         """Name the clients without test images."""
@@ -61,37 +59,24 @@ class PerClient(Protocol):
         return [f"per-client: {count} have no test images and are left out ({names})"]
 
 
-def _refuse(mode: Mode, problem: str, fix: str) -> UserError:
-    return UserError(problem, key="evaluate.client_test", value=mode, fix=fix)
-
-
 def deal_tests(data: EvaluationData) -> Groups:
-    """Return the labelled test images of each client."""
-    assert data.test is not None
-    mode, seed = data.settings.client_test, data.config.seed
-    return deal(mode, data.clients, data.train, data.test, data.classes, seed)
-
-
-def deal(
-    mode: Mode | None, groups: Groups, train: Split, test: Split, classes: int, seed: int
-) -> Groups:
     """Return the labelled test images of each client; a client may have none.
 
     ``matched`` gives a client its share of the training images of each class, ``iid`` equally
-    many images, ``folder`` those of its own folder. ``None`` is ``folder`` if the client folders
-    of both splits are the clients, else ``matched``.
+    many images, ``folder`` those of its own folder.
     """
-    mode = choose_mode(mode, groups, train, test)
+    mode, groups, test, seed = choose_mode(data), data.clients, data.test, data.config.seed
+    assert test is not None
+    labels = test.full_labels.numpy()
     order = random.permutation(random.key(seed, "client test"), len(test))
-    order = order[test.full_labels.numpy()[order] >= 0]
+    order = order[labels[order] >= 0]
     if mode == "iid":
         return Groups(order, np.arange(len(groups) + 1) * len(order) // len(groups))
     if mode == "matched":
-        owners = _matched(
-            groups, train.full_labels.numpy(), test.full_labels.numpy()[order], classes, seed
-        )
+        held = data.train.full_labels.numpy()[groups.members]
+        owners = _match_classes(groups, held, labels[order], data.classes, seed)
     else:
-        owners = _match_folders(groups, train, test)[order]
+        owners = _match_folders(groups, data.train, test)[order]
     dealt = Groups.from_labels(owners[owners >= 0], len(groups))
     return Groups(order[owners >= 0][dealt.members], dealt.offsets)
 
@@ -124,24 +109,25 @@ def accuracies(
     return np.where(tests.sizes > 0, 100.0 * hits / np.maximum(tests.sizes, 1), np.nan)
 
 
-def summary(name: str, scores: NDArray[np.float64]) -> dict[str, float]:
+def summarize(name: str, scores: NDArray[np.float64]) -> dict[str, float]:
     """Return mean, minimum and standard deviation over the clients that have test images."""
     measured = scores[~np.isnan(scores)]
     if not len(measured):
         return {}
     return {
-        f"per-client_{name}_top1": float(measured.mean()),
-        f"per-client_{name}_worst": float(measured.min()),
-        f"per-client_{name}_spread": float(measured.std()),
+        f"{name}_top1": float(measured.mean()),
+        f"{name}_worst": float(measured.min()),
+        f"{name}_spread": float(measured.std()),
     }
 
 
-def choose_mode(mode: Mode | None, groups: Groups, train: Split, test: Split) -> Mode:
-    """Return the given mode; by default ``folder`` if possible, else ``matched``."""
-    if mode is not None:
-        return mode
-    folders = test.clients is not None and _find_folders(groups, train) is not None
-    return "folder" if folders else "matched"
+def choose_mode(data: EvaluationData) -> Literal["folder", "matched", "iid"]:
+    """Return the configured mode; by default ``folder`` if possible, else ``matched``."""
+    if data.settings.client_test is not None:
+        return data.settings.client_test
+    has_folders = data.test is not None and data.test.clients is not None
+    is_folder = has_folders and _find_folders(data.clients, data.train) is not None
+    return "folder" if is_folder else "matched"
 
 
 def _find_folders(groups: Groups, train: Split) -> Ints | None:
@@ -166,14 +152,14 @@ def _match_folders(groups: Groups, train: Split, test: Split) -> Ints:
     return client_of[test.clients]
 
 
-def _matched(groups: Groups, held: Ints, wanted: Ints, classes: int, seed: int) -> Ints:
+def _match_classes(groups: Groups, held: Ints, wanted: Ints, classes: int, seed: int) -> Ints:
     """Return the client of each test image by its label, or -1 for classes that no client holds.
 
     The clients' images of a class stand in a row, and its test images point at places of equal
-    distance in it from a random start: a client gets its share, rounded up or down.
+    distance in it from a random start: a client gets its share, rounded up or down. ``held`` are
+    the labels of the groups' members.
     """
     clients = np.repeat(np.arange(len(groups)), groups.sizes)
-    held = held[groups.members]
     starts = random.uniform(
         random.mix(random.key(seed, "client test", 1), torch.arange(classes)), 1
     )

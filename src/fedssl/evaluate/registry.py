@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedssl.config import Evaluate, plugins
 from fedssl.data.dataset import Split
 from fedssl.evaluate.base import PROTOCOLS, EvaluationData, Protocol, split_spec
@@ -87,8 +89,7 @@ def check_protocols(data: EvaluationData, has_head: bool = False) -> None:
     """Check, before any training, that the data allows all protocols."""
     settings = data.settings
     specs = choose_protocols(settings, data.train, data.test)
-    protocols = [parse_protocol(spec) for spec in specs]
-    protocols += [parse_protocol(spec, MONITOR) for spec in settings.monitor or ()]
+    protocols = list_protocols(replace(settings, protocols=specs))
     for protocol in protocols:
         if isinstance(protocol, Head) and not has_head:
             objective = data.config.objective.name

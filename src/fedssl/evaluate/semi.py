@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from typing import Literal
+from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedssl.config import Optimizer
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
-from fedssl.evaluate.features import Labelled
-from fedssl.evaluate.finetune import Classifier, descent, features_like, score
+from fedssl.evaluate.features import first_weight
+from fedssl.evaluate.finetune import fine_tune, new_head, score
 from fedssl.evaluate.heldout import check_held_out
-from fedssl.evaluate.linear import Training, stairs, zero_head
+from fedssl.evaluate.linear import Training, stairs
 from fedssl.models.network import initialize
 from fedssl.training import optim
 
 # FedEMA, appendix B.3. Its "new two-layer MLP" is read as the one of B.2 (4096, batch norm, ReLU),
-# ending in the classes.
+# ending in the classes. The paper names no augmentation, so images are plain.
 HIDDEN = 4096
 MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=optim.constant)
 
@@ -51,46 +49,24 @@ class SemiSupervised(Protocol):
             check_held_out(self, data)
 
     def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
-        """Fine-tune a copy of the encoder."""
-        data = model.data
-        train, test = model.train.labelled.take(self.draw(data)), model.test.labelled
-        head, seed = data.settings.head, data.config.seed
-        score = accuracy(model.encoder, train, test, data.classes, head, seed, model.device)
-        return {self.measure: score}
+        """Fine-tune a copy of the encoder as FedEMA (``mlp``) or CCL (``linear``) does."""
+        data, encoder, seed = model.data, model.encoder, model.data.config.seed
+        train = model.train.labelled.take(self.draw(data))
+        if data.settings.head == "mlp":
+            head = build_mlp(encoder, data.classes, seed)
+            tuned = fine_tune(encoder, head, train, MLP, seed, flips=False)
+        else:
+            tuned = fine_tune(encoder, new_head(encoder, data.classes), train, LINEAR, seed)
+        return {self.measure: score(tuned, model.test.labelled)}
 
 
-def accuracy(
-    encoder: nn.Module,
-    train: Labelled,
-    test: Labelled,
-    classes: int,
-    head: Literal["mlp", "linear"],
-    seed: int,
-    device: torch.device | str,
-) -> float:
-    """Return the top-1 in percent on ``test`` after training on ``train``.
-
-    ``mlp`` follows FedEMA, appendix B.3, on plain images, because it names no augmentation.
-    ``linear`` follows CCL, section 6, with flips. Batch norm is trained too. The given encoder is
-    copied.
-    """
-    sample = features_like(encoder, train, device)
-    if head == "mlp":
-        model = Classifier(copy.deepcopy(encoder), mlp(sample, classes, seed))
-        descent(model, train, MLP, seed, device, flips=False)
-    else:
-        model = Classifier(copy.deepcopy(encoder), zero_head(sample.shape[1], classes, sample))
-        descent(model, train, LINEAR, seed, device)
-    return score(model, test, device)
-
-
-def mlp(like: Tensor, classes: int, seed: int) -> nn.Sequential:
-    """Build FedEMA's two layers (appendix B.2), initialized by the seed."""
+def build_mlp(encoder: nn.Module, classes: int, seed: int) -> nn.Sequential:
+    """Build FedEMA's two layers (appendix B.2) for an encoder, initialized by the seed."""
     layers = nn.Sequential(
-        nn.Linear(like.shape[1], HIDDEN),
+        nn.Linear(cast(int, encoder.features), HIDDEN),
         nn.BatchNorm1d(HIDDEN),
         nn.ReLU(inplace=True),
         nn.Linear(HIDDEN, classes),
     )
     initialize(layers, seed)
-    return layers.to(like)
+    return layers.to(first_weight(encoder))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedssl.data import random
-from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol, Views
+from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import encode
 
 SAMPLES = 2048  # images that alignment and uniformity look at: two million pairs
+BATCH = 512
 
 
 class Unlabeled(Protocol):
@@ -26,35 +27,20 @@ class Unlabeled(Protocol):
 
     def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
         """Measure training images, which there are with and without a test split."""
-        train, seed = model.train, model.data.config.seed
-        return measures(
-            model.encoder, train.images, train.features, model.views, seed, model.device
+        images, features = model.train.images, model.train.features
+        seed = random.key(model.data.config.seed, "unlabeled")
+        index = torch.as_tensor(random.choose(seed, len(images), SAMPLES))
+        device, parts = features.device, index.split(BATCH)
+        batches = [(images[part].to(device), part.to(device)) for part in parts]
+        first, second = (
+            encode(model.encoder, (model.views(*batch, view) for batch in batches))
+            for view in (0, 1)
         )
-
-
-def measures(
-    encoder: nn.Module,
-    images: Tensor,
-    features: Tensor,
-    views: Views,
-    seed: int,
-    device: torch.device | str,
-    batch: int = 512,
-) -> dict[str, float]:
-    """Return three measures; ``features`` are those of the plain ``images``."""
-    index = torch.as_tensor(random.choose(random.key(seed, "unlabeled"), len(images), SAMPLES))
-    first, second = (
-        encode(
-            encoder,
-            (views(images[part].to(device), part.to(device), view) for part in index.split(batch)),
-        )
-        for view in (0, 1)
-    )
-    return {
-        "effective_rank": effective_rank(features),
-        "alignment": alignment(first, second),
-        "uniformity": uniformity(features[index.to(features.device)]),
-    }
+        return {
+            "effective_rank": effective_rank(features),
+            "alignment": alignment(first, second),
+            "uniformity": uniformity(features[index.to(device)]),
+        }
 
 
 def effective_rank(features: Tensor) -> float:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fedssl.config import Config
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.federation.task import ClientTask
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, refuse
 
 FEWEST = 3  # clients in a secure sum: in a sum of two, each knows the other's part
+OTHER = "Use another algorithm."
 
 
 def survivors_needed(share: float, clients: int) -> int:
@@ -50,10 +52,10 @@ def check_protection(config: Config, algorithm: Algorithm) -> None:
     if config.cohort.average != "mean":
         _check_robust(config, algorithm)
     if privacy.noise is not None:
-        _check_sums(config, algorithm, "privacy.noise", privacy.noise)
+        _check_sums(config, algorithm, "privacy.noise")
         _check_noise(config, algorithm)
     if privacy.secure:
-        _check_sums(config, algorithm, "privacy.secure", True)
+        _check_sums(config, algorithm, "privacy.secure")
         _check_secure(config, algorithm)
 
 
@@ -80,117 +82,107 @@ def check_secure_packages() -> None:
 
 
 def _check_robust(config: Config, algorithm: Algorithm) -> None:
-    rule, name, problem = config.cohort.average, algorithm.params.name, None
-    if algorithm.pools_data or not algorithm.result.has_global:
-        problem = f"algorithm.name={name} averages no clients' models"
-    elif gathered := algorithm.asked(False, "each"):
-        tasks = _names(gathered)
-        problem = f"the server of {name} passes on each client's {tasks}, not a mean"
-    elif config.privacy.secure:
-        problem = "it compares the clients' replies, which secure sums hide"
-    elif config.privacy.noise is not None:
-        problem = "noise is made for a sum in which every client's part is bounded"
-    if problem is not None:
-        raise UserError(problem, key="cohort.average", value=rule, fix="Use cohort.average=mean.")
+    name, gathered = algorithm.params.name, _names(algorithm.asked(False, "each"))
+    has_mean = algorithm.result.has_global and not algorithm.pools_data
+    has_noise = config.privacy.noise is not None
+    problems = {
+        f"algorithm.name={name} averages no clients' models": not has_mean,
+        f"the server of {name} passes on each client's {gathered}, not a mean": gathered,
+        "it compares the clients' replies, which secure sums hide": config.privacy.secure,
+        "noise is made for a sum in which every client's part is bounded": has_noise,
+    }
+    fix = "Use cohort.average=mean."
+    refuse(config, *((bad, "cohort.average", problem, fix) for problem, bad in problems.items()))
 
 
-def _check_sums(config: Config, algorithm: Algorithm, key: str, value: object) -> None:
+def _check_sums(config: Config, algorithm: Algorithm, key: str) -> None:
     """Refuse algorithms that show the server more than sums."""
-    name = algorithm.params.name
-    if gathered := algorithm.asked(config.privacy.secure, "each"):
-        raise UserError(
-            f"the server of {name} sees each client's reply to {_names(gathered)}",
-            key=key,
-            value=value,
-            fix="Use another algorithm.",
-        )
-    if algorithm.pools_data:
-        raise UserError(
-            f"{name} has all data in one place", key=key, value=value, fix="Use another algorithm."
-        )
-    if config.engine.updates == "fp16":
-        raise UserError(
+    name, gathered = algorithm.params.name, _names(algorithm.asked(config.privacy.secure, "each"))
+    seen = f"the server of {name} sees each client's reply to {gathered}"
+    refuse(
+        config,
+        (gathered, key, seen, OTHER),
+        (algorithm.pools_data, key, f"{name} has all data in one place", OTHER),
+        (
+            config.engine.updates == "fp16",
+            "engine.updates",
             f"{key} needs updates at full precision",
-            key="engine.updates",
-            value="fp16",
-            fix="Use engine.updates=full.",
-        )
+            "Use engine.updates=full.",
+        ),
+    )
 
 
 def _check_secure(config: Config, algorithm: Algorithm) -> None:
-    if config.engine.name == "local":
-        raise UserError(
+    tasks = algorithm.asked(True, "mean")
+    exposed = _names(task for task in tasks if not task.sums_hide(algorithm))
+    has_clusters = hasattr(algorithm.params, "clusters")
+    refuse(
+        config,
+        (
+            config.engine.name == "local",
+            "engine.name",
             "one process holds every client, so nothing would be secret",
-            key="engine.name",
-            value="local",
-            fix="Use engine.name=flower, or privacy.secure=false.",
-        )
-    exposed = [task for task in algorithm.asked(True, "mean") if not task.sums_hide(algorithm)]
-    if exposed:
-        raise UserError(
-            f"{_names(exposed)} sums groups of clients, and a group may be one client",
-            key="privacy.secure",
-            value=True,
-            fix="Use algorithm.clusters=1, or another algorithm."
-            if hasattr(algorithm.params, "clusters")
-            else "Use another algorithm.",
-        )
-    if config.engine.max_norm is not None:
-        raise UserError(
+            "Use engine.name=flower, or privacy.secure=false.",
+        ),
+        (
+            exposed,
+            "privacy.secure",
+            f"{exposed} sums groups of clients, and a group may be one client",
+            "Use algorithm.clusters=1, or another algorithm." if has_clusters else OTHER,
+        ),
+        (
+            config.engine.max_norm is not None,
+            "engine.max_norm",
             "under secure sums the server sees no client's change, so it can refuse none",
-            key="engine.max_norm",
-            value=config.engine.max_norm,
-            fix="Set engine.max_norm=null, or privacy.secure=false.",
-        )
+            "Set engine.max_norm=null, or privacy.secure=false.",
+        ),
+    )
 
 
 def _check_noise(config: Config, algorithm: Algorithm) -> None:
     """Refuse noise where a release would be without a bound, or would not be counted."""
-    noise, name, tasks = config.privacy.noise, algorithm.params.name, algorithm.asked()
-    if config.evaluate.baselines:
-        raise UserError(
+    name = algorithm.params.name
+    statistics = [task for task in algorithm.asked() if task.reveals == "statistics"]
+    refuse(
+        config,
+        (
+            config.evaluate.baselines,
+            "evaluate.baselines",
             "baselines train on the same clients again, and ε counts one run",
-            key="evaluate.baselines",
-            value=list(config.evaluate.baselines),
-            fix="Set evaluate.baselines=[].",
-        )
-    if config.evaluate.drift:
-        raise UserError(
+            "Set evaluate.baselines=[].",
+        ),
+        (
+            config.evaluate.drift,
+            "evaluate.drift",
             "logs each client's distance to the global model, without noise",
-            key="evaluate.drift",
-            value=True,
-            fix="Set evaluate.drift=false.",
-        )
-    if not algorithm.result.has_global:
-        raise UserError(
+            "Set evaluate.drift=false.",
+        ),
+        (
+            not algorithm.result.has_global,
+            "privacy.noise",
             f"algorithm.name={name} shares nothing that noise could protect",
-            key="privacy.noise",
-            value=noise,
-            fix="Set privacy.noise=null.",
-        )
-    if config.algorithm.norm_policy == "local":
-        raise UserError(
+            "Set privacy.noise=null.",
+        ),
+        (
+            config.algorithm.norm_policy == "local",
+            "algorithm.norm_policy",
             "the exported encoder would have the mean of the clients' layers, without noise",
-            key="algorithm.norm_policy",
-            value="local",
-            fix="Use algorithm.norm_policy=average or reset.",
-        )
-    statistics = [task for task in tasks if task.reveals == "statistics"]
-    if any(task.bound(algorithm) is None for task in statistics):
-        raise UserError(
+            "Use algorithm.norm_policy=average or reset.",
+        ),
+        (
+            any(task.bound(algorithm) is None for task in statistics),
+            "privacy.noise",
             f"the statistics of {_names(statistics)} have no bound for noise to be scaled to",
-            key="privacy.noise",
-            value=noise,
-            fix="Set objective.bound=1.",
-        )
-    if algorithm.weight == "uniform" and config.privacy.most_samples > 1:
-        raise UserError(
+            "Set objective.bound=1.",
+        ),
+        (
+            algorithm.weight == "uniform" and config.privacy.most_samples > 1,
+            "privacy.most_samples",
             f"all clients count alike with algorithm.name={name}, so more noise protects nothing",
-            key="privacy.most_samples",
-            value=config.privacy.most_samples,
-            fix="Use privacy.most_samples=1.",
-        )
+            "Use privacy.most_samples=1.",
+        ),
+    )
 
 
-def _names(tasks: list[ClientTask]) -> str:
+def _names(tasks: Iterable[ClientTask]) -> str:
     return ", ".join(task.name for task in tasks)

@@ -9,9 +9,7 @@ from fedssl.config import Config, Privacy
 from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.task import ClientTask
 
-# A client's own reply, its numbers for the log, a reply that a robust mean compares with others, a
-# reply that the server averages but could read, a masked reply of which only the sum is readable.
-Visibility = Literal["single", "log", "robust", "mean", "masked"]
+Visibility = Literal["single", "mean", "masked"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,7 @@ class Message:
 
     content: str
     when: str = "in a round"
-    task: str | None = None  # None: outside the tasks, such as the greeting
-    visibility: Visibility = "single"
+    task: ClientTask | None = None  # None: outside the tasks, such as the greeting
     downwards: bool = False  # from the server to the client
 
 
@@ -29,24 +26,19 @@ def list_messages(config: Config) -> list[Message]:
     """List every kind of message that leaves a client, from the algorithm and ``privacy.*``."""
     algorithm, privacy = build_algorithm(config), config.privacy
     messages = [Message(_greeting(algorithm), "before training")]
-    for task in algorithm.asked(privacy.secure, "mean"):
-        visibility = visibility_of(config, task)
-        messages.append(Message(task.summary, "in a round", task.name, visibility))
+    messages += [Message(t.summary, task=t) for t in algorithm.asked(privacy.secure, "mean")]
     if privacy.secure:
         keys = (
             "public keys, shares of the masks' secrets that only other sites can open, and what "
             "unmasks the sum"
         )
         messages.append(Message(keys, "for each of these sums"))
-    for task in algorithm.asked(privacy.secure, "each"):
-        messages.append(Message(task.summary, "in a round", task.name))
+    messages += [Message(t.summary, task=t) for t in algorithm.asked(privacy.secure, "each")]
     messages.append(Message(_beside(privacy), "with each reply"))
     if not privacy.secure and privacy.noise is None:
-        for task in algorithm.asked(privacy.secure, "log"):
-            messages.append(Message(task.summary, "for the log", task.name, "log"))
+        messages += [Message(t.summary, "for the log", t) for t in algorithm.asked(False, "log")]
     if public := getattr(config.algorithm, "public", 0):
-        text = f"{public} public images"
-        messages.append(Message(text, "in every round", downwards=True))
+        messages.append(Message(f"{public} public images", "in every round", downwards=True))
     failure = "one line that says what failed, and names no file of the site"
     return [*messages, Message(failure, "when something fails")]
 
@@ -57,40 +49,36 @@ def shares_more_than_loss(config: Config, algorithm: Algorithm) -> bool:
     return any(task.reveals != "loss" for task in tasks)
 
 
-def visibility_of(config: Config, task: ClientTask) -> Visibility:
-    """Return how much of a task's replies the server sees."""
+def describe_view(config: Config, algorithm: Algorithm, task: ClientTask) -> tuple[Visibility, str]:
+    """Return how much the server sees of a task's replies, in one word and in a sentence."""
+    average, privacy, noise = config.cohort.average, config.privacy, ""
     if task.seen == "each":
-        return "single"
+        return "single", "the server sees each client's own reply"
     if task.is_logged:
-        return "log"
-    if config.cohort.average != "mean":
-        return "robust"
-    return "masked" if config.privacy.secure else "mean"
+        return "single", "single numbers of each client, for the log"
+    if average != "mean":
+        return "single", f"the server sees each client's own reply, and uses their {average}"
+    if privacy.noise is not None:
+        bound = task.bound(algorithm)
+        norm = privacy.clip if bound is None else bound
+        noise = f"; clipped at the client to norm {norm:.3g}, and the server adds noise to the sum"
+    if privacy.secure:
+        return "masked", f"masked: the server learns only the sum over the clients{noise}"
+    text = "unmasked: the server uses only the mean, and could see each client's own reply"
+    return "mean", text + noise
 
 
 def list_exchanges(config: Config) -> str:
     """Format the messages as a Markdown list for the administrator of a site."""
     algorithm = build_algorithm(config)
-    seen = {
-        "mean": "the server computes the mean, and could see each site's own",
-        "masked": "masked, so that the server learns only the sum over the sites",
-        "robust": f"the server sees each site's own, and takes the {config.cohort.average}",
-        "single": "the server sees each site's own",
-        "log": "single numbers",
-    }
     lines = []
     for message in list_messages(config):
         line = f"{message.when}: {message.content}"
         if message.downwards:
-            line = f"(the other way, {message.when}: {message.content})"
+            line = f"(the other way, {line})"
         elif message.task is not None:
-            clipped, privacy = "", config.privacy
-            if message.visibility in ("mean", "masked") and privacy.noise is not None:
-                bound = algorithm.tasks()[message.task].bound(algorithm)
-                norm = privacy.clip if bound is None else bound
-                clipped = f"; clipped at the site to norm {norm:.3g}, and the server adds noise to "
-                clipped += "the sum"
-            line = f"`{message.task}`, {line} ({seen[message.visibility]}{clipped})"
+            _, seen = describe_view(config, algorithm, message.task)
+            line = f"`{message.task.name}`, {line} ({seen})"
         lines.append(f"- {line}")
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fedssl.config import Config
 from fedssl.federation.algorithm import Algorithm
@@ -24,12 +24,8 @@ class Risk:
     reveals: Literal["encoding", "image"]
 
 
-@dataclass(frozen=True)
-class Leak:
-    """A risk that is real for some clients."""
-
-    risk: Risk
-    images: Mapping[int, int]  # by client, the images that its replies are computed from
+# A risk that is real for some clients, and the images that each one's replies are computed from.
+Leak: TypeAlias = tuple[Risk, dict[int, int]]
 
 
 def list_risks(config: Config, algorithm: Algorithm) -> list[Risk]:
@@ -60,20 +56,16 @@ def find_leaks(config: Config, algorithm: Algorithm, sizes: Sequence[int]) -> li
     leak is of the smallest sum that there may be.
     """
     batches = Batches.from_config(config.algorithm, config.seed)
+    risks = list_risks(config, algorithm)
     # A round that averages one image trains on this one alone, and the other way round.
     used = {client: batches.averaged(size) for client, size in enumerate(sizes)}
-    leaks = []
-    for risk in list_risks(config, algorithm):
-        few_used = {client: n for client, n in used.items() if n <= risk.few_images}
-        if config.privacy.secure and used:
-            smallest = sorted(used, key=lambda client: used[client])
-            in_sum = smallest[: smallest_sum(config, len(used))]
-            few_used = {client: used[client] for client in in_sum}
-            if sum(few_used.values()) > risk.few_images:
-                few_used = {}
-        if few_used:
-            leaks.append(Leak(risk, few_used))
-    return leaks
+    if config.privacy.secure and used:
+        smallest = sorted(used, key=used.__getitem__)[: smallest_sum(config, len(used))]
+        in_sum = {client: used[client] for client in smallest}
+        images = sum(in_sum.values())
+        return [(risk, in_sum) for risk in risks if images <= risk.few_images]
+    leaks = [(risk, {k: n for k, n in used.items() if n <= risk.few_images}) for risk in risks]
+    return [(risk, few_used) for risk, few_used in leaks if few_used]
 
 
 def describe_leaks(
@@ -81,9 +73,9 @@ def describe_leaks(
 ) -> str | None:
     """Return one line for whoever runs, reads or publishes, or ``None`` if there is no leak."""
     sentences: dict[str, list[str]] = {}
-    for leak in find_leaks(config, algorithm, sizes):
-        recovered = "each image's encoding" if leak.risk.reveals == "encoding" else "the image"
-        sentences.setdefault(_describe_use(config, leak, len(sizes), names), []).append(recovered)
+    for risk, used in find_leaks(config, algorithm, sizes):
+        recovered = "each image's encoding" if risk.reveals == "encoding" else "the image"
+        sentences.setdefault(_describe_use(config, used, len(sizes), names), []).append(recovered)
     if not sentences:
         return None
     parts = [
@@ -93,9 +85,10 @@ def describe_leaks(
     return f"Privacy: {'; '.join(parts)}. See docs/privacy.md."
 
 
-def _describe_use(config: Config, leak: Leak, clients: int, names: Sequence[str]) -> str:
+def _describe_use(
+    config: Config, used: Mapping[int, int], clients: int, names: Sequence[str]
+) -> str:
     """Say who uses how many images."""
-    used = leak.images
     if config.privacy.secure:
         return f"a secure sum may cover only {_count_images(sum(used.values()))}"
     who = "clients"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 from collections import Counter
@@ -17,7 +16,7 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.federation.algorithm import Algorithm
-from fedssl.util.errors import UserError
+from fedssl.util.errors import refuse
 from fedssl.util.secrets import system_generator
 from fedssl.util.trees import Tree, leaves, scale
 
@@ -45,21 +44,22 @@ class Noisy(Aggregator):
         self.privacy = config.privacy
         self.bounds = {task.name: task.bound(algorithm) for task in algorithm.tasks().values()}
         self.generator = generator
-        if self.privacy.delta * clients >= 1:
-            raise UserError(
+        refuse(
+            config,
+            (
+                self.privacy.delta * clients >= 1,
+                "privacy.delta",
                 f"must be below 1/clients = {1 / clients:g}, or publishing one client's data would "
                 "pass as private",
-                key="privacy.delta",
-                value=self.privacy.delta,
-                fix=f"Set privacy.delta={0.1 / clients:.0e}.",
-            )
-        if importlib.util.find_spec("dp_accounting") is None:
-            raise UserError(
+                f"Set privacy.delta={0.1 / clients:.0e}.",
+            ),
+            (
+                importlib.util.find_spec("dp_accounting") is None,
+                "privacy.noise",
                 "the package dp-accounting is not installed",
-                key="privacy.noise",
-                value=self.privacy.noise,
-                fix="Run pip install 'fedssl[privacy]'.",
-            )
+                "Run pip install 'fedssl[privacy]'.",
+            ),
+        )
         sampled = cohort if is_stateless(algorithm) else clients
         self.ledger = Ledger(self.multiplier, clients, sampled, self.privacy.delta)
 
@@ -89,7 +89,11 @@ class Noisy(Aggregator):
         share = min(samples, most) / most if weight == "samples" else 1.0
         if isinstance(reply, Mapping):
             reply = {name: leaf for name, leaf in reply.items() if name != "loss"}
-        return share, scale(reply, shrink(reply, share, self.clip(task)))
+        each, clip = list(leaves(reply)), self.clip(task)
+        norms = [float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) for leaf in each]
+        limit = clip * (1 - ROUNDINGS * max(torch.finfo(leaf.dtype).eps for leaf in each))
+        length = share * math.hypot(*norms)
+        return share, scale(reply, 1.0 if length <= limit else limit / length)
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
         """Count the release, then compute the noisy mean."""
@@ -117,15 +121,6 @@ class Noisy(Aggregator):
         """Restore the counts of :meth:`save_state`."""
         self.ledger.rounds = Counter({tuple(k.split("+")): int(n) for k, n in state.items()})
         self.ledger.current = ()
-
-
-def shrink(reply: Tree, weight: float, clip: float) -> float:
-    """Compute the factor that brings the L2 norm of ``weight`` · ``reply`` to at most ``clip``."""
-    each = list(leaves(reply))
-    norms = [float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) for leaf in each]
-    limit = clip * (1 - ROUNDINGS * max(torch.finfo(leaf.dtype).eps for leaf in each))
-    length = weight * math.hypot(*norms)
-    return 1.0 if length <= limit else limit / length
 
 
 def add_noise(tree: Tree, spread: float, generator: np.random.Generator) -> Tree:
@@ -159,10 +154,8 @@ class Ledger:
     def __init__(
         self, multiplier: Callable[[str], float], clients: int, cohort: int, delta: float
     ) -> None:
-        self.multiplier = multiplier
-        self.clients = clients
-        self.cohort = cohort
-        self.delta = delta
+        self.multiplier, self.delta = multiplier, delta
+        self.clients, self.cohort = clients, cohort
         self.rounds: Counter[tuple[str, ...]] = Counter()  # by the exchanges that they released
         self.current: tuple[str, ...] = ()
         self._curves: dict[tuple[str, ...], NDArray[np.float64]] = {}
@@ -180,7 +173,8 @@ class Ledger:
 
     def spent(self) -> dict[str, float]:
         """Return ε at the configured δ."""
-        rdp = accounting("rdp")
+        from dp_accounting import rdp
+
         orders = rdp.RdpAccountant().orders
         total = np.zeros(len(orders))
         for tasks, count in self.counts().items():
@@ -190,12 +184,14 @@ class Ledger:
 
     def _curve(self, tasks: tuple[str, ...]) -> NDArray[np.float64]:
         """Compute the Rényi divergences of one round; cached, since they take 0.3 seconds."""
+        import dp_accounting
+
         if tasks not in self._curves:
             together = sum(self.multiplier(task) ** -2 for task in tasks) ** -0.5
-            event = accounting().GaussianDpEvent(together / 2)
+            event = dp_accounting.GaussianDpEvent(together / 2)
             curve = divergences(event)
             if self.cohort < self.clients:
-                sampled = accounting().SampledWithoutReplacementDpEvent
+                sampled = dp_accounting.SampledWithoutReplacementDpEvent
                 # A draw never costs privacy (the divergence is quasi-convex), but the library's
                 # bound for it is the larger one where there is little noise.
                 amplified = divergences(sampled(self.clients, self.cohort, event))
@@ -206,11 +202,7 @@ class Ledger:
 
 def divergences(event: Any) -> NDArray[np.float64]:
     """Compute the Rényi divergences of an event between data sets that differ in one client."""
-    relation = accounting().NeighboringRelation.REPLACE_ONE
-    accountant = accounting("rdp").RdpAccountant(neighboring_relation=relation)
+    from dp_accounting import NeighboringRelation, rdp
+
+    accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     return accountant.compose(event).rdp
-
-
-def accounting(part: str | None = None) -> Any:
-    """Import the accountant library, or a part of it."""
-    return importlib.import_module("dp_accounting" + (f".{part}" if part else ""))

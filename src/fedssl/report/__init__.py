@@ -48,8 +48,6 @@ def write_page_or_warn(run: Path) -> None:
     """Write the page of a run that has ended; only warn if that fails."""
     try:
         write_page([run])
-    except UserError as error:
-        print(f"fedssl: no report.html: {error}", file=sys.stderr)
     except Exception as error:  # the run itself succeeded
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"fedssl: no report.html: {text}", file=sys.stderr)
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        print(f"fedssl: no report.html: {' '.join(text.split())}", file=sys.stderr)

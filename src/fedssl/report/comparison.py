@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,10 @@ from fedssl.config import plugins
 from fedssl.runs.metrics import is_number
 from fedssl.runs.reader import RunReader, find_runs
 from fedssl.runs.result import split_models
-from fedssl.util.text import NOT_PERCENT, align_columns, name_measure
+from fedssl.util.text import NOT_PERCENT, align_columns, name_measure, shorten_list
 
 Kind = Literal["run", "baseline", "untrained", "paper"]
+Table = Mapping[str, Mapping[str, float]]  # by model and measure
 ORDER: tuple[Kind, ...] = ("run", "baseline", "untrained", "paper")
 # Runs that differ only in these keys are one experiment.
 IGNORED = config.keys_affecting(config.Config, "nothing", "speed") | {"seed"}
@@ -37,7 +39,7 @@ class Value:
     @property
     def mean(self) -> float:
         """The mean over the seeds."""
-        return statistics.fmean(self.each) if len(self.each) > 1 else self.each[0]
+        return statistics.fmean(self.each)
 
     @property
     def spread(self) -> float | None:
@@ -71,10 +73,17 @@ class Row:
     state: str = ""
     values: dict[str, Value] = field(default_factory=dict)
 
+    def point(self, measure: str) -> dict[str, object]:
+        """Return the data of a figure's point."""
+        value = self.values[measure]
+        spread = {"mean": value.mean, "spread": value.spread, "each": value.each}
+        return {"name": self.name, "kind": self.kind, **spread}
+
     @property
     def about(self) -> list[str]:
         """The cells for runs, seeds and state."""
-        return [_list_names(self.runs) or "–", _join_seeds(self.seeds) or "–", self.state or "–"]
+        cells = (shorten_list(self.runs, MOST_NAMES), ", ".join(self.seeds), self.state)
+        return [cell or "–" for cell in cells]
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,11 @@ class Comparison:
         """The measures that any row has."""
         return list(dict.fromkeys(m for row in self.rows for m in row.values))
 
+    @property
+    def unlabeled(self) -> list[str]:
+        """The measures that need no labels."""
+        return [measure for measure in self.measures if measure in NOT_PERCENT]
+
 
 def table(runs: Sequence[str | Path]) -> str:
     """Return a table of runs for the terminal, with remarks below it."""
@@ -99,13 +113,7 @@ def table(runs: Sequence[str | Path]) -> str:
         values = (row.values.get(m) for m in measures)
         cells = (v.text(m) if v else "–" for m, v in zip(measures, values, strict=True))
         lines.append([row.name, *row.about, *cells])
-    aligned = align_columns([[_print_safe(cell) for cell in line] for line in lines])
-    return "\n\n".join([aligned, *map(_print_safe, comparison.remarks)])
-
-
-def _print_safe(text: str) -> str:
-    """Replace line breaks and control characters, which a folder's name may contain."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "\n\n".join([align_columns(lines), *comparison.remarks])
 
 
 def compare(runs: Sequence[RunReader]) -> Comparison:
@@ -145,14 +153,13 @@ def _is_repeated(row: Row, rows: Iterable[Row]) -> bool:
 def _group(runs: Sequence[RunReader]) -> list[list[RunReader]]:
     """Group finished runs that differ only in their seed; a repeated seed begins a new group."""
     groups: dict[tuple[str, int], list[RunReader]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for run in runs:
         keys = {k: v for k, v in config.flatten(run.tree).items() if k not in IGNORED}
         text = json.dumps(keys, sort_keys=True, default=str)
         text += "" if run.finished else str(run.path)
-        copy = 0
-        while any(_seed(run) == _seed(other) for other in groups.get((text, copy), ())):
-            copy += 1
-        groups.setdefault((text, copy), []).append(run)
+        seen[text, _seed(run)] += 1
+        groups.setdefault((text, seen[text, _seed(run)]), []).append(run)
     return list(groups.values())
 
 
@@ -178,10 +185,8 @@ def _label_groups(groups: Sequence[Sequence[RunReader]], names: Mapping[Path, st
 
 def _differing_keys(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return keys whose value is not the same in all groups, the most telling ones first."""
-    keys = (
-        k for k in dict.fromkeys(k for group in groups for k in group) if k not in IGNORED | UNNAMED
-    )
-    differing = [k for k in keys if len({json.dumps(g.get(k), default=str) for g in groups}) > 1]
+    values = {k: {json.dumps(g.get(k), default=str) for g in groups} for own in groups for k in own}
+    differing = [k for k, v in values.items() if len(v) > 1 and k not in IGNORED | UNNAMED]
     return sorted(differing, key=lambda k: (not k.startswith(LABEL_FIRST), "name" not in k))
 
 
@@ -197,27 +202,29 @@ def _seed(run: RunReader) -> str:
 
 def _rows(label: str, group: Sequence[RunReader], names: Mapping[Path, str]) -> list[Row]:
     """Return the rows of one group, each with means over its runs."""
-    first, seeds = group[0], [_seed(run) for run in group]
-    folders, state = [names[run.path] for run in group], describe_state(first)
-    models = _join([split_models(label, result(run), evaluated(run)) for run in group])
-    rows = [
-        Row(name, "run", label, folders, seeds, state, values)
-        for name, values in (models or {label: {}}).items()
-    ]
+    first, seeds, folders = group[0], list(map(_seed, group)), [names[run.path] for run in group]
+    state = f"not finished: {first.rounds} of {first.settings.rounds}"
+    state = "finished" if first.finished else state
+    which = first.summary.get("judged", "global")  # the model that plain measures are about
+    models = _join([split_models(label, result(run), which) for run in group]) or {label: {}}
+    rows = [Row(n, "run", label, folders, seeds, state, v) for n, v in models.items()]
+
+    def add(kind: Kind, tables: Sequence[Table], shown: list[str] = seeds) -> None:
+        joined = _join(tables)
+        rows.extend(Row(name, kind, label, seeds=shown, values=v) for name, v in joined.items())
+
     for name in first.summary.get("baselines", {}):
-        which = config.variant("algorithm", name).result.evaluated
+        model = config.variant("algorithm", name).result.evaluated
         results = [run.summary.get("baselines", {}).get(name, {}) for run in group]
-        joined = _join([split_models(name, each, which) for each in results])
-        rows += [Row(n, "baseline", label, seeds=seeds, values=v) for n, v in joined.items()]
+        add("baseline", [split_models(name, each, model) for each in results])
     for key, name in {"untrained": "untrained", "initial": "as it started"}.items():
-        joined = _join([{name: run.summary.get(key, {})} for run in group])
-        rows += [Row(n, "untrained", label, seeds=seeds, values=v) for n, v in joined.items()]
-    published = numbers(first.settings.paper.get("results", {}))
-    joined = _join([split_models("paper", published, evaluated(first))])
-    return rows + [Row(f"{n}, its data", "paper", label, values=v) for n, v in joined.items()]
+        add("untrained", [{name: run.summary.get(key, {})} for run in group])
+    published = split_models("paper", numbers(first.settings.paper.get("results", {})), which)
+    add("paper", [{f"{name}, its data": row for name, row in published.items()}], [])
+    return rows
 
 
-def _join(seeds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, Value]]:
+def _join(seeds: Sequence[Table]) -> dict[str, dict[str, Value]]:
     """Join the tables of several seeds into one."""
     joined: dict[str, dict[str, list[float]]] = {}
     for models in seeds:
@@ -228,11 +235,6 @@ def _join(seeds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[
         name: {measure: Value(tuple(values), len(seeds)) for measure, values in row.items()}
         for name, row in joined.items()
     }
-
-
-def evaluated(run: RunReader) -> str:
-    """Return the model that plain measures are about: ``global`` or ``personal``."""
-    return str(run.summary.get("judged", "global"))
 
 
 def result(run: RunReader) -> dict[str, float]:
@@ -246,28 +248,19 @@ def result(run: RunReader) -> dict[str, float]:
     return last
 
 
-def describe_state(run: RunReader) -> str:
-    """Describe how far a run is."""
-    return "finished" if run.finished else f"not finished: {run.rounds} of {run.settings.rounds}"
-
-
 def _remarks(runs: Sequence[RunReader], names: Mapping[Path, str]) -> Iterator[str]:
     """Name what makes the numbers hard to compare."""
-    data: dict[str, list[RunReader]] = {}
+    data: dict[str, list[str]] = {}
     for run in runs:
-        data.setdefault(_data_set(run), []).append(run)
+        data.setdefault(_data_set(run), []).append(names[run.path])
     if len(data) > 1:
-        sets = (f"{d}: {_list_names([names[r.path] for r in users])}" for d, users in data.items())
+        sets = (f"{name}: {shorten_list(users, MOST_NAMES)}" for name, users in data.items())
         yield (
             "These runs use different data sets, so their accuracies cannot be compared "
             f"({'; '.join(sets)})."
         )
-    for run in runs:
-        if not run.finished:
-            yield (
-                f"{names[run.path]}: not finished, round {run.rounds} of {run.settings.rounds}. "
-                "The numbers are those of its last evaluation."
-            )
+    if not all(run.finished for run in runs):
+        yield "The numbers of a run that is not finished are those of its last evaluation."
     notes = (run.settings.paper.get("note") for run in runs)
     yield from (f"The paper's number: {note}" for note in dict.fromkeys(notes) if note)
 
@@ -276,18 +269,6 @@ def _data_set(run: RunReader) -> str:
     """Name a run's images."""
     data = run.settings.data
     return f"{data.name} {data.root}" if data.name in OWN_DATA else data.name
-
-
-def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
-
-
-def _join_seeds(seeds: Sequence[str]) -> str:
-    """Join seeds, as a range where they follow each other."""
-    numbers = sorted(map(int, seeds))
-    is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[0] + len(seeds)))
-    return f"{numbers[0]}–{numbers[-1]}" if is_range else ", ".join(seeds)
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:

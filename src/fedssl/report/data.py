@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +43,6 @@ class RunData:
 
     def __init__(self, run: RunReader) -> None:
         self.run = run
-        self._loaded: Dataset | None = None
 
     @property
     def settings(self) -> Config:
@@ -51,11 +51,10 @@ class RunData:
             raise Unavailable("in a deployment, the images stay at their sites")
         return self.run.settings
 
+    @cached_property
     def dataset(self) -> Dataset:
-        """Return the data set."""
-        if self._loaded is None:
-            self._loaded = self.resized(None)
-        return self._loaded
+        """The data set."""
+        return self.resized(None)
 
     def resized(self, size: int | None) -> Dataset:
         """Return the data set with images of another size."""
@@ -69,54 +68,24 @@ class Holdings:
 
     names: list[str]  # of the first clients, which the figure shows
     sizes: list[int]  # of all clients
-    held: list[list[int]] | None  # by client and class; None without labels
-    classes: list[str]
+    held: list[list[int]] | None = None  # by client and class; None without labels
+    classes: Sequence[str] = ()
     word: str = "classes"  # or clusters, rotations, styles
     distance: float | None = None
-    remark: str = "There are no labels to tell classes by."
+    remark: str = ""
 
     @property
-    def figure(self) -> dict[str, object]:
-        """The data of the bar chart."""
-        sizes = self.sizes[: len(self.names)]
-        return {"names": self.names, "sizes": sizes, "held": self.held, "classes": self.classes}
-
-    @property
-    def caption(self) -> str:
-        """The figure's caption."""
-        sizes, shown = self.sizes, len(self.names)
-        text = (
-            f"{len(sizes):,} clients; {min(sizes):,} images the smallest, "
-            f"{statistics.median(sizes):g} median, {max(sizes):,} the largest."
-        )
-        if len(sizes) > shown:
-            text += f" The first {shown} are shown."
-        if self.distance is not None:
-            text += (
-                f" Mean earth mover's distance of a client's {self.word} to those of all clients: "
-                f"{self.distance:.3f} (0: all clients have the same mixture)."
-            )
-        return text if self.held is not None else f"{text} {self.remark}"
-
-    @property
-    def columns(self) -> list[str]:
-        """The headings of the table's classes."""
-        return self.classes if self.held is not None else []
-
-    @property
-    def table(self) -> list[list[str]]:
-        """The rows of the table."""
-        rows = self.held or [[] for _ in self.names]
-        each = zip(self.names, self.sizes, rows, strict=False)
-        return [[name, f"{size:,}", *map(str, row)] for name, size, row in each]
+    def median(self) -> float:
+        """The number of images of a typical client."""
+        return statistics.median(self.sizes)
 
 
 def load_holdings(data: RunData) -> Holdings:
     """Return the partition; where the images are not here, only the clients' sizes."""
     clients = data.run.clients
-    names = [str(client["name"]) for client in clients]
+    names = [str(client["name"]) for client in clients][:MOST_CLIENTS]
     try:
-        config, dataset = data.settings, data.dataset()
+        config, dataset = data.settings, data.dataset
         assigned = find_sources(config, dataset, pick_device("auto"))
         groups = split_clients(config, dataset, assigned)
     except (Unavailable, UserError, OSError) as reason:
@@ -124,14 +93,14 @@ def load_holdings(data: RunData) -> Holdings:
             raise
         sizes = [int(client["samples"]) for client in clients]
         remark = f"From clients.json, without classes: {str(reason).removesuffix('.')}."
-        return Holdings(names[:MOST_CLIENTS], sizes, None, [], remark=remark)
-    names = (names or list(map(str, range(len(groups)))))[:MOST_CLIENTS]
+        return Holdings(names, sizes, remark=remark)
+    names = names or list(map(str, range(min(len(groups), MOST_CLIENTS))))
     sizes = groups.sizes.tolist()
     labels = None if assigned.labels is None else assigned.labels.numpy()
     if labels is None or not (labels[groups.members] >= 0).any():
-        return Holdings(names, sizes, None, [], assigned.kind)
-    held = count_labels(groups, labels)
+        return Holdings(names, sizes, remark="There are no labels to tell classes by.")
+    held = count_labels(groups, labels)[:MOST_CLIENTS]
     classes = list(assigned.names) or [str(c) for c in range(held.shape[1])]
-    held = np.pad(held, ((0, 0), (0, max(0, len(classes) - held.shape[1]))))[:MOST_CLIENTS]
+    held = np.pad(held, ((0, 0), (0, max(0, len(classes) - held.shape[1]))))
     apart = mean_distance(groups, labels)
     return Holdings(names, sizes, held.tolist(), classes, assigned.kind, apart)

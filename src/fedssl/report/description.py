@@ -66,13 +66,3 @@ def _local_work(config: Config) -> str:
         count, unit = keys.local_epochs, "epoch"
     text = f"{count} local {unit}{'s' * (count != 1)}"
     return f"{text} in batches of {keys.batch}" if keys.batch else text
-
-
-def find_warning(run: RunReader) -> str:
-    """Return what a reader must know before believing the numbers, if anything."""
-    if run.finished:
-        return ""
-    return (
-        f"Not finished: round {run.rounds:,} of {run.settings.rounds:,}. The numbers are those of "
-        "its last evaluation, if there was one."
-    )

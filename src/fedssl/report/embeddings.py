@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
-import inspect
 import io
 import math
 from dataclasses import dataclass, replace
@@ -35,20 +33,10 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Query:
-    """A test image and its nearest neighbours, as numbers of thumbnails."""
-
-    index: int
-    before: list[int]
-    after: list[int]
-
-
-@dataclass(frozen=True)
 class Thumbnails:
     """All thumbnails in one image."""
 
     uri: str
-    tile: int
     columns: int
     rows: int
 
@@ -63,16 +51,11 @@ class TestImages:
     labels: list[int] | None
     classes: list[str]
     thumbnails: Thumbnails
-    queries: list[Query]
+    queries: list[int]  # images whose neighbours are shown
+    before: Ints  # neighbours of each image before training
+    after: Ints
     precision: tuple[float, float] | None  # neighbours of the right class in %, before and after
     total: int  # test images, of which at most MOST_IMAGES are shown
-
-    def figure(self, number: int) -> dict[str, object]:
-        """Return the data of the map of the page's ``number``-th run."""
-        return {
-            "points": self.points, "labels": self.labels, "classes": self.classes,
-            "sprite": number, "columns": self.thumbnails.columns,
-        }  # fmt: skip
 
     def label(self, index: int) -> int | None:
         """Return an image's class, if it has one."""
@@ -84,7 +67,7 @@ def embed_test_images(data: RunData) -> TestImages:
     """Embed a run's test images with its encoder and with the untrained one."""
     config, tower = data.settings, int(data.settings.evaluate.tower == "second")
     encoder = load_encoder(data.run.path, tower)
-    dataset, size = data.dataset(), config.evaluate.size
+    dataset, size = data.dataset, config.evaluate.size
     test = dataset.test
     if test is None or not len(test):
         raise Unavailable(
@@ -100,7 +83,7 @@ def embed_test_images(data: RunData) -> TestImages:
     images = test.images[tower % len(dataset.train.images)][chosen]
     device = pick_device("auto")
     features = [
-        extract(body.to(device), images, device=device).cpu()
+        extract(body.to(device), images).cpu()
         for body in (build_untrained(config, dataset, tower), encoder.body)
     ]
     labels = None if test.labels is None else test.labels[chosen].cpu().numpy()
@@ -115,10 +98,9 @@ def embed_test_images(data: RunData) -> TestImages:
         None if labels is None else labels.tolist(),
         list(dataset.classes),
         draw_thumbnails(images),
-        [
-            Query(k, before[k].tolist(), after[k].tolist())
-            for k in _choose_queries(labels, len(images))
-        ],
+        _choose_queries(labels, len(images)),
+        before,
+        after,
         None if labels is None else (_precision(before, labels), _precision(after, labels)),
         len(test),
     )
@@ -141,16 +123,14 @@ def project(features: Tensor) -> tuple[list[tuple[float, float]], str]:
     centred = (features - features.mean(0)).double()
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
     components = (centred @ directions[:COMPONENTS].T).numpy()
-    if len(components) < 10 or importlib.util.find_spec("sklearn") is None:
+    if len(components) < 10:
         plane = np.pad(components[:, :2], ((0, 0), (0, max(0, 2 - components.shape[1]))))
         return _to_unit_square(plane), "the first two principal components"
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     perplexity = min(30.0, (len(components) - 1) / 3)
-    keywords = inspect.signature(TSNE).parameters  # scikit-learn 1.5 renamed one
-    steps = {"max_iter" if "max_iter" in keywords else "n_iter": ITERATIONS}
-    method = TSNE(init="pca", perplexity=perplexity, random_state=0, **steps)
+    method = TSNE(init="pca", perplexity=perplexity, random_state=0, max_iter=ITERATIONS)
     with threadpool_limits(1):  # ten times faster on a busy machine
         plane = method.fit_transform(components)
     description = (
@@ -211,6 +191,4 @@ def draw_thumbnails(images: Tensor) -> Thumbnails:
     buffer = io.BytesIO()
     sheet.save(buffer, **options)
     encoded = base64.b64encode(buffer.getvalue()).decode()
-    return Thumbnails(
-        f"data:image/{options['format'].lower()};base64,{encoded}", tile, columns, rows
-    )
+    return Thumbnails(f"data:image/{options['format'].lower()};base64,{encoded}", columns, rows)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fedssl.runs.metrics import for_one, is_number
 from fedssl.runs.reader import RunReader
@@ -35,18 +31,6 @@ class Curve:
         """Append a point."""
         self.rounds.append(round)
         self.values.append(value)
-
-    def thin(self, most: int) -> tuple[list[int], list[float]]:
-        """Return at most ``most`` points; see :func:`select_points`."""
-        x, y = np.array(self.rounds), np.array(self.values)
-        kept = select_points(y, most)
-        return x[kept].tolist(), y[kept].tolist()
-
-    def extremes(self) -> list[tuple[float, int]]:
-        """Return value and round of the first, last, smallest and largest point."""
-        y = np.array(self.values)
-        places = (0, -1, int(y.argmin()), int(y.argmax()))
-        return [(self.values[k], self.rounds[k]) for k in places]
 
 
 @dataclass
@@ -132,19 +116,3 @@ def _add_traffic(history: History, tasks: Mapping[str, Any], clients: int) -> No
         total.up, total.down = total.up + traffic.up, total.down + traffic.down
         total.client_up, total.client_down = total.client_up + up, total.client_down + down
     history.traffic.add(total)
-
-
-def select_points(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """Return the places of at most ``most`` values that show the whole curve.
-
-    They are the first and the last, and the smallest and the largest of every stretch.
-    """
-    count = len(values)
-    if count <= most:
-        return np.arange(count)
-    edges = np.linspace(0, count, max(1, (most - 2) // 2) + 1).astype(np.int64)
-    kept = {0, count - 1}
-    for start, stop in itertools.pairwise(edges):
-        kept.add(int(start + values[start:stop].argmin()))
-        kept.add(int(start + values[start:stop].argmax()))
-    return np.array(sorted(kept))

@@ -6,8 +6,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,46 @@ import yaml
 from markupsafe import Markup
 
 from fedssl import __version__
-from fedssl.report import comparison, curves, embeddings, messages
-from fedssl.report.comparison import numbers
+from fedssl.report import comparison, curves, embeddings
 from fedssl.report.data import Holdings, RunData, load_holdings, try_section
-from fedssl.report.description import describe, find_warning
-from fedssl.report.embeddings import TestImages
+from fedssl.report.description import describe
 from fedssl.report.history import History, read_history
+from fedssl.report.messages import Sheet
 from fedssl.runs.folder import format_deploy_command
 from fedssl.runs.metrics import is_number
 from fedssl.runs.reader import RunReader
 from fedssl.util.templates import load_templates
-from fedssl.util.text import NOT_PERCENT, format_bytes, format_client, name_measure
+from fedssl.util.text import format_bytes, format_client, name_measure
 
 MOST_SHOWN = 4  # runs with a partition, a map, neighbours and messages of their own
-MOST_ROWS = 300  # curves in the table of numbers
 MOST_FIGURES = 6  # of accuracies
 TEMPLATES = load_templates(
     Path(__file__).with_name("templates"), {"bytes": format_bytes, "measure": name_measure}
 )
+# Title of each section, by the name of its template.
+SECTIONS = {
+    "result": "Result",
+    "curves": "Curves",
+    "partition": "Who holds what",
+    "messages": "What clients sent",
+    "clients": "Accuracy of each client",
+    "map": "Map of test images",
+    "neighbours": "Nearest neighbours",
+    "rerun": "How to run it again",
+}
 
 
 class ReportedRun:
     """One run with everything that the page shows of it, read when it is first needed."""
 
     def __init__(self, run: RunReader, label: str, several: bool) -> None:
-        self.run = run
-        self.label = label
+        self.run, self.label, self.settings = run, label, run.settings
         self.sentence = describe(run, seed=several)
-        self.warning = find_warning(run)
         # The recipe for folders says how to use it, and nothing about this run.
-        is_own_data = run.settings.data.name in comparison.OWN_DATA
-        self.about = "" if is_own_data else run.settings.about
+        has_own_data = self.settings.data.name in comparison.OWN_DATA
+        self.about = "" if has_own_data else self.settings.about
+        self.is_deployed = self.settings.engine.sites is not None
+        self.is_finished = run.finished
         self._data = RunData(run)
 
     @cached_property
@@ -60,19 +68,14 @@ class ReportedRun:
         return try_section(lambda: load_holdings(self._data))
 
     @cached_property
-    def images(self) -> TestImages | str:
+    def images(self) -> embeddings.TestImages | str:
         """The test images with their embeddings, or why they cannot be shown."""
         return try_section(lambda: embeddings.embed_test_images(self._data))
 
     @cached_property
-    def messages(self) -> messages.Sheet:
+    def messages(self) -> Sheet:
         """The messages that clients sent."""
-        return messages.build_sheet(self.run, self.history)
-
-    @property
-    def is_deployed(self) -> bool:
-        """True if the clients were real sites."""
-        return self.run.settings.engine.sites is not None
+        return Sheet(self.run, self.history)
 
     @property
     def command(self) -> str:
@@ -84,191 +87,121 @@ class ReportedRun:
         return shlex.join(["fedssl", "run", str(self.run.path / "config.yaml"), "--out", out])
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> dict[str, str]:
         """Seed, device, versions and costs."""
         summary = self.run.summary
         seconds = {"rounds": summary.get("seconds"), **summary.get("overhead", {})}
         versions = (f"{name} {summary[name]}" for name in ("fedssl", "torch") if name in summary)
         parameters = summary.get("parameters")
         facts = {
-            "Seed": str(self.run.settings.seed),
+            "Seed": str(self.settings.seed),
             "Device": summary.get("device", ""),
             "Versions": ", ".join(versions),
             "Parameters": f"{parameters:,} in the whole network" if parameters else "",
             "Seconds": ", ".join(f"{k} {v:g}" for k, v in seconds.items() if is_number(v)),
         }
-        return [(name, text) for name, text in facts.items() if text]
+        return {name: text for name, text in facts.items() if text}
 
     @property
     def yaml(self) -> str:
         """The configuration as text."""
         return yaml.safe_dump(self.run.tree, sort_keys=False, allow_unicode=True)
 
+    @property
+    def tiles(self) -> Iterator[tuple[str, str, str]]:
+        """Value, name and note of the most important numbers."""
+        summary, traffic = self.run.summary, self.history.traffic
+        untrained = comparison.numbers(summary.get("untrained", {}))
+        for name, value in list(comparison.result(self.run).items())[:4]:
+            if name.endswith("_top1") and not name.startswith("per-client"):
+                note = f"untrained {untrained[name]:.1f} %" if name in untrained else ""
+                yield f"{value:.1f} %", name_measure(name), note
+        speed = summary.get("images_per_second")
+        note = f"{speed:,.0f} images/s" if is_number(speed) else ""
+        yield f"{self.history.rounds:,}", "rounds", note
+        if traffic.up or traffic.down:
+            yield format_bytes(traffic.up), "up in total", f"{format_bytes(traffic.down)} down"
 
-@dataclass(frozen=True)
+    @property
+    def client_scores(self) -> list[dict[str, Any]]:
+        """The accuracy of each client, by model."""
+        models = self.run.summary.get("per_client", {})
+        scores = {model: comparison.numbers(each) for model, each in models.items()}
+        return [
+            {"model": model, "names": list(each), "scores": list(each.values())}
+            for model, each in scores.items()
+            if each
+        ]
+
+
 class Page:
     """The runs of a page; the first few are shown in full."""
 
-    runs: Sequence[ReportedRun]
+    def __init__(self, runs: Sequence[RunReader]) -> None:
+        names, several = comparison.name_runs(runs), len(runs) > 1
+        self.runs = [ReportedRun(run, names[run.path], several) for run in runs]
+        self.shown, self.rest = self.runs[:MOST_SHOWN], self.runs[MOST_SHOWN:]
+        self.title = f"{len(runs)} runs" if several else self.runs[0].label
+
+    @cached_property
+    def comparison(self) -> comparison.Comparison:
+        """The models of all runs."""
+        return comparison.compare([run.run for run in self.runs])
 
     @property
-    def shown(self) -> Sequence[ReportedRun]:
-        """The runs that are shown in full."""
-        return self.runs[:MOST_SHOWN]
+    def accuracies(self) -> Iterator[tuple[str, list[dict[str, object]]]]:
+        """The figures of accuracies, with a point for each row of the table."""
+        measures = [m for m in self.comparison.measures if m.endswith("_top1")]
+        for measure in measures[:MOST_FIGURES]:
+            rows = [row for row in self.comparison.rows if measure in row.values]
+            yield measure, [row.point(measure) for row in rows]
+
+    @cached_property
+    def panels(self) -> list[curves.Panel]:
+        """The figures of curves."""
+        return curves.draw_panels([(run.label, run.history) for run in self.runs])
 
     @property
-    def rest(self) -> Sequence[ReportedRun]:
-        """The other runs."""
-        return self.runs[MOST_SHOWN:]
+    def first_with_partition(self) -> dict[str, str]:
+        """By label, the label of the first run with the same partition, which is shown once."""
+        first: dict[str, str] = {}
+        return {run.label: first.setdefault(repr(run.holdings), run.label) for run in self.shown}
 
 
 def build_page(runs: Sequence[RunReader], say: Callable[[str], None]) -> str:
     """Return the page's HTML; ``say`` is told what is being read."""
-    names = comparison.name_runs(runs)
-    page = Page([ReportedRun(run, names[run.path], len(runs) > 1) for run in runs])
+    page = Page(runs)
     for run in page.runs:
         say(f"{run.label}: reading its metrics")
         _ = run.history
     for run in page.shown:
         say(f"{run.label}: embedding its test images")
         _ = run.images
-    sections = [
-        {"key": key, "title": title, "html": _fill(f"{key}.html", context, page)}
-        for key, (title, context) in SECTIONS.items()
-    ]
-    thumbnails = [
-        {"number": number, **vars(run.images.thumbnails)}
-        for number, run in enumerate(page.shown)
-        if isinstance(run.images, TestImages)
-    ]
     text = TEMPLATES.get_template("page.html").render(
-        title=page.runs[0].label if len(page.runs) == 1 else f"{len(page.runs)} runs",
-        headline=_fill("headline.html", _headline, page),
-        sections=sections,
-        thumbnails=thumbnails,
+        page=page,
+        headline=_fill("headline", page),
+        sections=[(key, title, _fill(key, page)) for key, title in SECTIONS.items()],
         version=__version__,
         date=time.strftime("%Y-%m-%d %H:%M"),
     )
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _fill(template: str, context: Callable[[Page], Mapping[str, Any]], page: Page) -> Markup:
+def _fill(section: str, page: Page) -> Markup:
     """Fill in a section; a section that fails leaves the others as they are."""
-    html = try_section(
-        lambda: Markup(TEMPLATES.get_template(template).render(page=page, **context(page)))
-    )
+    template = TEMPLATES.get_template(f"{section}.html")
+    html = try_section(lambda: Markup(template.render(page=page, spread=_spread)))
     if isinstance(html, Markup):
         return html
     return Markup('<p class="empty">Nothing to show: {}.</p>').format(html)
 
 
-def _headline(page: Page) -> dict[str, Any]:
-    return {"tiles": list(_tiles(page.runs[0])) if len(page.runs) == 1 else []}
-
-
-def _tiles(run: ReportedRun) -> Iterator[tuple[str, str, str]]:
-    """Yield value, name and note of the most important numbers."""
-    summary, traffic = run.run.summary, run.history.traffic
-    untrained = numbers(summary.get("untrained", {}))
-    for name, value in list(comparison.result(run.run).items())[:4]:
-        if name.endswith("_top1") and not name.startswith("per-client"):
-            note = f"untrained {untrained[name]:.1f} %" if name in untrained else ""
-            yield f"{value:.1f} %", name_measure(name), note
-    speed = summary.get("images_per_second")
-    yield f"{run.history.rounds:,}", "rounds", f"{speed:,.0f} images/s" if is_number(speed) else ""
-    if traffic.up or traffic.down:
-        yield format_bytes(traffic.up), "up in total", f"{format_bytes(traffic.down)} down"
-
-
-def _result(page: Page) -> dict[str, Any]:
-    compared = comparison.compare([run.run for run in page.runs])
-    accuracies = [m for m in compared.measures if m.endswith("_top1")][:MOST_FIGURES]
-    figures = []
-    for measure in accuracies:
-        rows = [row for row in compared.rows if measure in row.values]
-        figures.append((measure, [_point(row, row.values[measure]) for row in rows]))
-    return {
-        "comparison": compared,
-        "figures": figures,
-        "head": ["model", "runs", "seeds", "state", *map(name_measure, compared.measures)],
-        "has_accuracy": any(m not in NOT_PERCENT for m in compared.measures),
-        "has_unlabeled": any(m in NOT_PERCENT for m in compared.measures),
-        "has_seeds": any(len(row.seeds) > 1 for row in compared.rows),
-    }
-
-
-def _point(row: comparison.Row, value: comparison.Value) -> dict[str, Any]:
-    spread = {"mean": value.mean, "spread": value.spread, "each": value.each}
-    return {"name": row.name, "kind": row.kind, **spread}
-
-
-def _curves(page: Page) -> dict[str, Any]:
-    panels = curves.draw_panels([(run.label, run.history) for run in page.runs])
-    series = [(panel.title, series) for panel in panels for series in panel.series]
-    rows = [
-        [title, curve.name, *(f"{value:.6g} ({round:,})" for value, round in curve.extremes)]
-        for title, curve in series[:MOST_ROWS]
-    ]
-    return {
-        "panels": panels,
-        "rows": rows,
-        "total": len(series),
-        "thinned": any(curve.total > len(curve.x) for _, curve in series),
-        "most_points": curves.MOST_POINTS,
-    }
-
-
-def _partition(page: Page) -> dict[str, Any]:
-    """Show a partition that several runs share once."""
-    same_as: dict[str, str] = {}
-    first: dict[str, str] = {}
-    for run in page.shown:
-        same_as[run.label] = first.get(repr(run.holdings), "")
-        first.setdefault(repr(run.holdings), run.label)
-    return {"same_as": same_as}
-
-
-def _clients(page: Page) -> dict[str, Any]:
-    figures, rows = [], []
-    for run in page.runs:
-        models = run.run.summary.get("per_client", {})
-        scores = {
-            model: accuracies for model, each in models.items() if (accuracies := numbers(each))
-        }
-        rows += [[run.label, model, *_spread(accuracies)] for model, accuracies in scores.items()]
-        content = [
-            {"model": model, "names": list(accuracies), "scores": list(accuracies.values())}
-            for model, accuracies in scores.items()
-        ]
-        if content and run in page.shown:
-            figures.append((run.label if len(page.runs) > 1 else "", content))
-    deployed = all(run.is_deployed for run in page.runs)
-    return {"figures": figures, "rows": rows, "deployed": deployed}
-
-
-def _spread(scores: Mapping[str, float]) -> list[str]:
+def _spread(names: Sequence[str], scores: Sequence[float]) -> list[str]:
     """Return the cells for the number of clients, the worst, the median and the best."""
-    worst, best = (f(scores, key=scores.__getitem__) for f in (min, max))
+    ranked = sorted(zip(scores, map(format_client, names), strict=True))
     return [
-        f"{len(scores):,}",
-        f"{scores[worst]:.1f} ({format_client(worst)})",
-        f"{statistics.median(scores.values()):.1f}",
-        f"{scores[best]:.1f} ({format_client(best)})",
+        f"{len(ranked):,}",
+        "{:.1f} ({})".format(*ranked[0]),
+        f"{statistics.median(scores):.1f}",
+        "{:.1f} ({})".format(*ranked[-1]),
     ]
-
-
-def _nothing(page: Page) -> dict[str, Any]:
-    return {}
-
-
-# Title and context of each section, by the name of its template.
-SECTIONS: dict[str, tuple[str, Callable[[Page], Mapping[str, Any]]]] = {
-    "result": ("Result", _result),
-    "curves": ("Curves", _curves),
-    "partition": ("Who holds what", _partition),
-    "messages": ("What clients sent", _nothing),
-    "clients": ("Accuracy of each client", _clients),
-    "map": ("Map of test images", _nothing),
-    "neighbours": ("Nearest neighbours", _nothing),
-    "rerun": ("How to run it again", _nothing),
-}

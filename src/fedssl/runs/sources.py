@@ -48,7 +48,7 @@ def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArra
         ) from None
     torch.set_num_threads(config.engine.threads)  # the order of sums depends on it
     tower = cast(Tower, network.towers[0])
-    return extract(tower.encoder.to(device), images, device=device).cpu().numpy()
+    return extract(tower.encoder.to(device), images).cpu().numpy()
 
 
 def _read_settings(path: Path) -> configuration.Encoder | None:

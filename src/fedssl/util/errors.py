@@ -55,6 +55,15 @@ def _format_value(value: object) -> str:
     return str(value)
 
 
+def refuse(config: object, *refusals: tuple[object, str, str, str]) -> None:
+    """Raise the error of the first refusal that applies: (applies, key, problem, fix)."""
+    for applies, key, problem, fix in refusals:
+        if applies:
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            raise UserError(problem, key=key, value=value, fix=fix)
+
+
 class TrainingError(Exception):
     """Training cannot go on, as with a loss that is not finite; what was saved is kept."""
 

@@ -78,11 +78,11 @@
   const cut = (name, most) => (name.length <= most ? name
     : `${name.slice(0, Math.ceil((most - 1) / 2))}…${name.slice(name.length - Math.floor((most - 1) / 2))}`);
 
-  function swatch(parent, k, count, kind, dashes) {
+  function swatch(parent, k, count, kind) {
     const icon = make(parent, "svg", { viewBox: "0 0 16 10", "aria-hidden": "true" });
     const paint = `stroke:${colour(k, count)};fill:${colour(k, count)}`;
     if (kind === "line") {
-      make(icon, "path", { d: "M0 5H16", style: `${paint};stroke-width:2.5`, "stroke-dasharray": dashes || dash(k) });
+      make(icon, "path", { d: "M0 5H16", style: `${paint};stroke-width:2.5`, "stroke-dasharray": dash(k) });
     } else {
       const d = kind === "mark" ? shape(k, 8, 5, 4) : "M2 0h12v10h-12z";
       make(icon, "path", { d, style: paint });
@@ -94,7 +94,7 @@
     const list = make(box, "div", { class: "legend" });
     names.forEach((name, k) => {
       const button = make(list, "button", { type: "button", "aria-pressed": !hidden.has(k) });
-      swatch(button, colours.of(k), colours.count, kind, colours.dashes(k));
+      swatch(button, colours.of(k), colours.count, kind);
       make(button, "span", { title: name }, name);
       button.addEventListener("click", () => {
         if (!hidden.delete(k)) hidden.add(k);
@@ -215,7 +215,7 @@
       const d = one.x.map((round, i) => `${i ? "L" : "M"}${x(round).toFixed(1)} ${y(one.y[i]).toFixed(1)}`);
       const paint = `stroke:${colour(k, count)}`;
       const strong = panel.series.length > 1 && one.name === "mean" ? " strong" : "";
-      make(svg, "path", { class: `curve${strong}`, d: d.join(""), style: paint, "stroke-dasharray": one.dash || dash(k) });
+      make(svg, "path", { class: `curve${strong}`, d: d.join(""), style: paint, "stroke-dasharray": dash(k) });
       if (one.x.length <= 12) {
         one.x.forEach((round, i) => make(svg, "circle",
           { class: "point", cx: x(round), cy: y(one.y[i]), r: 3.2, style: `fill:${colour(k, count)}` }));
@@ -239,7 +239,7 @@
         make(tip, "b", {}, `round ${round.toLocaleString("en")}`);
         for (const [k, i] of values.slice(0, 14)) {
           const row = make(tip, "div");
-          swatch(row, panel.series[k].colour, count, "line", panel.series[k].dash);
+          swatch(row, panel.series[k].colour, count, "line");
           make(row, "span", {}, panel.series[k].name);
           make(row, "span", {}, said(panel.series[k].y[i], panel.unit));
         }
@@ -455,8 +455,8 @@
     };
     const listed = names[kind](content);
     const colours = kind === "lines"
-      ? { of: (k) => content.series[k].colour, count: content.colours, dashes: (k) => content.series[k].dash }
-      : { of: (k) => k, count: listed.length, dashes: () => undefined };
+      ? { of: (k) => content.series[k].colour, count: content.colours }
+      : { of: (k) => k, count: listed.length };
     if (listed.length) legend(box, listed, hidden, icons[kind], colours, redraw);
     redraw();
     new ResizeObserver(() => { if (Math.abs(figure.clientWidth - width) > 1) redraw(); }).observe(figure);

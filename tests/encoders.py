@@ -1,4 +1,4 @@
-"""Runs and random encoders for the tests of this folder."""
+"""Small runs and random encoders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fedssl import config
 from fedssl.config import Encoder
@@ -14,6 +15,7 @@ from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
 from fedssl.runs import checkpoint, loop
 from fedssl.runs.build import Experiment, build_experiment
+from fedssl.util.files import write_json
 
 SMALL = (
     "rounds=2",
@@ -57,6 +59,14 @@ def made(name: str, norm: str, channels: int, size: int) -> ImageEncoder:
         "size": [size, size],
     }
     return ImageEncoder(body.eval(), note, 0).eval()
+
+
+def saved(encoder: ImageEncoder, folder: Path) -> Path:
+    """What a run leaves of its encoder."""
+    folder.mkdir(exist_ok=True)
+    save_file(encoder.body.state_dict(), folder / "encoder.safetensors")
+    write_json(folder / "encoder.json", encoder.note)
+    return folder
 
 
 def needs(format: str) -> None:
