@@ -202,8 +202,6 @@ def _keys(
         if key == "name" and variants:
             values = ", ".join(f"`{name}`" for name in variants)
         default = _default(field) if standard is None else _value(getattr(standard, field.name))
-        if key == "name" and prefix.rstrip(".") in config.DEFAULT_NAMES:
-            default = f"`{config.DEFAULT_NAMES[prefix.rstrip('.')]}`"
         needs = facts[key].needs and f" Only with `{prefix}{facts[key].needs}`."
         cells = (
             f"`{prefix}{key}`",

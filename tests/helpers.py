@@ -76,6 +76,15 @@ def in_tritons_interpreter(code: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+class _OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor that says that it is on a GPU."""
+    return torch.zeros(shape, dtype=dtype).as_subclass(_OnGpu)
+
+
 def groups_of(*sizes: int) -> Groups:
     return Groups(np.arange(sum(sizes)), np.concatenate(([0], np.cumsum(sizes))))
 

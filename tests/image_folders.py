@@ -11,9 +11,10 @@ from PIL import Image
 
 from fedssl.config import Data
 from fedssl.data.dataset import Dataset, Split
-from fedssl.data.decode import Decoded, decode_splits
+from fedssl.data.decode import Pixels, decode_splits
 from fedssl.data.image_files import Row, find_images
 from fedssl.data.load import load_dataset
+from fedssl.data.places import cache_folder
 
 
 def make(root: Path, *names: str, size: tuple[int, int] = (8, 8)) -> None:
@@ -69,5 +70,7 @@ def rows(root: Path, below: str = "") -> list[Row]:
     return [(file,) for file in find_images(root, below)[0]]
 
 
-def decode_rows(root: Path, cache: Path, size: int | None = 8) -> Decoded:
-    return decode_splits(root, {"train": rows(root)}, size, cache, "test", {})
+def decode_train(root: Path, size: int | None = 8) -> tuple[Pixels, dict[str, str]]:
+    """The images below a folder, through the cache, and the files that cannot be read."""
+    found = decode_splits(root, {"train": rows(root)}, size, cache_folder(Data()), "test", {})
+    return found.images["train"][0], found.unreadable

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedssl.config import PartitionParams
-from fedssl.data.client_table import mean_distance
+from fedssl.config import variant
+from fedssl.data.client_table import count_labels
 from fedssl.data.dataset import Groups, Split
 from fedssl.data.partition import partition
 
@@ -44,21 +45,21 @@ def groups_of(*clients: list[int]) -> Groups:
     return Groups(np.concatenate(clients), np.cumsum([0, *map(len, clients)]))
 
 
-def check_disjoint(groups: Groups, total: int) -> None:
-    assert groups.offsets[0] == 0
-    assert groups.offsets[-1] == len(groups.members)
-    assert len(np.unique(groups.members)) == len(groups.members)
-    assert groups.members.min() >= 0
-    assert groups.members.max() < total
+def divided(name: str, split: Split, seed: int = 0, /, **keys: Any) -> Groups:
+    """Divide a split by the partition of this name and these keys."""
+    classes = 0 if split.labels is None else int(split.labels.max()) + 1
+    return partition(variant("partition", name).Params(name, **keys), split, classes, seed)
 
 
-def check_all_used(groups: Groups, total: int) -> None:
-    assert np.array_equal(np.sort(groups.members), np.arange(total))
+def held(groups: Groups, split: Split) -> NDArray[np.int64]:
+    """The samples of each class that every client holds."""
+    return count_labels(groups, labels_of(split))
 
 
-def average_distance(params: PartitionParams, split: Split, classes: int) -> float:
-    """The mean distance of clients to the whole, over ten seeds."""
-    labels = labels_of(split)
-    return float(
-        np.mean([mean_distance(partition(params, split, classes, s), labels) for s in range(10)])
-    )
+def check(groups: Groups, total: int, clients: int, used: int | None = None) -> None:
+    """Every client has a sample, no sample has two, and all are used if nothing else is said."""
+    members = np.sort(groups.members)
+    assert groups.offsets[0] == 0 and groups.offsets[-1] == len(members)
+    assert len(groups) == clients and groups.sizes.min() >= 1
+    assert members[0] >= 0 and members[-1] < total and np.diff(members).min(initial=1) > 0
+    assert len(members) == (total if used is None else used)

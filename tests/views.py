@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 
-from fedssl.data import operations, random
+from fedssl.data import random
 
 SHAPES = [(3, 32, 32), (3, 20, 33), (1, 27, 18)]
 DTYPES = {torch.float32: 2e-6, torch.float64: 1e-9}
@@ -32,9 +32,10 @@ def one_by_one(x: Tensor, operation: Callable[..., Tensor], *parameters: Tensor)
     return torch.stack([operation(*row) for row in zip(x, *columns, strict=True)])
 
 
-COLOUR: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], float, float]] = {
-    "brightness": (operations.adjust_brightness, tv.adjust_brightness, 0, 2),
-    "contrast": (operations.adjust_contrast, tv.adjust_contrast, 0, 2),
-    "saturation": (operations.adjust_saturation, tv.adjust_saturation, 0, 2),
-    "hue": (operations.adjust_hue, tv.adjust_hue, -0.5, 0.5),
+# In the order of their numbers in ``operations.jitter``, with the range of factors.
+COLOUR: dict[str, tuple[Callable[..., Tensor], float, float]] = {
+    "brightness": (tv.adjust_brightness, 0, 2),
+    "contrast": (tv.adjust_contrast, 0, 2),
+    "saturation": (tv.adjust_saturation, 0, 2),
+    "hue": (tv.adjust_hue, -0.5, 0.5),
 }

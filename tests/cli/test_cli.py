@@ -6,16 +6,13 @@ import errno
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import fedssl
-from fedssl import config
 from fedssl.cli import main
 from fedssl.contrib import doctor
-from fedssl.runs import loggers, loop
+from fedssl.runs import loggers
 from fedssl.runs.folder import make_folder
 
 SMALL = [
@@ -37,10 +34,11 @@ def test_help_is_quick_and_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     times = []
-    for _ in range(3):
-        start = time.perf_counter()
+    for _ in range(3):  # by the processor's time: others use this machine too
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert min(times) < 0.3
 
 
@@ -87,14 +85,8 @@ def test_words_may_stand_after_options(tmp_path: Path) -> None:
         ("", "fedssl: the following arguments are required: COMMAND (see fedssl --help)"),
         ("rnu", "fedssl: argument COMMAND: invalid choice: 'rnu' (choose from "),
         ("run --bogus x", "fedssl run: unrecognized arguments: --bogus (see fedssl run --help)"),
-        ("run --out", "fedssl run: argument --out: expected one argument (see fedssl run --help)"),
         ("recipes default other", "fedssl recipes: unrecognized arguments: other (see fedssl rec"),
-        ("evaluate", "fedssl evaluate: the following arguments are required: RUN (see fedssl eva"),
-        ("export x", "fedssl export: the following arguments are required: --format (see fedssl "),
-        ("search a b c --top x", "fedssl search: argument --top: invalid int value: 'x' (see "),
-        ("deploy init a b --x", "fedssl deploy init: unrecognized arguments: --x (see fedssl dep"),
         ("deploy init", "fedssl deploy init: the following arguments are required: DIR, RECIPE ("),
-        ("theory", "fedssl theory: the following arguments are required: ACTION (see fedssl the"),
     ],
 )
 def test_a_command_that_is_not_understood_is_one_line(
@@ -126,83 +118,53 @@ def test_a_runs_folder_is_named_after_its_recipe(
 
 
 @pytest.mark.parametrize(
-    ("words", "place"),
+    ("words", "place", "fix"),
     [
-        ("run bogus=1", "bogus"),
-        ("run --resume", "--resume"),
-        ("run no-such-recipe", "recipe=no-such-recipe"),
-        ("run fedema/table3", "recipe=fedema/table3"),
-        ("recipes fedema/tabel3", "recipe=fedema/tabel3"),
-        ("run folder data.root=set/train", "data.root=set/train"),
-        ("run folder data.root=photos evaluate.protocols=nn", "evaluate.protocols=nn"),
-        ("run data.name=folder", "data.name=folder"),
-        ("run partition.samples=5000", "partition.samples=5000"),
-        ("run cohort.size=400", "cohort.size=400"),
-        ("run objective.name=simclr", "objective.name=simclr"),
-        ("run encoder.groups=5", "encoder.groups=5"),
-        ("run objective.projector=16,16,16 encoder.groups=16", "encoder.groups=16"),
-        ("run evaluate.protocols=linear@7", "evaluate.protocols=linear@7"),
-        ("run evaluate.tower=second", "evaluate.tower=second"),
-        ("run device=quantum", "device=quantum"),
-        ("run augment.name=vivid", "augment.name=vivid"),
-        ("run encoder.init=/nonexistent", "encoder.init=/nonexistent"),
-        ("run encoder.init=half", "encoder.init=half"),
-        ("run partition.samples=1", "algorithm.name=fedavg"),  # its baseline
+        ("run bogus=1", "bogus: ", ""),
+        ("run --resume", "--resume: ", "Add --out DIR."),
+        ("run no-such-recipe", "recipe=no-such-recipe: ", ""),
+        ("run fedema/table3", "recipe=fedema/table3: ", ""),
+        ("recipes fedema/tabel3", "recipe=fedema/tabel3: ", ""),
+        ("run folder data.root=set/train", "data.root=set/train: ", ""),
+        ("run folder data.root=photos evaluate.protocols=nn", "evaluate.protocols=nn: ", ""),
+        ("run data.name=folder", "data.name=folder: ", ""),
+        ("run partition.samples=5000", "partition.samples=5000: ", ""),
+        ("run cohort.size=400", "cohort.size=400: ", ""),
+        ("run objective.name=simclr", "objective.name=simclr: ", ""),
+        ("run encoder.groups=5", "encoder.groups=5: ", ""),
+        ("run objective.projector=16,16,16 encoder.groups=16", "encoder.groups=16: ", ""),
+        ("run evaluate.protocols=linear@7", "evaluate.protocols=linear@7: ", ""),
+        ("run evaluate.tower=second", "evaluate.tower=second: ", ""),
+        ("run device=quantum", "device=quantum: ", ""),
+        ("run augment.name=vivid", "augment.name=vivid: ", ""),
+        ("run encoder.init=/nonexistent", "encoder.init=/nonexistent: ", ""),
+        ("run encoder.init=half", "encoder.init=half: ", ""),
+        ("run partition.samples=1", "algorithm.name=fedavg: ", ""),  # its baseline
+        # A folder in the wrong place: the right command.
+        ("run --resume photos", "--resume: ", "Add --out photos."),
+        ("run photos", "recipe=photos: ", "fedssl run folder data.root=photos"),
+        ("run folder photos", "photos: ", "fedssl run folder data.root=photos"),
+        ("run half", "recipe=half: ", "fedssl run --resume --out half"),
+        ("partition --out a.gif", "--out a.gif: ", "Use a name such as a.png."),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     words: str,
     place: str,
+    fix: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepare_folders(tmp_path, monkeypatch)
-    assert main(words.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith(f"fedssl: {place}: ") and shown.err.count("\n") == 1
-    assert not (tmp_path / "runs").exists(), "nothing may be left behind"
-
-
-def prepare_folders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make empty folders, and one of a run that has not ended, in the current folder."""
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(tmp_path)
     for folder in ("photos", "half", "set/train", "set/test"):
-        (place / folder).mkdir(parents=True)
-    (place / "half/config.yaml").touch()
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        ("run --resume photos", "Add --out photos."),
-        ("run photos", "fedssl run folder data.root=photos"),
-        ("run folder photos", "fedssl run folder data.root=photos"),
-        ("run half", "fedssl run --resume --out half"),
-    ],
-)
-def test_a_folder_in_the_wrong_place_is_answered_with_the_right_command(
-    words: str,
-    command: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prepare_folders(tmp_path, monkeypatch)
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "half/config.yaml").touch()  # a run that has not ended
     assert main(words.split()) == 2
-    assert capsys.readouterr().err.rstrip().endswith(command)
-
-
-def test_what_began_with_a_key_that_does_nothing_goes_on(tmp_path: Path) -> None:
-    """An older version took it; left out, it would be another run's configuration."""
-    out = tmp_path / "run"
-    words = [*SMALL, "privacy.clip=5", "server.momentum=0.9", "engine.workers=3"]
-    loop.run(config.resolve(config.read_recipe(None), words), out)
-    (out / "summary.json").unlink()
-    assert main(["run", "--resume", "--out", str(out)]) == 0
-    assert (out / "summary.json").exists()
-    assert fedssl.train(out=out, resume=True).finished
-    assert main(["evaluate", str(out)]) == 0
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"fedssl: {place}") and shown.endswith(f"{fix}\n")
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "runs").exists(), "nothing may be left behind"
 
 
 def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,25 +172,16 @@ def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
     assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "said"), [("new", ""), ("a/b/new", ""), ("old", "/old")])
-def test_what_is_not_allowed_is_named(
-    name: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_file_that_may_not_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is there, or the folder in which none can be made."""
-    (tmp_path / "old").touch()
-
     def refused() -> str:
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "a"))
 
     monkeypatch.setattr(doctor, "report", refused)
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == (
-        f"fedssl: {tmp_path}{said}: not allowed. Change its permissions.\n"
-    )
+    said = f"fedssl: {tmp_path}/a: Permission denied. Change the permissions of the file or"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_full_disk_is_one_line_and_exit_code_2(

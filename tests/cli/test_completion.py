@@ -81,7 +81,7 @@ def test_every_key_and_choice_is_known() -> None:
     offered = {f"{key}={choice}" for key, own in completion._list_keys("") for choice in own}
     for section, names in config.VARIANTS.items():
         for name in names:
-            for key, kind in config.key_types(config.params_class(section, name)).items():
+            for key, kind in config.key_types(config.variant(section, name).Params).items():
                 assert f"{section}.{key}" in known
                 assert {f"{section}.{key}={c}" for c in completion._choices(kind)} <= offered
     for word in ("algorithm.norm_policy=reset", "objective.preset=fedema", "engine.merge=off"):

@@ -20,14 +20,11 @@ LARGE = str(10**400)
 @pytest.mark.parametrize(
     ("word", "key", "value"),
     [
-        ("rounds=many", "rounds", "many"),
         ("rounds=2.5", "rounds", 2.5),
-        ("rounds=-1", "rounds", -1),
         ("server.lr=fast", "server.lr", "fast"),
         ("server.lr=nan", "server.lr", "nan"),
         ("server.lr=0", "server.lr", 0),
         ("server.lr=inf", "server.lr", float("inf")),
-        ("objective.lambda=-1", "objective.lambda", -1),
         ("objective.projector=[]", "objective.projector", ()),
         ("objective.projector=8,-3", "objective.projector", (8, -3)),
         ("evaluate.baselines=null", "evaluate.baselines", None),
@@ -36,19 +33,15 @@ LARGE = str(10**400)
         ("server.momentum=1", "server.momentum", 1),
         ("data.halves=maybe", "data.halves", "maybe"),
         ("precision=fp8", "precision", "fp8"),
-        ("cohort.size=0", "cohort.size", 0),
         ("cohort.minimum=40", "cohort.minimum", 40),
         ("rounds.x=1", "rounds", {"x": 1}),
         ("data=cifar10", "data", "cifar10"),
-        ("data.levels=class,kind", "data.levels", "kind"),
         ("rounds=1e400", "rounds", "1e400"),
         (f"rounds={2**63}", "rounds", 2**63),
         (f"server.lr={LARGE}", "server.lr", int(LARGE)),
         (f"seed={'9' * 5000}", "seed", "9" * 5000),  # more digits than Python reads
-        ("engine.threads=100000", "engine.threads", 100000),
         ("algorithm.local_epochs=2 algorithm.local_steps=1", "algorithm.local_steps", 1),
         ("cohort.fraction=0.5 cohort.size=4", "cohort.size", 4),
-        ("cohort.fraction=1.5", "cohort.fraction", 1.5),
     ],
 )
 def test_an_error_has_the_key_the_value_and_a_fix(word: str, key: str, value: object) -> None:
@@ -63,8 +56,6 @@ def test_an_error_has_the_key_the_value_and_a_fix(word: str, key: str, value: ob
     [
         ("algorithm.nmae=dcco", "algorithm.nmae: unknown key (did you mean algorithm.name?)"),
         ("roundss=3", "roundss: unknown key (did you mean rounds?)"),
-        ("1=2", "1: unknown key"),
-        ("objective.temperature=0.1", "objective.temperature: unknown key"),
         ("objective.name=barlow", "objective.name=barlow: unknown. Choose one of cco, vicreg"),
         ("algorithm.name=fedavgg", "algorithm.name=fedavgg: unknown (did you mean fedavg?)"),
         ("encoder.name=resnet99", "encoder.name=resnet99: unknown"),
@@ -83,17 +74,11 @@ def test_an_unknown_name_is_one_line(word: str, said: str) -> None:
     ("words", "key"),
     [
         ("privacy.clip=5", "privacy.clip"),
-        ("privacy.threshold=0.9", "privacy.threshold"),
-        ("server.momentum=0.9", "server.momentum"),
         ("evaluate.monitor=knn", "evaluate.monitor"),
         ("cohort.average=median cohort.hostile=3", "cohort.hostile"),
-        ("engine.workers=4", "engine.workers"),
         ("engine.name=flower engine.chunk=64", "engine.chunk"),
-        ("data.corrupt=skip", "data.corrupt"),
         ("partition.name=skew partition.sources=3", "partition.sources"),
         ("algorithm.name=fedema algorithm.lambda=1 algorithm.tau=0.5", "algorithm.tau"),
-        ("algorithm.name=ccl algorithm.lambda=0 algorithm.neighbours=3", "algorithm.neighbours"),
-        ("algorithm.name=gossip algorithm.edge_probability=0.5", "algorithm.edge_probability"),
     ],
 )
 def test_a_key_without_effect_is_a_warning(words: str, key: str) -> None:
@@ -105,11 +90,8 @@ def test_a_key_without_effect_is_a_warning(words: str, key: str) -> None:
     "words",
     [
         "privacy.noise=4 privacy.clip=2",
-        "encoder.name=vit-tiny encoder.patch=4",
         "partition.name=skew partition.source=style partition.sources=3",
-        "algorithm.name=fedema algorithm.tau=0.5",
         "algorithm.name=ccl algorithm.neighbours=3 algorithm.temperature=1 algorithm.mix=2",
-        "engine.name=flower engine.compile=on engine.workers=4",
         "evaluate.monitor=knn evaluate.every=5",
     ],
 )
@@ -152,11 +134,6 @@ def test_another_engine_leaves_what_the_recipe_has_for_its_own(tmp_path: Path) -
         resolve("engine.name=[local]", recipe=recipe)
 
 
-def test_a_file_may_merge_twice(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("server:\n  <<: {lr: 1}\n  <<: {momentum: 0.5}\n")
-    assert resolve("server.optimizer=sgd", recipe=str(tmp_path / "a.yaml")).server.momentum == 0.5
-
-
 def test_every_number_has_its_limits() -> None:
     """Below them it would fail in the middle of a run, or do nothing."""
     kinds: dict[str, object] = {}
@@ -177,33 +154,40 @@ def test_a_users_alternative_replaces_the_recipes() -> None:
     assert resolve("cohort.fraction=0.5").cohort.size is None
 
 
-def test_a_recipe_that_extends_itself(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(f"extends: {path}\n")
-    with pytest.raises(UserError, match="extends itself"):
-        resolve(recipe=str(path))
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("rounds: 1\nseed: 1\nrounds: 2\n", "not valid YAML (line 3: rounds is in line 1 already)"),
         ("server: {lr: 1, lr: 2}\n", "not valid YAML (line 1: lr is in line 1 already)"),
+        ("data: {name: folder, root: 2024-13-45}", "not valid YAML"),  # a date that there is not
+        ("rounds: [1\n", "not valid YAML"),
+        ("- 1\n", "not keys and values"),
+        ("extends: mine.yaml\n", "extends itself (mine.yaml → mine.yaml)"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_key_that_a_file_has_twice(text: str, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(text)
+def test_a_file_that_is_no_recipe(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(text or "")
     with pytest.raises(UserError) as error:
-        resolve(recipe=str(path))
-    assert str(error.value).startswith(f"{path}: {said}") and "\n" not in str(error.value)
+        resolve(recipe="mine.yaml") if text else config.read_yaml(tmp_path)
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_key_that_replaces_a_merged_one_is_there_once(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text("server: &a {lr: 1}\nclient: {<<: *a, lr: 2}\n")
-    settings = resolve(recipe=str(path))
-    assert (settings.server.lr, settings.client.lr) == (1, 2)
+@pytest.mark.parametrize(
+    ("text", "lr", "momentum"),
+    [
+        ("server:\n  <<: {lr: 1}\n  <<: {momentum: 0.5}\n", 1, 0.5),
+        ("client: &a {lr: 1}\nserver: {<<: *a, lr: 2}\n", 2, 0),  # it replaces the merged one
+        ("extends: default\nserver: {lr: 0.5}\n", 0.5, 0),
+    ],
+)
+def test_files_merge(text: str, lr: float, momentum: float, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    server = resolve("server.optimizer=sgd", recipe=str(tmp_path / "a.yaml")).server
+    assert (server.lr, server.momentum) == (lr, momentum)
 
 
 def test_values_as_people_write_them() -> None:
@@ -216,10 +200,12 @@ def test_values_as_people_write_them() -> None:
     assert settings.server.lr == 0.001
     assert settings.engine.merge == "off"  # YAML reads a bare off as false
     assert settings.evaluate.protocols == ("knn", "linear@100")
-    assert settings.partition.alpha == float("inf")  # type: ignore[attr-defined]
-    assert resolve("objective.projector=[64, 32]").objective.projector == (64, 32)  # type: ignore[attr-defined]
-    assert resolve("partition.alpha=.inf").partition.alpha == float("inf")  # type: ignore[attr-defined]
+    assert settings.partition.alpha == float("inf")
+    assert resolve("objective.projector=[64, 32]").objective.projector == (64, 32)
+    assert resolve("partition.alpha=.inf").partition.alpha == float("inf")
     assert resolve("rounds=1_000").rounds == resolve("rounds=1e3").rounds == 1000
+    assert resolve("data.root=~").data.root is resolve("data.root=null").data.root is None
+    assert resolve("data.halves=true").data.halves is True
     large = 2**53 + 1  # not a float
     assert resolve(f"seed={large}").seed == resolve(f"seed='{large}'").seed == large
 
@@ -246,48 +232,18 @@ def test_names_in_a_list_stay_as_they_are_written() -> None:
     }
 
 
-def test_nothing_and_truth() -> None:
-    for word in ("data.root=~", "data.root=null"):
-        assert resolve(word).data.root is None
-    assert resolve("data.halves=true", "data.size=16").data.halves is True
-
-
-def test_a_file_with_a_date_that_there_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("data: {name: folder, root: 2024-13-45}")
-    with pytest.raises(UserError, match=r"mine.yaml: not valid YAML"):
-        config.read_yaml(path)
-    with pytest.raises(UserError, match="cannot be read"):
-        config.read_yaml(tmp_path)
-
-
 def test_a_new_name_keeps_no_key_of_the_old_one_but_every_key_of_the_user() -> None:
     settings = resolve("objective.name=simclr", "algorithm.name=fedavg")
-    assert settings.objective.projector == (256, 256, 128)  # type: ignore[attr-defined]
+    assert settings.objective.projector == (256, 256, 128)
     assert settings.algorithm.local_steps == 1  # means the same under every algorithm
     # The default recipe's λ = 2 is CCO's; VICReg's λ is another weight.
-    assert resolve("objective.name=vicreg").objective.lambda_ == 25  # type: ignore[attr-defined]
-    assert resolve("partition.name=dirichlet").partition.alpha == 0.5  # type: ignore[attr-defined]
+    assert resolve("objective.name=vicreg").objective.lambda_ == 25
+    assert resolve("partition.name=dirichlet").partition.alpha == 0.5
     with pytest.raises(UserError, match=r"objective\.lambda: unknown key"):
         resolve("objective.name=simclr", "objective.lambda=3")
 
 
 def test_lambda_is_the_papers_letter() -> None:
     settings = resolve("objective.lambda=7")
-    assert settings.objective.lambda_ == 7.0  # type: ignore[attr-defined]
+    assert settings.objective.lambda_ == 7.0
     assert config.to_tree(settings)["objective"]["lambda"] == 7.0
-
-
-def test_recipes_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("extends: default\nrounds: 7\nserver: {lr: 0.5}\n")
-    settings = resolve(recipe=str(path))
-    assert (settings.rounds, settings.server.lr, settings.server.optimizer) == (7, 0.5, "adam")
-    path.write_text("rounds: [1\n")
-    with pytest.raises(UserError, match="not valid YAML"):
-        resolve(recipe=str(path))
-    path.write_text("- 1\n")
-    with pytest.raises(UserError, match="not keys and values"):
-        resolve(recipe=str(path))
-    with pytest.raises(UserError, match="no such recipe or file"):
-        resolve(recipe="dcco/cifar100-noniid-5")

@@ -210,7 +210,7 @@ def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
     params = config.build({"partition": json.loads(keys)}).partition
     total, classes = SHAPES[data]
     if getattr(params, "source", "labels") != "labels":
-        classes = params.sources  # type: ignore[attr-defined]
+        classes = params.sources
     split = Split((torch.zeros(total, 1, 1, 1, dtype=torch.uint8),), torch.arange(total) % classes)
     sizes = partition(params, split, classes, seed=0).sizes
     assert sizes.min() >= 1
@@ -361,10 +361,14 @@ def test_reading_a_recipe_gives_one_a_copy() -> None:
     [
         ("[-, ~]", "[1]", "rows.three.paper=[1]: not one number per column. Give a list of 2"),
         ("[-, ~]", "[1, much]", "column b=much: not a number"),
-        ("cells: {b:", "cells: {c:", "rows.one.cells.c: unknown column. Choose one of a, b"),
+        (
+            "cells: {b:",
+            "cells: {c:",
+            "cells: not columns with keys below them. Use the columns a, b",
+        ),
         ("measure: knn_top1", "schedule: constant", "a number without a measure"),
-        ("rows:", "rows: 1\nx:", "rows: not names with keys"),
-        ("  two: {note: a remark}", "  two: 5", "rows.two: not a name without / and keys"),
+        ("rows:", "rows: 1\nx:", "rows: not names without / and keys"),
+        ("  two: {note: a remark}", "  two: 5", "rows: not names without / and keys"),
     ],
 )
 def test_mistakes_in_a_table(tmp_path: Path, old: str, new: str, sentence: str) -> None:

@@ -1,7 +1,7 @@
 """Augmentation: torchvision's operations in batches, each sample with its own random numbers."""
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +24,9 @@ EVERYTHING = Augment(
     jitter=(0.8, 0.8, 0.8, 0.4),
     noise=0.1,
 )
+
+
+EACH = pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
 
 
 def states(count: int) -> Tensor:
@@ -49,7 +52,7 @@ def torchvision_view(a: Augmentation, x: Tensor, c: Choices, noise: Tensor) -> T
         x = tv.horizontal_flip(x)
     if c.jitter is not None and c.jitter:
         for k in c.turns[0].tolist():
-            x = list(COLOUR.values())[k][1](x, c.factors[0, k].item())
+            x = list(COLOUR.values())[k][0](x, c.factors[0, k].item())
     if c.gray is not None and c.gray:
         x = tv.rgb_to_grayscale(x, 3)
     if c.blur is not None and c.blur:
@@ -85,22 +88,19 @@ def test_a_view_is_torchvisions_operations_one_after_another(
         torch.testing.assert_close(result[i], expected, rtol=0, atol=1e-5)
 
 
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
 def test_a_sample_does_not_depend_on_its_batch(name: str | Augment, dtype: torch.dtype) -> None:
     a = build(name)
     x, state = made(16, 3, 32, 32), states(16)
-    close: dict[str, Any] = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 1e-13}
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-13
     for view in (0, 1):
         batch = a.views(x, state, view, dtype)
         alone = [a.views(x[i : i + 1], state[i : i + 1], view, dtype) for i in range(len(x))]
-        torch.testing.assert_close(batch, torch.cat(alone), **close)
-        order = torch.from_numpy(random.permutation(3, len(x)))
-        shuffled = a.views(x[order], state[order], view, dtype)
-        torch.testing.assert_close(batch[order], shuffled, **close)
+        torch.testing.assert_close(batch, torch.cat(alone), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+@EACH
 @pytest.mark.parametrize("channels", [1, 3])
 def test_selecting_samples_and_computing_all_give_the_same(
     name: str | Augment, channels: int, monkeypatch: pytest.MonkeyPatch
@@ -112,13 +112,12 @@ def test_selecting_samples_and_computing_all_give_the_same(
         chosen = a.views(x, state, view, torch.float64)
         assert chosen.shape == x.shape and 0 <= chosen.min() <= chosen.max() <= 1
         monkeypatch.setattr(operations, "_computes_all", lambda _: True)
-        torch.testing.assert_close(
-            a.views(x, state, view, torch.float64), chosen, rtol=0, atol=1e-13
-        )
+        everywhere = a.views(x, state, view, torch.float64)
+        torch.testing.assert_close(everywhere, chosen, rtol=0, atol=1e-13)
 
 
+@EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_few_images_get_both_views_in_one_pass(
     name: str | Augment, channels: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -146,11 +145,6 @@ def test_none_leaves_images_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(build("none", 3, (8, 8)).views(x, states(5), 0), x.float() / 255)
 
 
-def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(32, 32\) images got \(20, 24\)"):
-        build("dcco").views(made(4, 3, 20, 24), states(4), 0)
-
-
 def test_noise_is_fresh_normal_noise() -> None:
     a = build(Augment("none", noise=0.1), 1, (16, 16))
     x = torch.full((400, 1, 16, 16), 128, dtype=torch.uint8)
@@ -162,10 +156,6 @@ def test_noise_is_fresh_normal_noise() -> None:
 
 
 # ---- what is drawn
-
-
-def share(chosen: Tensor | None, count: int) -> float:
-    return 0.0 if chosen is None else chosen.double().sum().item() / count
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -181,14 +171,15 @@ def test_operations_happen_as_often_as_the_preset_says(name: str, view: int) -> 
         "solarize": p.solarize[view],
     }
     for operation, probability in expected.items():
+        chosen = getattr(c, operation)
+        share = 0.0 if chosen is None else chosen.double().mean().item()
         error = math.sqrt(probability * (1 - probability) / count)
-        assert abs(share(getattr(c, operation), count) - probability) <= 4.5 * error, operation
+        assert abs(share - probability) <= 4.5 * error + 1e-12, operation
 
 
 def test_parameters_fill_their_ranges_evenly() -> None:
     c = build(EVERYTHING).draw(states(20_000), 0)
-    strengths = {"brightness": 0.8, "contrast": 0.8, "saturation": 0.8}
-    ranges = [(c.factors[:, k], 1 - s, 1 + s) for k, s in enumerate(strengths.values())]
+    ranges = [(c.factors[:, k], 0.2, 1.8) for k in range(3)]
     ranges += [(c.factors[:, 3], -0.4, 0.4), (c.sigma, 0.1, 2.0), (c.degrees, -30, 30)]
     for values, low, high in ranges:
         position = (values.double() - low) / (high - low)
@@ -196,9 +187,8 @@ def test_parameters_fill_their_ranges_evenly() -> None:
         assert 0.999 < position.max() <= 1 + 1e-6
         seen = torch.histc(position, 20, 0, 1)
         assert ((seen - 1000).abs() < 4.5 * math.sqrt(1000)).all()
-    strong = build(Augment("byol", jitter=(1.5, 0, 0, 0))).draw(states(20_000), 0)
-    assert strong.factors[:, 0].min() >= 0
-    assert strong.factors[:, 0].max() > 2.49
+    strong = build(Augment("byol", jitter=(1.5, 0, 0, 0))).draw(states(20_000), 0).factors[:, 0]
+    assert strong.min() >= 0 and strong.max() > 2.49
 
 
 def test_every_order_of_the_jitter_is_equally_likely() -> None:
@@ -247,7 +237,7 @@ def test_nothing_is_drawn_for_operations_that_a_preset_lacks(
 ) -> None:
     choices = build(name, channels).draw(states(8), 0)
     assert {key for key, value in vars(choices).items() if value is not None} == used
-    assert ("hue" in build(name, channels).colours) == (name == "dcco" and channels == 3)
+    assert build(name, channels).colours[3] == (name == "dcco" and channels == 3)
 
 
 # ---- crop boxes
@@ -281,22 +271,14 @@ def test_crop_boxes_follow_the_rule(size: tuple[int, int], scale: tuple[float, f
 def test_boxes_that_never_fit_give_torchvisions_middle(size: tuple[int, int]) -> None:
     u = random.uniform(states(20), 22)
     boxes = torch.stack(augment.crop_box(u, (0.9, 1.0), size), 1)
-    crop = v2.RandomResizedCrop(8, scale=(0.9, 1.0))
-    expected = crop.make_params([torch.zeros(3, *size)])
+    expected = v2.RandomResizedCrop(8, scale=(0.9, 1.0)).make_params([torch.zeros(3, *size)])
     assert (boxes.long() == torch.tensor(list(expected.values()))).all()
 
 
 # ---- the configuration
 
 
-def test_configured_values_replace_the_presets() -> None:
-    a = build(Augment("dcco", flip=0.0, blur=(0.3, 0.4), crop=(0.5, 0.9)))
-    assert (a.preset.flip, a.preset.blur, a.preset.crop) == (0.0, (0.3, 0.4), (0.5, 0.9))
-    assert a.preset.jitter == PRESETS["dcco"].jitter
-    assert build("dcco").preset == PRESETS["dcco"]
-
-
-def test_presets_are_those_of_the_papers() -> None:
+def test_configured_values_replace_the_presets_of_the_papers() -> None:
     byol, dcco, moco = PRESETS["byol"], PRESETS["dcco"], PRESETS["moco-v1"]
     assert (byol.blur, byol.solarize) == ((1.0, 0.1), (0.0, 0.2))
     assert dcco.blur == PRESETS["dcco-derm"].solarize == (0.0, 0.0)
@@ -304,6 +286,8 @@ def test_presets_are_those_of_the_papers() -> None:
     assert (moco.crop, moco.flip, moco.gray) == ((0.08, 1.0), 0.5, 0.2)
     assert (moco.jitter, moco.jitter_p) == ((0.4, 0.4, 0.4, 0.1), 0.8)
     assert moco.blur == moco.solarize == (0.0, 0.0)
+    a = build(Augment("dcco", flip=0.0, blur=(0.3, 0.4), crop=(0.5, 0.9)))
+    assert a.preset == replace(dcco, flip=0.0, blur=(0.3, 0.4), crop=(0.5, 0.9))
 
 
 @pytest.mark.parametrize(("side", "kernel"), [(8, 3), (32, 3), (64, 7), (96, 9), (224, 23)])
@@ -328,7 +312,7 @@ def test_refusals(given: Augment, key: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", [*PRESETS, EVERYTHING])
+@EACH
 def test_a_captured_graph_on_the_gpu_gives_what_the_cpu_gives(name: str | Augment) -> None:
     a, x, state = build(name), made(64, 3, 32, 32), states(64)
     images, counters = x.cuda(), torch.zeros_like(state).cuda()

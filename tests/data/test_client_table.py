@@ -1,12 +1,10 @@
-"""Tables and charts of who holds what, and the distance of clients to the whole."""
+"""Tables of who holds what, and the distance of clients to the whole."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from partitions import (
-    groups_of,
-)
+from partitions import groups_of
 
 from fedssl.data.client_table import format_table, mean_distance
 
@@ -26,17 +24,18 @@ def test_distance_is_half_the_sum_of_differences() -> None:
 def test_table_of_few_classes_has_a_column_each() -> None:
     groups = groups_of([0, 1, 2], [3], [5, 7])
     labels = np.array([0, 0, 1, 0, 1, 1, 0, -1])
-    assert format_table(groups, labels, ["cat", "a very long name"]).splitlines() == [
+    lines = format_table(groups, labels, ["0°", "a very long name"], kind="rotations")
+    assert lines.splitlines() == [
         "clients              3",
         "samples              6 used, 2 left out",
         "samples per client   1 smallest, 2 median, 3 largest",
-        "classes per client   1 smallest, 1 median, 2 largest",
-        "distance             0.356 on average (earth mover's, from a client's classes to all)",
+        "rotations per client 1 smallest, 1 median, 2 largest",
+        "distance             0.356 on average (earth mover's, from a client's rotations to all)",
         "",
-        "client  samples  cat  a very lon",
-        "     0        3    2           1",
-        "     1        1    1           0",
-        "     2        2    0           1",
+        "client  samples  0°  a very lon",
+        "     0        3   2           1",
+        "     1        1   1           0",
+        "     2        2   0           1",
     ]
 
 
@@ -50,29 +49,11 @@ def test_table_of_many_classes_shows_the_three_most_frequent() -> None:
     ]
 
 
-def test_table_of_another_source() -> None:
-    lines = format_table(
-        groups_of([0, 1], [2]), np.array([0, 1, 1]), ["0°", "180°"], kind="rotations"
-    )
-    assert "rotations per client 1 smallest, 1.5 median, 2 largest" in lines
-    assert "a client's rotations" in lines
-    assert "client  samples  0°  180°" in lines
-
-
-def test_table_lists_twenty_clients() -> None:
-    lines = format_table(
-        groups_of(*([k] for k in range(25))), np.zeros(30, np.int64), ["x"]
-    ).splitlines()
+@pytest.mark.parametrize("label", [0, -1])
+def test_table_lists_twenty_clients(label: int) -> None:
+    groups = groups_of(*([k] for k in range(25)))
+    lines = format_table(groups, np.full(30, label), ["x", "unseen"]).splitlines()
     assert lines[-1] == "… and 5 more clients"
-    assert lines[-2].split() == ["19", "1", "1"]
-    full = format_table(groups_of(*([k] for k in range(20))), None, [])
-    assert "more clients" not in full
-
-
-def test_table_without_labels() -> None:
-    lines = format_table(groups_of([1, 2], [0]), None, [], total=5)
-    assert "3 used, 2 left out" in lines
-    assert "classes" not in lines
-    assert lines.endswith("     1        1")
-    assert format_table(groups_of([1, 2], [0]), np.full(5, -1), []) == lines
-    assert "3 used\n" in format_table(groups_of([1, 2], [0]), None, [])
+    assert lines[-2].split() == (["19", "1", "1", "0"] if label == 0 else ["19", "1"])
+    full = format_table(groups_of(*([k] for k in range(20))), np.full(30, label), ["x", "unseen"])
+    assert "more clients" not in full and ("classes" in full) == (label == 0)

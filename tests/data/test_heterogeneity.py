@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from partitions import groups_of
 from rounds import assert_both_engines_agree
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fedssl import config as configuration
 from fedssl.cli import main
@@ -20,7 +21,7 @@ from fedssl.config import Config
 from fedssl.data import heterogeneity
 from fedssl.data.client_table import count_labels
 from fedssl.data.dataset import Dataset, Split
-from fedssl.data.heterogeneity import STYLES, Sources, alter_training_images, find_clusters
+from fedssl.data.heterogeneity import STYLES, alter_training_images, find_clusters
 from fedssl.data.load import load_dataset
 from fedssl.data.random import key
 from fedssl.evaluate import linear, per_client
@@ -45,19 +46,12 @@ def made(count: int = 40, channels: int = 1, size: int = 8) -> Dataset:
     return Dataset("made", split, split, ("a", "b", "c", "d"))
 
 
-def altered(config: Config, dataset: Dataset) -> Dataset:
-    return alter_training_images(config.partition, dataset, config.seed)
-
-
-def labels_of(sources: Sources) -> list[int]:
-    assert sources.labels is not None
-    return sources.labels.tolist()
-
-
-def held_sources(config: Config, dataset: Dataset) -> NDArray[np.int64]:
+def sources(words: tuple[str, ...], dataset: Dataset) -> tuple[tuple[str, ...], Tensor, Tensor]:
+    """The names of the sources, the source of each image, and the images that clients get."""
+    config = resolved(*words)
     found = assign(config, dataset)
-    assert found.labels is not None
-    return count_labels(split_clients(config, dataset, found), found.labels.numpy())
+    altered = alter_training_images(config.partition, dataset, config.seed)
+    return found.names, found.labels, altered.train.images[0]
 
 
 # Rotation and style ----------------------------------------------------------------------------
@@ -66,39 +60,35 @@ def held_sources(config: Config, dataset: Dataset) -> NDArray[np.int64]:
 @pytest.mark.parametrize("words", [ROTATION, STYLE])
 def test_sources_are_even_drawn_by_seed_and_independent_of_the_class(words: tuple[str]) -> None:
     dataset = made(4003)
-    found = assign(resolved(*words), dataset)
-    of = found.labels
-    assert of is not None and dataset.train.labels is not None
-    sizes = torch.bincount(of, minlength=len(found.names))
+    names, of, _ = sources(words, dataset)
+    assert dataset.train.labels is not None
+    sizes = torch.bincount(of, minlength=len(names))
     assert int(sizes.max() - sizes.min()) <= 1
     for c in range(4):
         share = torch.bincount(of[dataset.train.labels == c]) / 1000
         assert float((share - 1 / len(sizes)).abs().max()) < 0.06
-    again, other = (assign(resolved(*words, f"seed={s}"), dataset).labels for s in (0, 1))
-    assert again is not None and other is not None
+    again, other = (sources((*words, f"seed={s}"), dataset)[1] for s in (0, 1))
     assert torch.equal(of, again) and not torch.equal(of, other)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_each_image_is_turned_by_its_sources_angle(channels: int) -> None:
     """Four sources are quarter turns, which torch does without arithmetic."""
-    config, dataset = resolved(*ROTATION), made(channels=channels)
-    found, turned = assign(config, dataset), altered(config, dataset)
-    assert found.names == ("0°", "90°", "180°", "270°") and found.labels is not None
-    for i, k in enumerate(labels_of(found)):
-        before, after = dataset.train.images[0][i], turned.train.images[0][i]
+    dataset = made(channels=channels)
+    names, of, turned = sources(ROTATION, dataset)
+    assert names == ("0°", "90°", "180°", "270°")
+    for before, after, k in zip(dataset.train.images[0], turned, of.tolist(), strict=True):
         assert torch.equal(after, torch.rot90(before, k, (1, 2)))  # counter-clockwise
 
 
 def test_five_angles_divide_the_circle() -> None:
     """As in Figure 10; a spot at the right edge moves counter-clockwise by 2π/5 a source."""
-    config = resolved("partition.name=dirichlet", "partition.source=rotation")
     images = torch.zeros(50, 1, 33, 33, dtype=torch.uint8)
     images[:, :, 15:18, 27:30] = 255
-    dataset = Dataset("spot", Split((images,)), None)
-    found, turned = assign(config, dataset), altered(config, dataset).train.images[0]
-    assert found.names == ("0°", "72°", "144°", "216°", "288°") and found.labels is not None
-    for i, k in enumerate(labels_of(found)):
+    words = ("partition.name=dirichlet", "partition.source=rotation")
+    names, of, turned = sources(words, Dataset("spot", Split((images,)), None))
+    assert names == ("0°", "72°", "144°", "216°", "288°")
+    for i, k in enumerate(of.tolist()):
         y, x = (np.average(np.arange(33), weights=turned[i, 0].sum(1 - d)) for d in (0, 1))
         angle = np.degrees(np.arctan2(16 - y, x - 16)) % 360
         assert abs((angle - 72 * k + 180) % 360 - 180) < 1.5
@@ -108,39 +98,36 @@ def test_five_angles_divide_the_circle() -> None:
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_styles_are_all_different_and_the_images_own(channels: int) -> None:
     """An image's style is its source's; the first style is none, and no two are near."""
-    config, dataset = resolved(*STYLE), made(count=100, channels=channels, size=12)
-    found, styled = assign(config, dataset), altered(config, dataset).train.images[0]
-    assert found.names == tuple(STYLES) and found.labels is not None
+    dataset = made(count=100, channels=channels, size=12)
+    names, of, styled = sources(STYLE, dataset)
+    assert names == tuple(STYLES)
     plain = dataset.train.images[0]
-    for i, k in enumerate(labels_of(found)):
+    for i, k in enumerate(of.tolist()):
         every = [style(plain[i : i + 1].float()).clamp(0, 255) for style in STYLES.values()]
         apart = [float((styled[i] - image).abs().mean()) for image in every]
         assert apart[k] < 0.51
         assert min(apart[:k] + apart[k + 1 :]) > 5
-    assert torch.equal(styled[found.labels == 0], plain[found.labels == 0])
+    assert torch.equal(styled[of == 0], plain[of == 0])
 
 
 def test_both_modalities_are_altered_and_the_rest_is_not() -> None:
     dataset = made()
     one = dataset.train.images[0]
-    pairs = dataclasses.replace(
-        dataset, train=dataclasses.replace(dataset.train, images=(one, one))
-    )
-    turned = altered(resolved(*ROTATION), pairs)
+    pairs = replace(dataset, train=replace(dataset.train, images=(one, one)))
+    turned = alter_training_images(resolved(*ROTATION).partition, pairs, 0)
     assert torch.equal(*turned.train.images) and not torch.equal(turned.train.images[0], one)
     assert turned.test is pairs.test and turned.train.labels is pairs.train.labels
     for words in (("partition.name=skew",), CLUSTERS, ("partition.name=iid",)):
-        assert altered(resolved(*words), dataset) is dataset
+        assert alter_training_images(resolved(*words).partition, dataset, 0) is dataset
 
 
 @pytest.mark.parametrize("words", [ROTATION, (*STYLE[:2], "partition.sources=4")])
-def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> None:
-    """One source a client, in the very images that it trains on; the cache keeps the plain ones."""
+def test_clients_train_on_altered_images(words: tuple[str]) -> None:
+    """One source a client, in the very images that it trains on."""
     config = resolved(
         *words, "partition.clients=4", "cohort.size=null", "data.name=digits", "rounds=1"
     )
     plain = load_dataset(config.data, config.seed)
-    before = plain.train.images[0].clone()
     session = build_experiment(config)
     own, test = session.trainer.images[0].cpu(), session.dataset.test
     assert test is not None and plain.test is not None
@@ -148,14 +135,13 @@ def test_clients_train_on_altered_images(words: tuple[str], tmp_path: Path) -> N
     assert torch.equal(session.evaluator.data.train.images[0], own)
     for k in range(4):
         part = torch.from_numpy(session.engine.groups[k])
+        before = plain.train.images[0][part]
         if words is ROTATION:
-            wanted = torch.rot90(before[part], k, (2, 3))
+            wanted = torch.rot90(before, k, (2, 3))
         else:
-            wanted = list(STYLES.values())[k](before[part].float())
+            wanted = list(STYLES.values())[k](before.float())
             wanted = wanted.round().clamp(0, 255).to(torch.uint8)
         assert torch.equal(own[part], wanted)
-    assert torch.equal(load_dataset(config.data, config.seed).train.images[0], before)
-    assert torch.equal(plain.train.images[0], before)
 
 
 @pytest.mark.parametrize("size", [8, 12])
@@ -169,19 +155,13 @@ def test_each_client_is_judged_on_test_images_like_its_own(size: int) -> None:
         mine = torch.from_numpy(session.evaluator.client_tests[k])
         wanted = torch.rot90(plain.images[0][mine], k, (2, 3))
         assert len(mine) > 50 and torch.equal(session.evaluator.client_test_images[mine], wanted)
-    found, encoder = (
-        session.evaluator._score_clients(session.trainer.initial),
-        session.tower().encoder,
-    )
-    train = session.evaluator.data.train
+    encoder, evaluator = session.tower().encoder, session.evaluator
+    train, tests = evaluator.data.train, evaluator.client_tests
     assert train.labels is not None
-    features = (
-        extract(encoder, x) for x in (train.images[0], session.evaluator.client_test_images)
-    )
-    head = linear.fit(next(features), train.labels, 10)
-    tests = session.evaluator.client_tests
-    wanted_scores = per_client.accuracies(head, next(features), plain.labels, tests)
-    np.testing.assert_allclose(found, wanted_scores)
+    head = linear.fit(extract(encoder, train.images[0]), train.labels, 10)
+    features = extract(encoder, evaluator.client_test_images)
+    wanted_scores = per_client.accuracies(head, features, plain.labels, tests)
+    np.testing.assert_allclose(evaluator._score_clients(session.trainer.initial), wanted_scores)
 
 
 def test_test_images_have_a_clients_sources_in_their_shares() -> None:
@@ -191,32 +171,24 @@ def test_test_images_have_a_clients_sources_in_their_shares() -> None:
     found = per_client.sources(tests, groups, of, 11, seed=0)
     assert sorted(found[tests[0]].tolist()) == [0] * 6 + [1] * 2
     assert found[7] == 2 and found[6] == found[10] == -1
-    others = [per_client.sources(tests, groups, of, 11, seed).tolist() for seed in range(4)]
-    assert len(set(map(tuple, others))) > 1
+    others = {tuple(per_client.sources(tests, groups, of, 11, seed)) for seed in range(4)}
+    assert len(others) > 1
 
 
 def test_held_out_and_public_images_keep_their_source() -> None:
     """The partition sees the sources of the images that are left, not of the first ones."""
-    config = resolved(*ROTATION, "partition.clients=4", "data.holdout=0.3")
-    dataset = made(200)
-    groups = split_clients(config, dataset)
-    of = assign(config, dataset).labels
-    assert of is not None
+    words, dataset = (*ROTATION, "partition.clients=4", "data.holdout=0.3"), made(200)
+    groups, (_, of, _) = split_clients(resolved(*words), dataset), sources(words, dataset)
     assert len(groups.members) < 200
     assert ((count_labels(groups, of.numpy()) > 0) == np.eye(4, dtype=bool)).all()
 
 
 @pytest.mark.parametrize("source", ["rotation", "features"])
 def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Path) -> None:
-    words = (f"partition.source={source}", "partition.sources=3", "partition.beta=0.2")
-    assert_both_engines_agree(
-        tmp_path,
-        "partition.name=skew",
-        "partition.clients=6",
-        *words,
-        "objective.name=simclr",
-        "objective.projector=16,8",
-    )
+    words = f"name=skew source={source} sources=3 beta=0.2 clients=6".split()
+    partition = [f"partition.{word}" for word in words]
+    objective = ("objective.name=simclr", "objective.projector=16,8")
+    assert_both_engines_agree(tmp_path, *partition, *objective)
 
 
 # Clusters --------------------------------------------------------------------------------------
@@ -305,29 +277,23 @@ def test_refusals_before_training(source: str, key: str) -> None:
         build_experiment(resolved(*words.split()))
 
 
-def test_a_deployment_refuses_sources() -> None:
+def test_a_deployment_refuses_sources_and_leaves_out_a_recipes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("engine.name=flower", "engine.sites=3", *ROTATION)
     with refused("partition.source", "rotation"):
         check_deployment(resolved(*words))
     check_deployment(resolved(*words, "partition.source=labels"))
+    rotated, plain = "decssl/figure11/rotation/alpha-5", "decssl/figure2/dec-ssl/labels-5"
+    for name in (rotated, plain):
+        words = ("engine.sites=3", "algorithm.norm_policy=average")
+        assert main(["deploy", "init", str(tmp_path / name), name, *words]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedssl: {rotated}: partition.source=rotation is left out")
 
 
-def test_deploy_init_says_that_a_recipes_source_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["engine.sites=3", "algorithm.norm_policy=average"]
-    name = "decssl/figure11/rotation/alpha-5"
-    assert main(["deploy", "init", str(tmp_path / "app"), name, *words]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith(f"fedssl: {name}: partition.source=rotation is left out")
-    assert said.count("\n") == 1
-    plain = ["decssl/figure2/dec-ssl/labels-5", *words]
-    assert main(["deploy", "init", str(tmp_path / "other"), *plain]) == 0
-    assert not capsys.readouterr().err
-
-
-def test_the_command_says_what_is_uneven(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["partition.name=dirichlet", "partition.clients=20", "partition.alpha=0.02"]
+def test_a_note_says_what_is_uneven(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"partition.{word}" for word in ("name=dirichlet", "clients=20", "alpha=0.02")]
     assert main(["partition", *words, "partition.balanced=true"]) == 0
     assert "no draw of 1000" in capsys.readouterr().err
     session = build_experiment(resolved(*words, "partition.balanced=true", "cohort.size=null"))

@@ -1,4 +1,4 @@
-"""Loading by any name: missing folders, memory, the cache's place, halves, channels, few labels."""
+"""Loading by any name: missing folders, the place of the cache, halves, channels, few labels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from PIL import Image
 from fedssl.config import Data
 from fedssl.data import decode
 from fedssl.data import load as loading
-from fedssl.data.dataset import Dataset, Split
+from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_labels
 from fedssl.data.load import convert_channels
 from fedssl.data.load import load_dataset as load
-from fedssl.util.errors import UserError
 
 # Refusals
 
@@ -35,24 +34,12 @@ def test_roots(root: Path) -> None:
             load(Data(name=kind))  # type: ignore[arg-type]
     with refused("data.root", root, "data.name=folder"):
         load(Data(root=str(root)))
-    with refused("data.levels", "class,class"):
-        folder(root, levels=("class", "class"))
 
 
-def test_images_that_do_not_fit_into_memory() -> None:
-    with refused("data.size", 1_000_000):
-        load(Data(size=1_000_000))  # 7 petabytes
-    with refused("evaluate.size", 1_000_000):
-        load(Data(), size=1_000_000)
-
-
-def test_other_errors_are_not_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(data: Data) -> Dataset:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setitem(loading.LOADERS, "digits", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
-        load(Data())
+@pytest.mark.parametrize(("key", "size"), [("data.size", None), ("evaluate.size", 300_000)])
+def test_images_larger_than_memory(key: str, size: int | None) -> None:
+    with refused(key, 300_000):
+        load(Data(size=300_000), size=size)
 
 
 def test_cache_place(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +70,7 @@ def test_halves(size: int) -> None:
     few = load(Data(size=size, labels=10, halves=True))
     assert [x.shape for x in few.train.images] == [(10, 1, size, 4)] * 2
     with refused("data.halves", True):
-        load(Data(size=1, halves=True))
+        load(Data("paired", "nowhere", halves=True))
 
 
 def test_other_channels_are_those_of_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +114,12 @@ def test_labels_keeps_that_many_training_samples(root: Path) -> None:
         folder(root, labels=1)
 
 
+def places(split: Split) -> list[tuple[int, int, int]]:
+    """Image, client and case of each sample."""
+    assert split.clients is not None and split.cases is not None
+    return list(zip(reds(split), split.clients.tolist(), split.cases.tolist(), strict=True))
+
+
 def test_labels_keeps_clients_and_cases_in_step(root: Path) -> None:
     make(
         root,
@@ -134,20 +127,10 @@ def test_labels_keeps_clients_and_cases_in_step(root: Path) -> None:
     )
     levels: Any = ("client", "class", "case")
     data = Data(name="folder", root=str(root), levels=levels, labels=2)
-    whole = folder(root, levels=data.levels).train
-    assert whole.clients is not None and whole.cases is not None
-    places = zip(whole.clients.tolist(), whole.cases.tolist(), strict=True)
-    place_of = dict(zip(reds(whole), places, strict=True))
-    names = folder(root, levels=data.levels).clients
+    whole = set(places(folder(root, levels=data.levels).train))
     for seed in range(8):
-        few = load(data, seed)
-        assert few.train.clients is not None and few.train.cases is not None
-        rows = zip(reds(few.train), few.train.clients, few.train.cases, strict=True)
-        for red, client, case in rows:
-            assert (few.clients[client], case) == (names[place_of[red][0]], place_of[red][1])
-        assert sorted(few.clients) == ["a", "b", "c"]
-        used = sorted(set(few.train.clients.tolist()))
-        assert used == list(range(len(used)))  # the clients that have samples come first
+        few = places(load(data, seed).train)
+        assert len(few) == 2 and set(few) < whole
 
 
 def test_draw_labels_is_even_sorted_nested_and_seeded() -> None:
@@ -160,21 +143,13 @@ def test_draw_labels_is_even_sorted_nested_and_seeded() -> None:
     assert set(drawn[1].tolist()) < set(drawn[5].tolist()) < set(drawn[20].tolist())
     assert torch.equal(drawn[5], draw_labels(numbers, 35, 7, seed=3))
     assert not torch.equal(drawn[5], draw_labels(numbers, 35, 7, seed=4))
-    assert drawn[5].max() > 100  # not simply the first ones
-
-
-def test_draw_labels_gives_every_sample_its_chance() -> None:
-    numbers = torch.zeros(10, dtype=torch.int64)
-    chosen = torch.cat([draw_labels(numbers, 1, 1, seed) for seed in range(500)])
+    # Every sample has its chance.
+    chosen = torch.cat([draw_labels(torch.zeros(10).long(), 1, 1, seed) for seed in range(500)])
     assert torch.bincount(chosen, minlength=10).min() > 25
 
 
-@pytest.mark.parametrize(
-    ("count", "fix"), [(3, "Use a multiple of 2"), (4, "Use at most 2"), (0, "Use a multiple of 2")]
-)
+@pytest.mark.parametrize(("count", "fix"), [(3, "Use a multiple of 2"), (4, "Use at most 2")])
 def test_draw_labels_mistakes(count: int, fix: str) -> None:
     numbers = torch.tensor([0, 0, 0, 1, -1, -1])
-    with pytest.raises(UserError) as caught:
+    with refused("evaluate.labels", count, fix):
         draw_labels(numbers, count, 2, 0, key="evaluate.labels")
-    assert (caught.value.key, caught.value.value) == ("evaluate.labels", count)
-    assert caught.value.fix.startswith(fix)

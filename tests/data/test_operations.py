@@ -17,29 +17,29 @@ from fedssl.data import operations
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", COLOUR)
+@pytest.mark.parametrize("number", range(4))
 def test_colour_operations_are_torchvisions(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype
+    number: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    ours, theirs, low, high = COLOUR[name]
+    theirs, low, high = list(COLOUR.values())[number]
     x = made(16, *shape).to(dtype) / 255
     factor = numbers(16, low, high)
     factor[8:11] = torch.tensor([low, (low + high) / 2, high])
     # torchvision turns the hue in float32 whatever the image's type.
-    tolerance = 2e-6 if name == "hue" else DTYPES[dtype]
-    result = ours(x, factor)
+    tolerance = 2e-6 if theirs is tv.adjust_hue else DTYPES[dtype]
+    turns = torch.full((16, 1), number)
+    result = operations.jitter(x, factor[:, None].expand(-1, 4), turns)
     assert result.dtype == dtype
     torch.testing.assert_close(result, one_by_one(x, theirs, factor), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_grayscale_solarize_and_flip_are_torchvisions(shape: tuple[int, ...]) -> None:
+def test_grayscale_and_solarize_are_torchvisions(shape: tuple[int, ...]) -> None:
     x = made(8, *shape).double() / 255
     x[4, 0, 0, :3] = torch.tensor([0.5, math.nextafter(0.5, 0), 1e-9])
     close = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(operations.grayscale(x), tv.rgb_to_grayscale(x, shape[0]), **close)
     torch.testing.assert_close(operations.solarize(x), tv.solarize(x, 0.5), **close)
-    assert torch.equal(operations.hflip(x), tv.horizontal_flip(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,36 +111,30 @@ def test_resized_crop_is_torchvisions(
     torch.testing.assert_close(result, flipped, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "names", [tuple(COLOUR), ("brightness", "contrast"), ("saturation", "hue"), ("contrast",)]
-)
-def test_jitter_applies_the_operations_in_each_samples_own_order(names: tuple[str, ...]) -> None:
-    used = [list(COLOUR).index(name) for name in names]
+@pytest.mark.parametrize("used", [(0, 1, 2, 3), (0, 1), (2, 3), (1,)])
+def test_jitter_applies_the_operations_in_each_samples_own_order(used: tuple[int, ...]) -> None:
     turns = torch.tensor(list(itertools.permutations(used)))
     batch = max(4, len(turns))
     turns = turns.repeat(batch // len(turns), 1)
     x = made(batch, 3, 12, 10).float() / 255
-    bounds = [given[2:] for given in COLOUR.values()]
+    bounds = [given[1:] for given in COLOUR.values()]
     factors = torch.stack([numbers(batch, *b, salt=k) for k, b in enumerate(bounds)], 1).float()
-    theirs = [given[1] for given in COLOUR.values()]
+    theirs = [given[0] for given in COLOUR.values()]
     expected = x.clone()
     for i in range(batch):
         for k in turns[i].tolist():
             expected[i] = theirs[k](expected[i], factors[i, k].item())
-    given = x.clone()
-    result = operations.jitter(x, factors, turns, names)
+    result = operations.jitter(x, factors, turns)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
-    assert torch.equal(x, given)
 
 
 def test_operations_leave_their_input_alone() -> None:
     x = made(6, 3, 12, 10).float() / 255
     given, factor, one = x.clone(), numbers(6, 0.2, 0.4), torch.ones(6)
-    for ours, _, _, _ in COLOUR.values():
-        ours(x, factor)
+    operations.jitter(x, factor[:, None].expand(-1, 4), torch.arange(4).expand(6, 4))
+    operations.adjust_hue(x, factor)
     operations.grayscale(x)
     operations.solarize(x)
-    operations.hflip(x)
     operations.gaussian_blur(x, factor, 3)
     operations.rotate(x, 100 * factor)
     operations.resized_crop(x, one, one, 5 * one, 6 * one, (12, 10))

@@ -74,21 +74,20 @@ def test_key_depends_on_every_part_and_on_their_order() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_uniform_shape_range_grid_and_prefix() -> None:
+def test_any_number_of_draws_for_any_shape_of_states() -> None:
     state = random.mix(1, torch.arange(12)).view(3, 4)
-    u = random.uniform(state, 5)
-    assert u.shape == (3, 4, 5)
-    assert u.dtype == torch.float32
-    assert bool(((u >= 0) & (u < 1)).all())
-    assert torch.equal(u * 2**24, (u * 2**24).round())
-    assert torch.equal(random.uniform(state, 3), u[..., :3])
-    assert torch.equal(random.uniform(state[1, 2], 5), u[1, 2])
+    for draw in (random.uniform, random.normal):
+        u = draw(state, 5)
+        assert u.shape == (3, 4, 5) and u.dtype == torch.float32
+        assert torch.equal(draw(state, 3), u[..., :3])
+        assert torch.equal(draw(state[1, 2], 5), u[1, 2])
 
 
 @pytest.mark.parametrize("shape", [(1, DRAWS), (DRAWS, 1), (DRAWS // 32, 32)])
 def test_uniform_is_uniform(shape: tuple[int, int]) -> None:
     """Even for states that are not mixed yet but simply count."""
     u = random.uniform(torch.arange(shape[0]), shape[1]).flatten().double().numpy()
+    assert u.min() >= 0 and u.max() < 1 and np.array_equal(u * 2**24, np.rint(u * 2**24))
     assert abs(chi_square((u * 256).astype(int), 256)) < 4.5
     low = (u * 2**24).astype(int) % 256  # the lowest bits too
     assert abs(chi_square(low, 256)) < 4.5
@@ -117,13 +116,6 @@ def test_normal_has_the_moments_of_a_normal() -> None:
         a, b = z[:, 0::2].flatten().pow(power), z[:, 1::2].flatten().pow(power)
         assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1]) < 5 / math.sqrt(n / 2)
     assert abs((z.abs() > 1.959964).double().mean().item() - 0.05) < 0.005
-
-
-def test_normal_gives_any_number_of_draws() -> None:
-    state = random.mix(4, torch.arange(6)).view(2, 3)
-    z = random.normal(state, 5)
-    assert z.shape == (2, 3, 5)
-    assert torch.equal(z, random.normal(state, 6)[..., :5])
 
 
 def test_permutation_is_a_permutation() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from three_sites import asked, grid_of, hello, metrics, recorded, serve_here, se
 
 from fedssl import __version__
 from fedssl import config as configuration
-from fedssl.data import image_files
 from fedssl.deploy import site as site_module
 from fedssl.deploy.site import build_site_experiment, client_app, load_experiment
 from fedssl.engines.flower.messages import read_replies, write_request
@@ -49,14 +49,14 @@ def test_a_part_of_a_sites_folder_is_not_left_out_silently(
     (folder / ".trash").mkdir()
     shutil.copy(folder / "train" / "0.png", folder / ".trash")  # as everywhere
     (folder / "lost+found").mkdir()
-    scan = image_files._scan
+    scan = os.scandir
 
-    def refused(folder: Path, *rest: Any) -> None:
-        if folder.name == "lost+found":  # which nobody may list, not even root
+    def refused(folder: Any) -> Any:
+        if str(folder).endswith("lost+found"):  # which nobody may list, not even root
             raise PermissionError(13, "Permission denied", str(folder))
-        scan(folder, *rest)
+        return scan(folder)
 
-    monkeypatch.setattr(image_files, "_scan", refused)
+    monkeypatch.setattr(os, "scandir", refused)
     load_experiment.cache_clear()
     told = hello(grid_of(settled(), sites))
     assert json.loads(told["facts"])["samples"] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -54,14 +56,9 @@ def test_only_the_named_leaf_travels_as_float16() -> None:
     assert back["change"].dtype == torch.float32  # type: ignore[union-attr]
     torch.testing.assert_close(back["change"], tree["change"], rtol=2**-11, atol=0)
     assert torch.equal(back["loss"], tree["loss"])  # type: ignore[arg-type]
-    with pytest.raises(MalformedError, match="type float16, expected float32"):
-        unpack_like(packed, tree)
+    tree["change"] += 1e6
     with pytest.raises(MalformedError, match="not finite"):  # beyond float16's range
-        unpack_like(
-            pack({"change": torch.full((5,), 1e6), "loss": tree["loss"]}, ("change",)),
-            tree,
-            ("change",),
-        )
+        unpack_like(pack(tree, half=("change",)), tree, half=("change",))
 
 
 def test_the_largest_messages_of_the_papers() -> None:
@@ -72,7 +69,34 @@ def test_the_largest_messages_of_the_papers() -> None:
             assert torch.equal(there[name], tensor)
 
 
-@pytest.mark.parametrize("length", [0, 7, 9, 16])
-def test_bytes_must_be_as_many_as_the_shape_says(length: int) -> None:
-    with pytest.raises(MalformedError, match="truncated" if length < 8 else "oversized"):
-        unpack({"a": Packed("float32", (2,), bytes(length))})
+def test_fewer_rows_are_taken_only_of_tasks_that_vary() -> None:
+    like, fewer = {"x": torch.zeros(5, 2)}, pack({"x": torch.ones(3, 2)})
+    assert unpack_like(fewer, like, varying=True)["x"].shape == (3, 2)  # type: ignore[union-attr]
+    with pytest.raises(MalformedError, match=r"shape \[3, 2\], expected \[5, 2\]"):
+        unpack_like(fewer, like)
+
+
+@pytest.mark.parametrize(
+    ("packed", "message"),
+    [
+        *((Packed("float32", (2,), bytes(length)), "truncated") for length in (0, 7)),
+        *((Packed("float32", (2,), bytes(length)), "oversized") for length in (9, 16)),
+        (Packed("complex64", (1,), bytes(8)), "unknown type"),
+        (Packed("float32", (-1,), bytes(4)), "shape"),
+    ],
+)
+def test_what_is_no_tensor_is_refused(packed: Packed, message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        unpack({"a": packed})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"b": torch.zeros(2)}, "holds b, expected a"),
+        ({"a": torch.zeros(2).half()}, "type float16, expected float32"),
+    ],
+)
+def test_another_tensor_than_expected_is_refused(tree: Any, message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        unpack_like(pack(tree), {"a": torch.zeros(2)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,95 +23,78 @@ def names(store: DiskStates) -> list[str]:
 
 def kept(store: DiskStates, round: int, history: History) -> int | None:
     state = store.load(7, round, history)
-    return int(state["it"]) if state else None  # type: ignore[arg-type]
+    return int(state["it"]) if state else None
 
 
 def put(store: DiskStates, round: int, history: History, value: int) -> None:
     store.save(7, {"it": torch.tensor(value)}, round, history)
 
 
+def filled(folder: Path, rounds: int) -> DiskStates:
+    """A store in which each round of the first attempt left its number."""
+    store = DiskStates(folder)
+    for round in range(rounds):
+        put(store, round, FIRST, round)
+    return store
+
+
 def test_the_newest_state_counts_within_a_round_too(tmp_path: Path) -> None:
     store = DiskStates(tmp_path)
-    assert kept(store, 0, FIRST) is None
+    store.save(7, {}, 0, FIRST)  # a client without a state
+    assert kept(store, 0, FIRST) is None and not list(tmp_path.iterdir())
     put(store, 0, FIRST, 10)
     assert kept(store, 0, FIRST) == 10  # the second exchange of the round
     put(store, 0, FIRST, 11)
     put(store, 3, FIRST, 13)
-    assert kept(store, 3, FIRST) == 13
-    assert kept(store, 9, FIRST) == 13
+    assert kept(store, 3, FIRST) == kept(store, 9, FIRST) == 13
 
 
 def test_rounds_that_a_server_lost_are_undone(tmp_path: Path) -> None:
-    store = DiskStates(tmp_path)
-    for round in range(6):
-        put(store, round, FIRST, round)
-    again = History(("a", "b"), (0, 4), 4)  # the checkpoint held 4 rounds: 0 to 3
-    assert kept(store, 4, again) == 3
+    store, again = filled(tmp_path, 6), History(("a", "b"), (0, 4), 4)
+    assert kept(store, 4, again) == 3  # the checkpoint held 4 rounds: 0 to 3
     put(store, 4, again, 40)
     assert kept(store, 5, again) == 40  # not the 5 of the first attempt
 
 
 def test_a_client_that_sat_out_a_whole_attempt_forgets_what_does_not_count(tmp_path: Path) -> None:
-    store = DiskStates(tmp_path)
-    for round in range(7):
-        put(store, round, FIRST, round)
     # A second attempt did rounds 5 to 7 without this client; a third goes on from 8.
     third = History(("a", "b", "c"), (0, 5, 8), 8)
-    assert kept(store, 8, third) == 4
+    assert kept(filled(tmp_path, 7), 8, third) == 4
 
 
 def test_states_before_the_last_committed_one_go(tmp_path: Path) -> None:
     store = DiskStates(tmp_path)
     for round in range(5):
-        put(store, round, History(("a",), (0,), min(round, 3)), round)
-    left = sorted(int(path.stem.split("-")[0]) for path in (tmp_path / "7").iterdir())
-    assert left == [2, 3, 4]  # 3 rounds are committed: the state after round 2 must stay
+        put(store, round, replace(FIRST, committed=min(round, 3)), round)
+    assert names(store) == ["2-a", "3-a", "4-a"]  # the state after round 2 must stay
 
 
-def test_nothing_is_written_for_a_client_without_a_state(tmp_path: Path) -> None:
-    DiskStates(tmp_path).save(7, {}, 0, FIRST)
-    assert not list(tmp_path.iterdir())
-
-
-def test_reading_changes_nothing(tmp_path: Path) -> None:
+def test_only_writing_deletes_states_of_rounds_that_do_not_count(tmp_path: Path) -> None:
     """Whoever evaluates a run that is going on must not take its clients' states."""
-    store = DiskStates(tmp_path)
-    for round in range(5):
-        put(store, round, FIRST, round)
-    before = names(store)
-    assert kept(store, 2, History(("a", "other"), (0, 2), 2)) == 1
-    assert names(store) == before
-
-
-def test_states_of_rounds_that_do_not_count_go_when_a_new_one_is_written(tmp_path: Path) -> None:
-    store = DiskStates(tmp_path)
-    for round in range(5):
-        put(store, round, FIRST, round)
-    put(store, 2, History(("a", "b"), (0, 2), 2), 20)
+    store, again = filled(tmp_path, 5), History(("a", "b"), (0, 2), 2)
+    assert kept(store, 2, again) == 1 and len(names(store)) == 5
+    put(store, 2, again, 20)
     assert names(store) == ["1-a", "2-b"]
 
 
 def test_a_message_that_comes_late_is_refused_and_spoils_nothing(tmp_path: Path) -> None:
-    store = DiskStates(tmp_path)
-    for round in range(3):
-        put(store, round, FIRST, round)
+    store = filled(tmp_path, 3)
     with pytest.raises(MalformedError, match="round 2 was done already"):
         store.load(7, 1, FIRST)
     assert kept(store, 3, FIRST) == 2
 
 
-def test_an_attempt_counts_from_its_first_round(tmp_path: Path) -> None:
+def test_an_attempt_counts_from_its_first_round_to_the_next_attempt() -> None:
     history = History(("a", "b"), (0, 4), 4)
     counts = [(round, name) for round in range(6) for name in "ab" if history.counts(round, name)]
     assert counts == [(0, "a"), (1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "b")]
 
 
 def test_a_state_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
-    store = DiskStates(tmp_path)
-    put(store, 0, FIRST, 1)
+    store = filled(tmp_path, 1)
     with pytest.raises(MalformedError, match="not finite"):
         store.save(7, {"it": torch.tensor(float("nan"))}, 1, FIRST)
-    assert kept(store, 1, FIRST) == 1
+    assert kept(store, 1, FIRST) == 0
 
 
 def test_a_full_disk_is_no_reason_to_resume(
@@ -122,7 +106,5 @@ def test_a_full_disk_is_no_reason_to_resume(
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(UserError, match=r"No space left on device.*Make room") as caught:
         put(DiskStates(tmp_path), 0, FIRST, 1)
-    assert str(tmp_path) in describe_fault(
-        caught.value, is_real=False
-    )  # a simulation hides nothing
-    assert str(tmp_path) not in describe_fault(caught.value)
+    simulated = describe_fault(caught.value, is_real=False)  # hides nothing
+    assert str(tmp_path) in simulated and str(tmp_path) not in describe_fault(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,34 +14,30 @@ import torch
 from helpers import relative, replace_task
 
 pytest.importorskip("flwr")
-from far import BYOL, far_session, go, one_round, small
+from far import BYOL, Here, Tamper, far_session, go, one_round, small
 from flwr.app import Array, ConfigRecord, Error, Message
 
 from fedssl.engines.flower.messages import read_request, write_request
-from fedssl.engines.remote.codec import MalformedError, Packed, pack, unpack, unpack_like
+from fedssl.engines.remote.codec import MalformedError, pack
 from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request
 from fedssl.engines.remote.site import Site
+from fedssl.federation.client import Client
 from fedssl.runs.build import Experiment, build_experiment
 
 BAD = 3  # the client that misbehaves; one client a node
-
-
-def change_of(reply: Message, task: str = "") -> tuple[Any, str]:
-    record = reply.content.array_records["replies"]
-    return record, next(name for name in record if name.endswith("/change"))
+NODE = 11 + BAD
 
 
 def replaced(**parts: Any) -> Callable[[Message], Message]:
     """The reply with another dtype, shape or data of its change."""
 
     def spoil(reply: Message) -> Message:
-        record, name = change_of(reply)
+        record = reply.content.array_records["replies"]
+        name = next(name for name in record if name.endswith("/change"))
         old = record[name]
-        new = {"dtype": old.dtype, "shape": tuple(old.shape), "data": old.data, **parts}
-        if callable(new["data"]):
-            new["data"] = new["data"](old.data)
-        record[name] = Array(new["dtype"], new["shape"], old.stype, new["data"])
+        new = {"dtype": old.dtype, "shape": tuple(old.shape), "data": lambda data: data, **parts}
+        record[name] = Array(new["dtype"], new["shape"], old.stype, new["data"](old.data))
         return reply
 
     return spoil
@@ -60,14 +57,29 @@ def without_record(reply: Message) -> Message:
     return reply
 
 
-def weightless(reply: Message) -> Message:
-    reply.content["shares"] = ConfigRecord({str(BAD): math.nan})
-    return reply
+def sharing(share: float) -> Callable[[Message], Message]:
+    def spoil(reply: Message) -> Message:
+        reply.content["shares"] = ConfigRecord({str(BAD): share})
+        return reply
+
+    return spoil
 
 
-def other_names(reply: Message) -> Message:
-    record, name = change_of(reply)
-    record[f"{BAD}/more"] = record[name]
+def repeated(old: str, new: str) -> Callable[[Message], Message]:
+    """The reply with one of its tensors under another name, too."""
+
+    def spoil(reply: Message) -> Message:
+        record = reply.content.array_records["replies"]
+        record[f"{BAD}/{new}"] = record[f"{BAD}/{old}"]
+        return reply
+
+    return spoil
+
+
+def huge_loss(reply: Message) -> Message:
+    record = reply.content.array_records["replies"]
+    old = record[f"{BAD}/loss"]
+    record[f"{BAD}/loss"] = Array(old.dtype, (), old.stype, np.float64(1e308).tobytes())
     return reply
 
 
@@ -77,6 +89,10 @@ def failed(reply: Message) -> Message:
     error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
     assert error.metadata.src_node_id == 1
     return error
+
+
+def silent(reply: Message) -> None:
+    """No reply at all."""
 
 
 SPOILS: dict[str, tuple[Callable[[Message], Message | None], str]] = {
@@ -89,27 +105,32 @@ SPOILS: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "oversized": (replaced(data=lambda data: data + bytes(8)), "oversized"),
     "truncated": (replaced(data=lambda data: data[:100]), "truncated"),
     "too large a change": (numbers(lambda v: v * 1e6), "engine.max_norm"),
-    "more than was asked": (other_names, "more"),
-    "no weight": (weightless, "weight"),
+    "more than was asked": (repeated("change", "more"), "more"),
+    "no weight": (sharing(math.nan), "weight"),
+    "another weight": (sharing(1e12), "a weight of 1e+12, expected 6"),
+    "too large a loss": (huge_loss, "too large to be averaged"),
     "not ours": (without_record, "fedssl did not write"),
-    "error": (lambda r: failed(r), "error 2: boom"),
-    "silence": (lambda r: None, "no answer in time"),
+    "error": (failed, "error 2: boom"),
+    "silence": (silent, "no answer in time"),
 }
 
 
-def spoiling(how: Callable[[Message], Message | None], task: str = "descend", node: int = 11 + BAD):
+def spoiling(how: Callable[[Message], Message | None], task: str = "descend") -> Tamper:
     def tamper(asked: Message, reply: Message) -> Message | None:
-        mine = asked.metadata.dst_node_id == node
+        mine = asked.metadata.dst_node_id == NODE
         return how(reply) if mine and asked.metadata.message_type.endswith(task) else reply
 
     return tamper
 
 
+def five_nodes(folder: Path, *words: str, tamper: Tamper | None = None) -> tuple[Experiment, Here]:
+    return far_session(small("engine.timeout=1", *words), folder, nodes=5, tamper=tamper)
+
+
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     how, reason = SPOILS[spoil]
-    config = small("engine.max_norm=1e3", "engine.timeout=1")
-    far, _ = far_session(config, tmp_path, nodes=5, tamper=spoiling(how))
+    far, _ = five_nodes(tmp_path, "engine.max_norm=1e3", tamper=spoiling(how))
     line = one_round(far, tmp_path)
     assert line["missing"] == 1 and not line["skipped"]
     assert reason in line["faults"][str(BAD)] and "descend" in line["faults"][str(BAD)]
@@ -119,57 +140,6 @@ def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     cohort = near.engine.cohort(np.arange(5), 0)
     near.algorithm.round(near.server, Without(cohort, BAD, "descend"))
     assert relative(far.server.weights, near.server.weights) < 1e-10
-
-
-def traffic(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in line if name.startswith(("bytes", "exchanges"))}
-
-
-TASKS = ("locate", "encode", "descend")
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_who_is_missing_makes_no_others_bytes_fewer(task: str, tmp_path: Path) -> None:
-    lines = []
-    for tamper in (None, spoiling(lambda r: None, task)):
-        folder = tmp_path / str(len(lines))
-        far, _ = far_session(small("engine.timeout=1"), folder, nodes=5, tamper=tamper)
-        lines.append(traffic(one_round(far, folder)))
-    whole, less = lines
-    assert whole == traffic(one_round(build_experiment(small()), tmp_path))
-    for name, moved in whole["exchanges"].items():
-        there = 4 if TASKS.index(name) >= TASKS.index(task) else 5
-        assert less["exchanges"][name] == {key: n * there / 5 for key, n in moved.items()}
-    for way in ("up", "down"):
-        one = f"bytes_{way}_per_client"
-        assert less[one] == whole[one] == whole[f"bytes_{way}"] / 5
-
-
-def test_who_refuses_has_got_what_was_sent(tmp_path: Path) -> None:
-    far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(heavier))
-    moved = one_round(far, tmp_path)["exchanges"]["descend"]
-    assert (moved["replied"], moved["reached"]) == (4, 5)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("algorithm.name=ccl", "objective.name=moco", "algorithm.features=6"),
-        ("algorithm.name=fedca", "objective.name=simclr", "algorithm.public=5"),
-    ],
-)
-def test_what_travels_with_the_model_and_is_counted_apart(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
-    epochs = ("algorithm.local_epochs=1", "algorithm.batch=3", "engine.timeout=1")
-    far, grid = far_session(small(*epochs, *words), tmp_path, nodes=5)
-    far.server.public = far.public
-    one_round(far, tmp_path)
-    whole = one_round(far, tmp_path)["exchanges"]
-    grid.tamper = spoiling(lambda r: None, "train")
-    less = one_round(far, tmp_path)["exchanges"]
-    assert whole["share"]["down"] > 0 and whole["share"]["reached"] == 5
-    assert less == {task: {k: n * 4 / 5 for k, n in own.items()} for task, own in whole.items()}
 
 
 class Without:
@@ -184,143 +154,121 @@ class Without:
         return self.cohort.mean(task, *payload)
 
 
-def test_who_failed_an_exchange_is_not_asked_in_the_next(tmp_path: Path) -> None:
-    late = spoiling(lambda r: None, "encode")
-    far, grid = far_session(small("engine.timeout=1"), tmp_path, nodes=5, tamper=late)
-    (cohort,) = go(far, 1)
-    assert grid.types.count("train.encode") == 5 and grid.types.count("train.descend") == 4
-    assert cohort.missing == 1 and BAD not in cohort.ids
+def traffic(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in line if name.startswith(("bytes", "exchanges"))}
 
 
-def test_too_few_are_a_skipped_round(tmp_path: Path) -> None:
-    far, _ = far_session(
-        small("cohort.minimum=5", "engine.timeout=1"),
-        tmp_path,
-        nodes=5,
-        tamper=spoiling(lambda r: None),
-    )
-    before = far.server.weights.clone()
-    line = one_round(far, tmp_path)
-    assert line["skipped"] and line["loss"] is None
-    assert torch.equal(far.server.weights, before)
+TASKS = ("locate", "encode", "descend")
 
 
-def test_a_task_that_fails_tells_the_kind_of_error_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    far, _ = far_session(small(), tmp_path, nodes=5)
-    kind = type(far.algorithm)
-    real = kind.encode
-
-    def fails(self: Any, client: Any, *payload: Any) -> Any:
-        if client.id == BAD:
-            raise ValueError("patient Smith, image 7")
-        return real(self, client, *payload)
-
-    replace_task(monkeypatch, kind, "encode", fails)
-    line = one_round(far, tmp_path)
-    assert line["faults"] == {"3": "encode: failed: ValueError"}
+@pytest.mark.parametrize("task", TASKS)
+def test_who_is_missing_makes_no_others_bytes_fewer(task: str, tmp_path: Path) -> None:
+    far, grid = five_nodes(tmp_path, tamper=spoiling(silent, task))
+    less = traffic(one_round(far, tmp_path))
+    whole = traffic(one_round(build_experiment(small()), tmp_path))
+    for name, moved in whole["exchanges"].items():
+        there = 4 if TASKS.index(name) >= TASKS.index(task) else 5
+        assert less["exchanges"][name] == {key: n * there / 5 for key, n in moved.items()}
+        assert grid.types.count(f"train.{name}") == (5 if name == task else there)
+    for way in ("up", "down"):
+        one = f"bytes_{way}_per_client"
+        assert less[one] == whole[one] == whole[f"bytes_{way}"] / 5
 
 
-def test_a_state_that_no_file_holds_is_said_to_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    far, _ = far_session(small(), tmp_path, nodes=5)
-    kind = type(far.algorithm)
-    real = kind.encode
-
-    def counts(self: Any, client: Any, *payload: Any) -> Any:
-        if client.id == BAD:
-            client.state["count"] = 1
-        return real(self, client, *payload)
-
-    replace_task(monkeypatch, kind, "encode", counts)
-    (said,) = one_round(far, tmp_path)["faults"].values()
-    assert said.startswith("encode: refused: algorithm.name=dcco: client.state['count'] is of type")
-
-
-def site_of(session: Experiment, folder: Path) -> Site:
-    return Site(session.engine, folder)
-
-
-@pytest.mark.parametrize("task", ["start", "round", "mu", "__init__", "nonsense"])
-def test_a_site_answers_only_what_the_algorithm_declares(task: str, tmp_path: Path) -> None:
-    """Methods of the algorithm that are no exchanges would tell the client's own network."""
-    session = build_experiment(small(*BYOL, "algorithm.name=fedema"))
-    network = pack(session.trainer.initial)["."]
-    for weight in ("samples", None):
-        request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
-        (reply,) = site_of(session, tmp_path).answer(request).values()
-        assert (
-            reply.fault is not None
-            and "this site answers only" in reply.fault
-            and not reply.tensors
-        )
-
-
-def test_a_mean_is_not_given_as_a_single_reply_nor_the_other_way(tmp_path: Path) -> None:
-    session = build_experiment(small(*BYOL, "algorithm.name=fedema"))
-    network = pack(session.trainer.initial)["."]
-    for task, weight in (("train", None), ("report", "samples")):
-        request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
-        (reply,) = site_of(session, tmp_path).answer(request).values()
-        assert reply.fault is not None and not reply.tensors
-
-
-def test_no_nodes_at_all_is_a_skipped_round(tmp_path: Path) -> None:
-    far, grid = far_session(small(), tmp_path)
-    grid.contexts.clear()
-    line = one_round(far, tmp_path)
-    assert line["skipped"] and line["missing"] == 5
-
-
-def test_codec_refuses_what_is_no_tensor() -> None:
-    with pytest.raises(MalformedError, match="unknown type"):
-        unpack({"a": Packed("complex64", (1,), bytes(8))})
-    with pytest.raises(MalformedError, match="shape"):
-        unpack({"a": Packed("float32", (-1,), bytes(4))})
-    like = {"a": torch.zeros(2)}
-    with pytest.raises(MalformedError, match="holds b, expected a"):
-        unpack_like(pack({"b": torch.zeros(2)}), like)
-
-
-def heavier(reply: Message) -> Message:
-    reply.content["shares"] = ConfigRecord({str(BAD): 1e12})
-    return reply
-
-
-def huge_loss(reply: Message) -> Message:
-    record = reply.content.array_records["replies"]
-    old = record[f"{BAD}/loss"]
-    record[f"{BAD}/loss"] = Array(old.dtype, (), old.stype, np.float64(1e308).tobytes())
-    return reply
+def test_who_refuses_has_got_what_was_sent(tmp_path: Path) -> None:
+    far, _ = five_nodes(tmp_path, tamper=spoiling(sharing(1e12)))
+    moved = one_round(far, tmp_path)["exchanges"]["descend"]
+    assert (moved["replied"], moved["reached"]) == (4, 5)
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    "words",
     [
-        (heavier, "a weight of 1e+12, expected 6"),
-        (huge_loss, "too large to be averaged"),
+        ("algorithm.name=ccl", "objective.name=moco", "algorithm.features=6"),
+        ("algorithm.name=fedca", "objective.name=simclr", "algorithm.public=5"),
     ],
 )
-def test_a_client_cannot_outweigh_the_others(how: Any, reason: str, tmp_path: Path) -> None:
-    far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(how))
+def test_what_travels_with_the_model_and_is_counted_apart(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    far, grid = five_nodes(tmp_path, "algorithm.local_epochs=1", "algorithm.batch=3", *words)
+    far.server.public = far.public
+    one_round(far, tmp_path)
+    whole = one_round(far, tmp_path)["exchanges"]
+    grid.tamper = spoiling(silent, "train")
+    less = one_round(far, tmp_path)["exchanges"]
+    assert whole["share"]["down"] > 0 and whole["share"]["reached"] == 5
+    assert less == {task: {k: n * 4 / 5 for k, n in own.items()} for task, own in whole.items()}
+
+
+@pytest.mark.parametrize("nodes", [5, 0])
+def test_too_few_are_a_skipped_round(nodes: int, tmp_path: Path) -> None:
+    far, grid = five_nodes(tmp_path, "cohort.minimum=5", tamper=spoiling(silent))
+    if not nodes:
+        grid.contexts.clear()
+    before = far.server.weights.clone()
     line = one_round(far, tmp_path)
-    assert line["missing"] == 1 and reason in line["faults"][str(BAD)]
-    assert bool(torch.isfinite(far.server.weights).all())
+    assert line["skipped"] and line["loss"] is None and line["missing"] == (1 if nodes else 5)
+    assert torch.equal(far.server.weights, before)
+
+
+def raises(client: Client) -> None:
+    raise ValueError("patient Smith, image 7")
+
+
+def counts(client: Client) -> None:
+    client.state["count"] = 1
+
+
+@pytest.mark.parametrize(
+    ("before", "fault"),
+    [
+        (raises, "failed: ValueError"),  # the kind of error and no more
+        (counts, "refused: algorithm.name=dcco: client.state['count'] is of type int"),
+    ],
+)
+def test_the_server_gets_to_know_why_a_task_failed(
+    before: Callable[[Client], None], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, _ = five_nodes(tmp_path)
+    kind = type(far.algorithm)
+    real = kind.encode
+
+    def encode(self: Any, client: Client, *payload: Any) -> Any:
+        if client.id == BAD:
+            before(client)
+        return real(self, client, *payload)
+
+    replace_task(monkeypatch, kind, "encode", encode)
+    ((client, said),) = one_round(far, tmp_path)["faults"].items()
+    assert client == str(BAD) and said.startswith(f"encode: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("task", "weight"),
+    [
+        *itertools.product(["start", "round", "mu", "__init__", "nonsense"], ["samples", None]),
+        *(("train", None), ("report", "samples")),  # a mean as a single reply, and the other way
+    ],
+)
+def test_a_site_answers_only_what_the_algorithm_declares(
+    task: str, weight: Any, tmp_path: Path
+) -> None:
+    """Methods of the algorithm that are no exchanges would tell the client's own network."""
+    session = build_experiment(small(*BYOL, "algorithm.name=fedema"))
+    network = pack(session.trainer.initial)["."]
+    request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), weight, 1, {"0/.": network})
+    (reply,) = Site(session.engine, tmp_path).answer(request).values()
+    assert "this site answers only" in str(reply.fault) and not reply.tensors
 
 
 @pytest.mark.parametrize("name", ["round", "mu/more", ".", "loss"])
 def test_numbers_for_the_log_are_those_that_were_declared(name: str, tmp_path: Path) -> None:
-    def more(reply: Message) -> Message:
-        record = reply.content.array_records["replies"]
-        record[f"{BAD}/{name}"] = record[f"{BAD}/mu"]
-        return reply
-
-    config = small(*BYOL, "algorithm.name=fedema")
-    far, _ = far_session(config, tmp_path, nodes=5, tamper=spoiling(more, "report"))
+    """A client whose numbers for the log do not count stays in the round."""
+    words, more = (*BYOL, "algorithm.name=fedema"), spoiling(repeated("mu", name), "report")
+    far, _ = five_nodes(tmp_path, *words, "cohort.minimum=5", tamper=more)
     line = one_round(far, tmp_path)
-    assert line["round"] == 1 and isinstance(line["loss"], float)
+    assert line["round"] == 1 and isinstance(line["loss"], float) and not line["skipped"]
     assert sorted(line["mu"]) == ["0", "1", "2", "4"] and line["missing"] == 0
     assert "expected the numbers" in line["faults"][str(BAD)]
 
@@ -332,7 +280,7 @@ def test_what_a_client_says_is_one_printable_line(tmp_path: Path) -> None:
         reply.content["faults"] = ConfigRecord({str(BAD): text})
         return reply
 
-    far, _ = far_session(small(), tmp_path, nodes=5, tamper=spoiling(speaks))
+    far, _ = five_nodes(tmp_path, tamper=spoiling(speaks))
     reason = one_round(far, tmp_path)["faults"][str(BAD)]
     assert reason.isprintable() and len(reason) <= 300
 
@@ -352,8 +300,7 @@ def test_a_task_may_be_asked_twice_in_a_round(tmp_path: Path) -> None:
 def test_a_diverged_client_keeps_its_last_good_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = small(*BYOL, "algorithm.name=fedema")
-    far, _ = far_session(config, tmp_path, nodes=5)
+    far, _ = five_nodes(tmp_path, *BYOL, "algorithm.name=fedema")
     go(far, 1)
     before = far.engine.states.on_host(BAD)
     kind = type(far.algorithm)
@@ -370,18 +317,17 @@ def test_a_diverged_client_keeps_its_last_good_state(
 
 
 @pytest.mark.parametrize(
-    "fact",
+    ("name", "value"),
     [
-        *({"clients": [-1]}, {"clients": ["../../x"]}, {"task": b"x"}),
-        *({"attempts": ["../up"]}, {"attempts": ["/abs"]}, {"attempts": []}),
+        *(("clients", [-1]), ("clients", ["../../x"]), ("task", b"x")),
+        *(("attempts", ["../up"]), ("attempts", ["/abs"]), ("attempts", [])),
     ],
 )
-def test_requests_name_no_files_of_their_own(fact: dict[str, Any]) -> None:
-    history = History(("0123abcd",), (0,), 0)
-    request = Request("locate", (0,), 0, 0, history, "samples", 1)
-    content = write_request(request)
+def test_requests_name_no_files_of_their_own(name: str, value: Any) -> None:
+    content = write_request(
+        Request("locate", (0,), 0, 0, History(("0123abcd",), (0,), 0), "samples", 1)
+    )
     read_request(content)
-    for name, value in fact.items():
-        content["request"][name] = value
+    content["request"][name] = value
     with pytest.raises(MalformedError):
         read_request(content)

@@ -1,4 +1,4 @@
-"""Batch norm of a training step in Triton, beside the written-out one in float64."""
+"""Batch norm of stacked views, and of a training step in Triton beside the written-out one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from helpers import in_tritons_interpreter
+from helpers import in_tritons_interpreter, on_gpu
 from torch import Tensor, nn
 
-from fedssl.models.encoders import Basic
+from fedssl.models.encoders import Block
 from fedssl.models.kernels import batch_norm as kernels
-from fedssl.models.network import initialize, mlp
+from fedssl.models.network import Network, Tower, initialize, mlp
 from fedssl.models.norms import BatchNorm, Norm
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
@@ -41,74 +41,123 @@ def drawn(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str) -
         yield torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def layer(channels: int, views: int, device: str) -> BatchNorm:
-    made = BatchNorm(channels).to(device)
-    made.eps, made.momentum = 1e-2, 0.3
-    with torch.no_grad():
-        for p, value in zip(
-            made.parameters(), drawn((channels,), 2, torch.float32, device), strict=True
-        ):
-            p.copy_(value)
-    made.views = views
-    return made
+def layer(channels: int, views: int) -> BatchNorm:
+    made = BatchNorm(channels)
+    made.eps, made.momentum, made.views = 1e-2, 0.3, views
+    generator = torch.Generator().manual_seed(3)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return made.double()
 
 
-def found(
-    made: BatchNorm, x: Tensor, z: Tensor, kind: Kind, views: int
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3, 3)])
+@pytest.mark.parametrize("views", [2, 3])
+def test_stacked_views_have_statistics_of_their_own(shape: tuple[int, ...], views: int) -> None:
+    plain, stacked = layer(4, 1), layer(4, views)
+    x, weights = drawn((views * shape[0], *shape[1:]), 2, torch.float64, "cpu")
+    inputs = [(k + view).requires_grad_() for k, view in enumerate(x.chunk(views))]
+    expected, found = torch.cat([plain(view) for view in inputs]), stacked(torch.cat(inputs))
+
+    def values(made: BatchNorm, y: Tensor) -> list[Tensor]:
+        gradients = torch.autograd.grad((y * weights).sum(), [*inputs, *made.parameters()])
+        return [y, *made.buffers(), *gradients]
+
+    for a, b in zip(values(stacked, found), values(plain, expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(stacked.eval()(inputs[0]), plain.eval()(inputs[0]))
+
+
+def network(joint: bool = False, towers: int = 1) -> Network:
+    norm = Norm("batch")
+    body = Tower(nn.Conv2d(1, 2, 3, padding=1), nn.Sequential(nn.Flatten(), mlp(18, (8, 4), norm)))
+    return Network([body] * towers, [mlp(4, (8, 4), norm)] * towers, joint).double()
+
+
+@pytest.mark.parametrize(
+    ("net", "batches"),
+    [(network(), [12]), (network(joint=True), [12]), (network(towers=2), [6, 6])],
+    ids=["stacked", "joint", "towers"],
+)
+def test_one_tower_sees_all_views_in_one_pass(net: Network, batches: list[int]) -> None:
+    """Views are stacked only if they are not one batch already and have one tower."""
+    views = tuple(drawn((6, 1, 3, 3), 2, torch.float64, "cpu"))
+    expected, seen = net.predict(net(views)), list[int]()
+    net.towers[0].register_forward_hook(lambda m, inputs, out: seen.append(len(inputs[0])))
+    with net.stacked(2):
+        found = net.predict(net(views))
+    assert seen == batches
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    net(views)
+    assert seen == batches + ([12] if net.joint else [6, 6])  # plain again
+
+
+def as_torch(
+    x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if kind == "add":
-        return kernels.batch_norm_add(x, z, made.weight, made.bias, made.eps, views)
-    return kernels.batch_norm(x, made.weight, made.bias, made.eps, views, kind == "relu")
+    """The kernels' results, computed by torch."""
+    apart = x.unflatten(0, (views, -1))
+    over = [1, *range(3, apart.dim())]
+    variance, mean = torch.var_mean(apart, over, correction=0, keepdim=True)
+    y = ((apart - mean) / (variance + eps).sqrt()).flatten(0, 1).transpose(1, -1)
+    y = (y * weight + bias).transpose(1, -1) + (0 if z is None else z)
+    return y.relu() if relu else y, mean.flatten(1).detach(), variance.flatten(1).detach()
+
+
+def drawn_inputs(
+    shape: tuple[int, ...], kind: Kind, dtype: torch.dtype, device: str
+) -> list[Tensor | None]:
+    """An input, a shortcut, a weight and a bias."""
+    x, z = drawn(shape, 2, dtype, device)
+    return [x, z if kind == "add" else None, *drawn(shape[1:2], 2, torch.float32, device)]
 
 
 def compare(
     shape: tuple[int, ...], views: int, kind: Kind, dtype: torch.dtype, device: str
 ) -> None:
     """Values, statistics and all gradients, from the same rounded input."""
-    x, z, gradient = drawn(shape, 3, dtype, device)
+    x, *others = drawn_inputs(shape, kind, dtype, device)
     means = torch.arange(shape[1], device=device) % 8  # of channels
     x = (2 * x + means.view(-1, *[1] * (len(shape) - 2))).to(dtype)
-    x, z = x.requires_grad_(), z.requires_grad_()
-    made, exact = layer(shape[1], views, device), layer(shape[1], views, device).double()
-    y = exact(x.double())
-    y = y + z.double() if kind == "add" else y
-    y = y if kind == "plain" else y.relu()
-    apart = x.double().unflatten(0, (views, -1)).transpose(1, 2).flatten(2)
-    variance, mean = torch.var_mean(apart, 2, correction=0)
-    ours = found(made, x, z, kind, views)
+    inputs = [t if t is None else t.requires_grad_() for t in (x, *others)]
+    full = [t if t is None else t.detach().double().requires_grad_() for t in inputs]
+    settings = 1e-2, views, kind != "plain"
+    ours, exact = kernels.batch_norm(*inputs, *settings), as_torch(*full, *settings)
     assert ours[0].dtype == dtype and ours[0].shape == x.shape
     assert ours[0].requires_grad and not ours[1].requires_grad and not ours[2].requires_grad
-    inputs = [x, z] if kind == "add" else [x]
-    expected = torch.autograd.grad(y, [*inputs, *exact.parameters()], gradient.double())
-    gradients = torch.autograd.grad(ours[0], [*inputs, *made.parameters()], gradient)
+
+    def gradients(y: Tensor, inputs: list[Tensor | None]) -> tuple[Tensor, ...]:
+        given = [t for t in inputs if t is not None]
+        return torch.autograd.grad(y, given, exact[0].detach().cos().to(dtype).to(y.dtype))
+
+    expected = (*exact, *gradients(exact[0], full))
     rounding = 2e-5 if dtype == torch.float32 else 2e-2
-    for a, b in zip((*ours, *gradients), (y, mean, variance, *expected), strict=True):
+    for a, b in zip((*ours, *gradients(ours[0], inputs)), expected, strict=True):
         close = rounding if a.shape == x.shape else 2e-5
         largest = max(1.0, float(b.detach().abs().max()))  # a sum of many numbers may be near 0
-        torch.testing.assert_close(a.double(), b.double(), rtol=close, atol=close * largest)
+        torch.testing.assert_close(a.double(), b, rtol=close, atol=close * largest)
 
 
 def far_from_zero(device: str) -> None:
     """Where the square of the mean is large, the variance is not lost beside it."""
     (x,) = (1000 + 2 * t for t in drawn((8, 16, 4, 4), 1, torch.float32, device))
     x[0, :, 0, 0] += 20  # the row that others are compared with is itself far away
-    ones, zeros = torch.ones(16, device=device), torch.zeros(16, device=device)
-    y, _, variance = kernels.batch_norm(x, ones, zeros, 1e-5, 2, False)
-    made = BatchNorm(16).double().to(device)
-    made.views = 2
-    torch.testing.assert_close(y.double(), made(x.double()), rtol=0, atol=1e-4)
-    apart = x.double().unflatten(0, (2, -1)).var((1, 3, 4), correction=0)
-    torch.testing.assert_close(variance.double(), apart, rtol=1e-5, atol=0)
+    given = None, torch.ones(16, device=device), torch.zeros(16, device=device), 1e-5, 2, False
+    y, _, variance = kernels.batch_norm(x, *given)
+    exact, _, expected = as_torch(x.double(), *given)
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(variance.double(), expected, rtol=1e-5, atol=0)
 
 
 def not_a_number(device: str) -> None:
     """What is not a number comes out as such: ReLU does not make a 0 of it."""
-    x, z = drawn((8, 16), 2, torch.float32, device)
-    made = layer(16, 2, device)
-    x[0, 3] = z[7, 5] = torch.nan
-    z.requires_grad_()
     for kind in KINDS:
-        y, *statistics = found(made, x, z, kind, 2)
+        x, z, *parameters = drawn_inputs((8, 16), kind, torch.float32, device)
+        x[0, 3] = torch.nan
+        if z is not None:
+            z[7, 5] = torch.nan
+            z.requires_grad_()
+        y, *statistics = kernels.batch_norm(x, z, *parameters, 1e-2, 2, kind != "plain")
         expected = torch.zeros(8, 16, dtype=torch.bool, device=device)
         expected[:4, 3] = True  # its view's channel
         for values in statistics:
@@ -122,22 +171,20 @@ def not_a_number(device: str) -> None:
 def fakes(device: str) -> None:
     """What the compiler is told of the outputs is what they are."""
     for shape, kind in itertools.product([(4, 8, 3, 3), (4, 8)], KINDS[1:]):
-        x, z, gradient = (kernels.ordered(t) for t in drawn(shape, 3, torch.float32, device))
-        made = layer(8, 2, device)
-        parameters = made.weight.detach().requires_grad_(), made.bias.detach().requires_grad_()
-        added = z.requires_grad_() if kind == "add" else None
+        inputs = drawn_inputs(shape, kind, torch.float32, device)
+        x, z, *parameters = [t if t is None else kernels.ordered(t) for t in inputs]
         settings = 1e-5, 2, True
-        torch.library.opcheck(kernels._forward, (x.requires_grad_(), added, *parameters, *settings))
-        y, *statistics = kernels._forward(x, added, *parameters, *settings)
-        tensors = gradient, x, y if kind == "add" else None, *parameters, *statistics
-        given = [t if t is None else t.detach() for t in tensors]
-        torch.library.opcheck(kernels._backward, (*given, *settings))
+        y, *statistics = kernels._forward(x, z, *parameters, *settings)
+        given = (y.cos(), x, None if z is None else y, *parameters, *statistics, *settings)
+        torch.library.opcheck(kernels._backward, given)
+        learned = [t if t is None else t.requires_grad_() for t in (x, z, *parameters)]
+        torch.library.opcheck(kernels._forward, (*learned, *settings))
 
 
 def one_step(compiled: bool, device: str) -> list[Tensor]:
     """Loss, gradients and statistics: an identity and a projection as shortcuts, and a head."""
-    norm, calls = Norm("batch"), []
-    blocks = [Basic(16, 16, 1, norm), Basic(16, 24, 2, norm)]
+    norm, calls = Norm("batch"), list[bool]()
+    blocks = [Block(16, 16, 1, norm), Block(16, 24, 2, norm)]
     net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), mlp(24, (16, 8), norm))
     initialize(net, 0)
     net.to(device)
@@ -145,20 +192,20 @@ def one_step(compiled: bool, device: str) -> list[Tensor]:
         if isinstance(module, BatchNorm):
             module.views = 2
     (x,) = drawn((6, 16, 4, 4), 1, torch.float32, device)
-    real = kernels.batch_norm_add
+    real = kernels.batch_norm
 
-    def counted(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        calls.append(given)
-        return real(*given)
+    def counted(x: Tensor, z: Tensor | None, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(z is not None)
+        return real(x, z, *given)
 
     backend = "inductor" if device == "cuda" else "aot_eager"
     with pytest.MonkeyPatch.context() as patch, torch.backends.cudnn.flags(allow_tf32=False):
         patch.setattr(kernels, "applies", lambda x: compiled)
-        patch.setattr(kernels, "batch_norm_add", counted)
+        patch.setattr(kernels, "batch_norm", counted)
         run = torch.compile(net, backend=backend, fullgraph=True) if compiled else net
         loss = run(kernels.ordered(x)).square().sum()
         gradients = torch.autograd.grad(loss, list(net.parameters()))
-    assert len(calls) == 2 * compiled
+    assert sum(calls) == 2 * compiled
     return [loss.detach(), *gradients, *net.buffers()]
 
 
@@ -216,11 +263,11 @@ def test_more_of_the_kernels_on_a_gpu(check: Callable[[str], None]) -> None:
 
 @CUDA
 def test_the_kernels_say_the_same_twice() -> None:
-    x, z, gradient = drawn((64, 64, 32, 32), 3, torch.bfloat16, "cuda")
-    made = layer(64, 2, "cuda")
+    x, z, weight, bias = drawn_inputs((64, 64, 32, 32), "add", torch.bfloat16, "cuda")
+    learned = [weight.requires_grad_(), bias.requires_grad_()]
     once, again = (
-        (y, *torch.autograd.grad(y, [*made.parameters()], gradient))
-        for y in (found(made, x, z, "add", 2)[0] for _ in range(2))
+        (y, *torch.autograd.grad(y, learned, x))
+        for y in (kernels.batch_norm(x, z, *learned, 1e-2, 2, True)[0] for _ in range(2))
     )
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
@@ -256,28 +303,10 @@ def test_programs_share_the_rows(
 
 
 def test_the_kernels_take_half_precision_on_a_gpu_alone() -> None:
-    class OnGpu(Tensor):
-        is_cuda = True
-
-    def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
-
     assert kernels.applies(on_gpu(2, 24, 3, 3)) and kernels.applies(on_gpu(2, 8))
     assert not kernels.applies(on_gpu(2, 12)) and not kernels.applies(on_gpu(2, 8, 3))
     assert not kernels.applies(on_gpu(2, 8, dtype=torch.float32))
     assert not kernels.applies(torch.zeros(2, 8, dtype=torch.bfloat16))
-
-
-def as_torch(
-    x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernels compute, in torch."""
-    apart = x.unflatten(0, (views, -1))
-    over = [1, *range(3, apart.dim())]
-    variance, mean = torch.var_mean(apart, over, correction=0, keepdim=True)
-    y = ((apart - mean) / (variance + eps).sqrt()).flatten(0, 1).transpose(1, -1)
-    y = (y * weight + bias).transpose(1, -1) + (0 if z is None else z)
-    return y.relu() if relu else y, mean.flatten(1).detach(), variance.flatten(1).detach()
 
 
 @pytest.mark.parametrize("end", [False, True], ids=["norm", "end"])
@@ -285,41 +314,28 @@ def as_torch(
 def test_a_compiled_step_has_the_kernels_and_the_same_numbers(
     views: int, end: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, z = drawn((6, 16, 3, 3), 2, torch.float64, "cpu")
+    drawn_once = [*drawn((6, 16, 3, 3), 1 + end, torch.float64, "cpu")]
 
     def results(made: BatchNorm) -> list[Tensor]:
-        inputs = x.clone().requires_grad_(), z.clone().requires_grad_()
-        y = made.plus(*inputs) if end else made(inputs[0]) + 0 * inputs[1]
-        gradients = torch.autograd.grad(y.square().sum(), (*inputs, *made.parameters()))
+        inputs = [t.clone().requires_grad_() for t in drawn_once]
+        y = made(*inputs)
+        gradients = torch.autograd.grad(y.square().sum(), [*inputs, *made.parameters()])
         return [y.detach(), *gradients, *made.buffers()]
 
-    made = [layer(16, views, "cpu").double() for _ in range(2)]
-    for one in made:
-        one.relu = not end
-    plain = results(made[0])
-    seen: list[str] = []
+    plain, fast = (layer(16, views) for _ in range(2))
+    plain.relu = fast.relu = not end
+    asked: list[Any] = []
 
-    def norm(x: Tensor, *given: Any, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append("norm")
-        return as_torch(x, None, *given, relu)
+    def kernel(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append(given)
+        return as_torch(*given)
 
-    def plus(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append("end")
-        return as_torch(*given, True)
-
-    monkeypatch.setattr(kernels, "batch_norm", norm)
-    monkeypatch.setattr(kernels, "batch_norm_add", plus)
+    monkeypatch.setattr(kernels, "batch_norm", kernel)
     monkeypatch.setattr(kernels, "applies", lambda x: True)
-    results(layer(16, views, "cpu").double())
-    assert not seen  # nothing is compiled there
+    expected = results(plain)
+    assert not asked  # nothing is compiled there
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for a, b in zip(results(made[1]), plain, strict=True):
+    for a, b in zip(results(fast), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-    assert seen == ["end" if end else "norm"]
-    made[1].eval()
-    results(made[1])
-    assert len(seen) == 1
-    made[1].train()
-    made[1].plus(x, z[:1])  # it does not fit
-    made[1].plus(x, z.float())
-    assert seen[1:] == ["norm"] * 2
+    results(fast.eval())
+    assert len(asked) == 1  # only in training

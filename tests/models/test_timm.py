@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file
+from helpers import refused
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl import config, load_encoder
-from fedssl.cli import main
 from fedssl.config import Encoder
 from fedssl.encoder import export, formats
 from fedssl.encoder.load import ImageEncoder
@@ -25,22 +25,13 @@ from fedssl.models.network import Heads, build, initialize, load_encoders, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, replace_batch_norms
 from fedssl.runs import checkpoint, loop
 from fedssl.runs.build import build_experiment
-from fedssl.util.errors import UserError
 
 # Batch norm with the activation inside, batch norm alone, and layer norm.
 NAMES = ("mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224")
 SMALL = (
-    "rounds=1",
-    "partition.name=iid",
-    "partition.clients=2",
-    "cohort.size=null",
-    "data.labels=20",
-    "data.size=32",
-    "objective.projector=32,32,16",
-    "evaluate.protocols=knn",
-    "evaluate.k=5",
-    "evaluate.baselines=[]",
-    "engine.threads=1",
+    *("rounds=1", "partition.name=iid", "partition.clients=2", "cohort.size=null"),
+    *("data.labels=20", "data.size=32", "objective.projector=32,32,16", "engine.threads=1"),
+    *("evaluate.protocols=knn", "evaluate.k=5", "evaluate.baselines=[]"),
 )
 
 
@@ -79,11 +70,8 @@ def test_a_backbone_is_timms_with_timms_names(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_batch_norm_sees_each_view_by_itself_also_in_one_pass(name: str) -> None:
     settings = Encoder(f"timm/{name}", norm="batch")
-    net = (
-        build(settings, (1,), 32, lambda e, norm: Heads(mlp(e.features, (16, 16), norm)), 0)
-        .double()
-        .train()
-    )
+    net = build(settings, (1,), 32, lambda e, norm: Heads(mlp(e.features, (16, 16), norm)), 0)
+    net = net.double().train()
     kinds = {type(m) for m in net.towers[0].encoder.modules() if isinstance(m, _BatchNorm)}
     assert kinds <= {BatchNorm, BatchNormAct} and net.has_batch_norm
     assert (BatchNormAct in kinds) == (name == NAMES[0])
@@ -107,7 +95,7 @@ def test_an_adopted_norm_keeps_its_own_numbers() -> None:
     images = torch.rand(4, 2, 3, 3)
     assert torch.equal(ours(images), theirs(images))
     assert torch.equal(ours[0].running_var, theirs[0].running_var)
-    with pytest.raises(UserError, match="SyncBatchNorm"):
+    with refused("encoder.name", says="SyncBatchNorm"):
         replace_batch_norms(nn.Sequential(nn.SyncBatchNorm(2)))
 
 
@@ -133,6 +121,12 @@ def test_fedavg_trains_it_and_the_run_is_what_load_encoder_gives(folder: Path) -
     assert torch.equal(load_encoder(folder).embed(images), expected)
 
 
+@torch.no_grad()
+def embed_by_timm(exported: Path, images: torch.Tensor) -> torch.Tensor:
+    model = timm.create_model(f"local-dir:{exported}", pretrained=True, num_classes=0)
+    return model.eval()(images.float() / 255)
+
+
 @pytest.mark.parametrize("format", ["safetensors", "hf"])
 def test_timm_loads_what_is_exported(format: str, folder: Path, tmp_path: Path) -> None:
     list(export.export(folder, format, tmp_path / "out"))
@@ -146,9 +140,7 @@ def test_timm_loads_what_is_exported(format: str, folder: Path, tmp_path: Path) 
         assert torch.equal(theirs(images.float() / 255), expected)
     assert torch.equal(load_encoder(tmp_path / "out").embed(images), expected)
     if format == "hf":
-        local = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=0)
-        with torch.no_grad():
-            assert torch.equal(local.eval()(images.float() / 255), expected)
+        assert torch.equal(embed_by_timm(tmp_path / "out", images), expected)
         known = json.loads((tmp_path / "out" / "config.json").read_text())
         assert known["architecture"] == NAMES[0] and known["num_features"] == 1024
 
@@ -160,12 +152,8 @@ def test_graphs_of_it_agree(format: str, name: str, tmp_path: Path) -> None:
     settings = Encoder(f"timm/{name}", norm="batch")
     body = encoder(settings, 3, 32)
     initialize(body, 0)
-    note = {
-        "encoder": config.to_tree(settings),
-        "features": body.features,
-        "channels": [3],
-        "size": [32, 32],
-    }
+    note = {"encoder": config.to_tree(settings), "features": body.features}
+    note |= {"channels": [3], "size": [32, 32]}
     whole = ImageEncoder(body.eval(), note, 0)
     infer = formats.WRITERS[format](whole, tmp_path / "graph")
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
@@ -183,16 +171,12 @@ def test_dcco_merges_it_where_there_is_no_batch_norm(tmp_path: Path) -> None:
     started = session.tower().encoder.state_dict()
     assert not torch.equal(state["pos_embed"], started["pos_embed"].cpu())
     list(export.export(tmp_path / "run", "hf", tmp_path / "hub"))
-    local = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True, num_classes=0)
     images = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8)
-    with torch.no_grad():
-        found = local.eval()(images.float() / 255)
+    found = embed_by_timm(tmp_path / "hub", images)
     assert torch.equal(found, load_encoder(tmp_path / "run").embed(images))
 
 
 def test_weights_of_timms_own_are_a_start(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     whole = timm.create_model(NAMES[0], in_chans=1, num_classes=7)
     save_file(whole.state_dict(), tmp_path / "theirs.safetensors")
     settings = Encoder(f"timm/{NAMES[0]}", norm="batch")
@@ -206,7 +190,7 @@ VIT = "encoder.name=timm/vit_tiny_patch16_224"
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "message"),
+    ("words", "key", "says"),
     [
         (("encoder.name=timm/resnet1888",), "encoder.name", "timm/resnet18"),
         (("encoder.name=timm/resnet10t",), "encoder.norm", "encoder.norm=batch"),
@@ -215,19 +199,13 @@ VIT = "encoder.name=timm/vit_tiny_patch16_224"
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(
-    words: tuple[str, ...],
-    key: str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], key: str, says: str, tmp_path: Path
 ) -> None:
-    assert main(["run", *SMALL, *words, "--out", str(tmp_path / "run")]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"fedssl: {key}=") and message in line
+    with refused(key, says=says):
+        loop.run(small(*words), tmp_path / "run")
 
 
 def test_a_missing_timm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError) as error:
+    with refused("encoder.name", says="pip install 'fedssl[timm]'"):
         encoder(Encoder("timm/resnet18", norm="batch"), 3, 32)
-    assert "pip install 'fedssl[timm]'" in error.value.fix

@@ -12,7 +12,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from fedssl import __version__
 from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
@@ -46,26 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(options.command(options))
         sys.stdout.flush()  # a full disk is an error here, where it can still be reported
         return code
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         print(f"fedssl: {error}", file=sys.stderr)
-        return 2
-    except TrainingError as error:
-        print(f"fedssl: {error}", file=sys.stderr)
-        return 1
-    except PermissionError as error:
-        if not isinstance(error.filename, str | bytes):
-            raise
-        # A file that cannot be created is the fault of its folder.
-        path = Path(os.fsdecode(error.filename))
-        place = next(p for p in (path, *path.parents) if os.path.lexists(p))
-        print(f"fedssl: {place}: not allowed. Change its permissions.", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        if error.errno not in FULL:
+        if isinstance(error, PermissionError) and isinstance(error.filename, str):
+            fix = "Change the permissions of the file or its folder."
+        elif error.errno in FULL:
+            then = "continue with --resume" if hasattr(options, "resume") else "try again"
+            fix = f"Make room, then {then}."
+        else:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        then = "continue with --resume" if hasattr(options, "resume") else "try again"
-        print(f"fedssl: {where}{error.strerror}. Make room, then {then}.", file=sys.stderr)
+        print(f"fedssl: {where}{error.strerror}. {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fedssl: stopped", file=sys.stderr)

@@ -7,10 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from fedssl import config
-from fedssl.runs.folder import read_recipe
-from fedssl.util.errors import UserError
-
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports an error, and for which command, in one line."""
@@ -34,23 +30,18 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def check_png(out: Path | None) -> None:
-    """Check that a picture's file is a PNG."""
-    if out is not None and out.suffix.lower() != ".png":
-        fix = "Use a name such as out.png."
-        raise UserError("a picture is a PNG file", key="--out", value=out, fix=fix)
+RECIPE = "a recipe's name or file (default: the digits demonstration), and keys to change"
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
-    """Add the positional arguments of a recipe and its keys."""
-    words = parser.add_argument(
-        "words",
-        nargs="*",
-        default=[],
-        metavar="RECIPE key=value",
-        help="a recipe's name or file (default: the digits demonstration), and keys to change",
-    )
-    complete_with(words, "words")
+def add_words(
+    parser: argparse.ArgumentParser,
+    metavar: str = "RECIPE key=value",
+    help: str = RECIPE,
+    complete: str = "words",
+) -> None:
+    """Add the positional arguments for keys, by default after a recipe."""
+    words = parser.add_argument("words", nargs="*", default=[], metavar=metavar, help=help)
+    complete_with(words, complete)
 
 
 def complete_with(argument: argparse.Action, how: str) -> None:
@@ -64,11 +55,6 @@ def complete_with(argument: argparse.Action, how: str) -> None:
     argument.completer = completer  # type: ignore[attr-defined]
 
 
-def resolve_words(words: Sequence[str], resumed: Path | None = None) -> tuple[str, config.Config]:
-    """Return the recipe's name and the configuration that the words of a command give.
-
-    Without a recipe's name, words change the configuration of the run that is resumed.
-    """
-    recipe = words[0] if words and "=" not in words[0] else None
-    name, tree = read_recipe(recipe, resumed)
-    return name, config.resolve(tree, words[1:] if recipe else words)
+def split_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Split the words of a command into the recipe's name, if there is one, and its keys."""
+    return (words[0], words[1:]) if words and "=" not in words[0] else (None, words)

@@ -15,12 +15,6 @@ from typing import Any, Literal
 
 from fedssl import config
 
-SOURCES = {
-    "algorithm": "algorithms/*.py",
-    "objective": "objectives/*.py",
-    "partition": "data/*.py",
-}
-
 
 def words(prefix: str, **_: Any) -> list[str]:
     """Complete ``RECIPE key=value …``."""
@@ -54,7 +48,7 @@ def _list_keys(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     for section, kind in config.key_types(config.Config).items():
         if not section.startswith(start.partition(".")[0]):
             continue
-        if section in SOURCES:
+        if section in config.VARIANTS:
             yield f"{section}.name", tuple(config.VARIANTS[section])
             yield from _read_keys(section)
             kind = config.SourceParams if section == "partition" else config.BASE_PARAMS[section]
@@ -62,7 +56,7 @@ def _list_keys(start: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield section, _choices(kind)
             continue
         for key, type_ in config.key_types(kind).items():
-            if section not in SOURCES or key != "name":
+            if section not in config.VARIANTS or key != "name":
                 yield f"{section}.{key}", _choices(type_)
 
 
@@ -77,7 +71,9 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the keys in the source of a section's ``Params`` classes."""
-    for path in sorted(Path(__file__).parents[1].glob(SOURCES[section])):
+    folders = {place.split(".")[1] for place in config.VARIANTS[section].values()}
+    package = Path(__file__).parents[1]
+    for path in sorted(path for folder in folders for path in (package / folder).glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "Params(" not in text:  # parsing takes most of the time
             continue
@@ -85,16 +81,5 @@ def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Params"):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        choices = _read_choices(item.annotation)
-                        yield f"{section}.{item.target.id.rstrip('_')}", choices
-
-
-def _read_choices(annotation: ast.expr) -> tuple[str, ...]:
-    """Return the choices of a type that is given as source."""
-    choices: list[str] = []
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Name) and node.id == "bool":
-            choices += ("true", "false")
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-            choices += map(str, ast.literal_eval(f"({ast.unparse(node.slice).strip('()')},)"))
-    return tuple(choices)
+                        kind = eval(ast.unparse(item.annotation), {"Literal": Literal})
+                        yield f"{section}.{item.target.id.rstrip('_')}", _choices(kind)

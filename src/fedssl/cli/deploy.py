@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fedssl.cli.arguments import Commands, complete_with, path
+from fedssl.cli.arguments import Commands, add_words, complete_with, path
 
 EXAMPLES = """examples:
   fedssl deploy init app default engine.sites=3 cohort.size=null
@@ -27,10 +27,7 @@ def add_deploy(commands: Commands) -> None:
     init.add_argument("folder", type=path, metavar="DIR", help="a new folder")
     recipe = init.add_argument("recipe", metavar="RECIPE", help="a recipe's name or file")
     complete_with(recipe, "recipes")
-    words = init.add_argument(
-        "words", nargs="*", default=[], metavar="key=value", help="keys to change"
-    )
-    complete_with(words, "keys")
+    add_words(init, "key=value", "keys to change", "keys")
     init.set_defaults(command=_deploy_init)
 
 

@@ -28,22 +28,18 @@ def format_recipes(pattern: str | None = None) -> str:
     """Format the recipes that match a pattern, or one line for each table without a pattern."""
     lines = [["recipe", "what it reproduces", "the paper's number"]]
     if pattern is not None:
-        return align_columns(
-            lines + [describe_recipe(name) for name in config.match_recipes(pattern)]
-        )
-    files: dict[str, int] = {}
+        return align_columns([*lines, *map(describe_recipe, config.match_recipes(pattern))])
+    tables = {}
     for name in config.list_recipes():
         table = config.find_table(name)
-        file = name if table is None else table.file
-        files[file] = files.get(file, 0) + 1
-    return align_columns(lines + [_describe_file(file, count) for file, count in files.items()])
-
-
-def _describe_file(name: str, count: int) -> list[str]:
-    table = config.find_table(name)
-    if table is None:
-        return describe_recipe(name)
-    return [name, f"{table.title}: {table.about}", f"{count} recipes: fedssl recipes {name}"]
+        tables[name if table is None else table.file] = table
+    for name, table in tables.items():
+        if table is None:
+            lines.append(describe_recipe(name))
+        else:
+            count = f"{len(table.cells())} recipes: fedssl recipes {name}"
+            lines.append([name, f"{table.title}: {table.about}", count])
+    return align_columns(lines)
 
 
 def describe_recipe(name: str) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl import config
-from fedssl.cli.arguments import Commands, add_words, complete_with, path, resolve_words
+from fedssl.cli.arguments import Commands, add_words, complete_with, path, split_words
 from fedssl.runs.folder import SWEEP, check_alone, has_file, make_folder
 from fedssl.util.errors import UserError, format_resume
 
@@ -45,10 +45,7 @@ def add_reproduce(commands: Commands) -> None:
         "pattern", metavar="PATTERN", help="a recipe, a table, or a pattern"
     )
     complete_with(pattern, "recipes")
-    words = parser.add_argument(
-        "words", nargs="*", default=[], metavar="key=value", help="keys to change in all"
-    )
-    complete_with(words, "keys")
+    add_words(parser, "key=value", "keys to change in all", "keys")
     parser.add_argument("--scale", default="1", metavar="S", help="share of the rounds, up to 1")
     parser.add_argument(
         "--out", type=path, metavar="DIR", help="the folder of the runs (default: runs/reproduce)"
@@ -62,10 +59,7 @@ def add_evaluate(commands: Commands) -> None:
         "evaluate", help="evaluate a run again, from its last checkpoint"
     )
     evaluate.add_argument("run", type=path, metavar="RUN", help="a run's folder")
-    words = evaluate.add_argument(
-        "words", nargs="*", default=[], metavar="key=value", help="evaluate.* or data.* keys"
-    )
-    complete_with(words, "evaluation_keys")
+    add_words(evaluate, "key=value", "evaluate.* or data.* keys", "evaluation_keys")
     evaluate.set_defaults(command=_evaluate)
 
 
@@ -74,11 +68,19 @@ def _run(options: argparse.Namespace) -> int:
         folder = next((word for word in options.words if Path(word).is_dir()), None)
         fix = f"Add --out {folder or 'DIR'}."
         raise UserError("the run's folder is missing", key="--resume", fix=fix)
-    swept = _find_sweep(options)
-    if swept is not None:
-        return _sweep(*swept, options)
-    name, settings = resolve_words(options.words, options.out if options.resume else None)
-    out = options.out or make_folder(name)
+    name, words = split_words(options.words)
+    held = _find_config(options.out) if options.resume else None
+    if name is None and held is not None:
+        recipe = config.read_yaml(held)
+    else:
+        recipe = config.read_recipe(name)
+    tree = config.apply_words(recipe, words)
+    # Words without lists, for a sweep's folder, are an error that the sweep reports.
+    if config.find_sweep(tree) or (held is not None and held.name == SWEEP):
+        notes = list(config.find_omissions(recipe, tree))
+        return _sweep(tree, options.out or make_folder(name or "default"), options.resume, notes)
+    settings = config.build(tree)
+    out = options.out or make_folder(name or "default")
 
     from fedssl import report
     from fedssl.runs import loop
@@ -98,24 +100,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _find_sweep(options: argparse.Namespace) -> tuple[str, config.Recipe, list[str]] | None:
-    """Return a sweep's recipe name, its keys, and the keys that its runs leave out.
-
-    It is a sweep if keys hold lists, or if --out is a sweep's folder.
-    """
-    named = bool(options.words) and "=" not in options.words[0]
-    words = options.words[1:] if named else options.words
-    held = _find_config(options.out) if options.resume else None
-    name = options.words[0] if named else "default"
-    recipe = config.read_recipe(name) if named or held is None else config.read_yaml(held)
-    tree = config.apply_words(recipe, words)
-    # Words without lists, for a sweep's folder, are an error that the sweep reports.
-    goes_on = held is not None and held.name == SWEEP
-    if not goes_on and not config.find_sweep(tree):
-        return None
-    return name, tree, list(config.find_omissions(recipe, tree))
-
-
 def _find_config(out: Path) -> Path | None:
     """Return the configuration file of the sweep or run in a folder, if there is one."""
     files = (SWEEP, "config.yaml")
@@ -129,14 +113,11 @@ def _report_stop(out: Path) -> int:
     return 130
 
 
-def _sweep(
-    name: str, tree: config.Recipe, notes: Sequence[str], options: argparse.Namespace
-) -> int:
+def _sweep(tree: config.Recipe, out: Path, resume: bool, notes: Sequence[str]) -> int:
     from fedssl.runs import loop, sweep
 
-    out = options.out or make_folder(name)
     try:
-        summaries = sweep.sweep(tree, out, options.resume, notes)
+        summaries = sweep.sweep(tree, out, resume, notes)
     except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     if summaries:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fedssl.cli.arguments import Commands, add_words, check_png, path, resolve_words
+from fedssl import config
+from fedssl.cli.arguments import Commands, add_words, path, split_words
+from fedssl.util.files import check_suffix
 
 
 def add_partition(commands: Commands) -> None:
@@ -42,8 +44,10 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _partition(options: argparse.Namespace) -> int:
-    _, settings = resolve_words(options.words)
-    check_png(options.out)
+    recipe, words = split_words(options.words)
+    settings = config.resolve(config.read_recipe(recipe), words)
+    if options.out is not None:
+        check_suffix(options.out, "--out", ".png")
 
     from fedssl.data import charts
     from fedssl.data.client_table import format_table
@@ -57,9 +61,9 @@ def _partition(options: argparse.Namespace) -> int:
     dataset = load_dataset(settings.data, settings.seed)
     sources = find_sources(settings, dataset, pick_device(settings.device))
     groups = split_clients(settings, dataset, sources)
-    labels = None if sources.labels is None else sources.labels.numpy()
+    labels = sources.labels.numpy()
     names = client_names(settings.partition, groups, dataset)
-    print(format_table(groups, labels, sources.names, len(dataset.train), names, sources.kind))
+    print(format_table(groups, labels, sources.names, names, sources.kind))
     for note in describe_imbalance(settings.partition, groups.sizes):
         print(f"fedssl: {note}", file=sys.stderr)
     if options.out is not None:
@@ -71,7 +75,8 @@ def _partition(options: argparse.Namespace) -> int:
 def _representability(options: argparse.Namespace) -> int:
     from fedssl.contrib import theory
 
-    check_png(options.out)
+    if options.out is not None:
+        check_suffix(options.out, "--out", ".png")
     table = theory.compare(options.d, options.k, options.seed)
     print(theory.format_table(table, options.d))
     if options.out is not None:

@@ -1,112 +1,47 @@
 """Configuration: keys, recipes, sweeps and plug-ins."""
 
-from fedssl.config.build import (
-    build,
-    dump,
-    flatten,
-    rename_protocols,
-    resolve,
-    to_tree,
-    with_absolute_paths,
-    with_algorithm,
-)
-from fedssl.config.keys import (
-    Effect,
-    Key,
-    Recipe,
-    convert,
-    declarations,
-    facts_of,
-    find_idle_keys,
-    key,
-    key_types,
-    keys_affecting,
-    path_keys,
-)
-from fedssl.config.merge import apply_words, with_values
-from fedssl.config.recipe_files import (
-    find_table,
-    list_recipes,
-    match_recipes,
-    read_recipe,
-    read_yaml,
-)
-from fedssl.config.schema import (
-    TIMM,
-    Augment,
-    Checkpoint,
-    Cohort,
-    Config,
-    Data,
-    Encoder,
-    Engine,
-    Evaluate,
-    Initializer,
-    Optimizer,
-    Privacy,
-)
-from fedssl.config.sweeps import combine_values, find_omissions, find_sweep
-from fedssl.config.variants import (
-    BASE_PARAMS,
-    DEFAULT_NAMES,
-    VARIANTS,
-    AlgorithmParams,
-    ObjectiveParams,
-    PartitionParams,
-    SourceParams,
-    params_class,
-    variant,
-)
-
-__all__ = [
-    "BASE_PARAMS",
-    "DEFAULT_NAMES",
-    "TIMM",
-    "VARIANTS",
-    "AlgorithmParams",
-    "Augment",
-    "Checkpoint",
-    "Cohort",
-    "Config",
-    "Data",
-    "Effect",
-    "Encoder",
-    "Engine",
-    "Evaluate",
-    "Initializer",
-    "Key",
-    "ObjectiveParams",
-    "Optimizer",
-    "PartitionParams",
-    "Privacy",
-    "Recipe",
-    "SourceParams",
-    "apply_words",
-    "build",
-    "combine_values",
-    "convert",
-    "declarations",
-    "dump",
-    "facts_of",
-    "find_idle_keys",
-    "find_omissions",
-    "find_sweep",
-    "find_table",
-    "flatten",
-    "key",
-    "key_types",
-    "keys_affecting",
-    "list_recipes",
-    "match_recipes",
-    "params_class",
-    "path_keys",
-    "read_recipe",
-    "read_yaml",
-    "rename_protocols",
-    "resolve",
-    "to_tree",
-    "variant",
-    "with_absolute_paths",
-    "with_algorithm",
-    "with_values",
-]
+from fedssl.config.build import build as build
+from fedssl.config.build import dump as dump
+from fedssl.config.build import flatten as flatten
+from fedssl.config.build import rename_plugins as rename_plugins
+from fedssl.config.build import resolve as resolve
+from fedssl.config.build import to_tree as to_tree
+from fedssl.config.build import with_absolute_paths as with_absolute_paths
+from fedssl.config.build import with_algorithm as with_algorithm
+from fedssl.config.keys import Recipe as Recipe
+from fedssl.config.keys import convert as convert
+from fedssl.config.keys import declarations as declarations
+from fedssl.config.keys import facts_of as facts_of
+from fedssl.config.keys import find_idle_keys as find_idle_keys
+from fedssl.config.keys import key as key
+from fedssl.config.keys import key_types as key_types
+from fedssl.config.keys import keys_affecting as keys_affecting
+from fedssl.config.keys import path_keys as path_keys
+from fedssl.config.merge import apply_words as apply_words
+from fedssl.config.merge import with_values as with_values
+from fedssl.config.recipe_files import find_table as find_table
+from fedssl.config.recipe_files import list_recipes as list_recipes
+from fedssl.config.recipe_files import match_recipes as match_recipes
+from fedssl.config.recipe_files import read_recipe as read_recipe
+from fedssl.config.recipe_files import read_yaml as read_yaml
+from fedssl.config.schema import TIMM as TIMM
+from fedssl.config.schema import Augment as Augment
+from fedssl.config.schema import Cohort as Cohort
+from fedssl.config.schema import Config as Config
+from fedssl.config.schema import Data as Data
+from fedssl.config.schema import Encoder as Encoder
+from fedssl.config.schema import Engine as Engine
+from fedssl.config.schema import Evaluate as Evaluate
+from fedssl.config.schema import Initializer as Initializer
+from fedssl.config.schema import Optimizer as Optimizer
+from fedssl.config.schema import Privacy as Privacy
+from fedssl.config.sweeps import combine_values as combine_values
+from fedssl.config.sweeps import find_omissions as find_omissions
+from fedssl.config.sweeps import find_sweep as find_sweep
+from fedssl.config.variants import BASE_PARAMS as BASE_PARAMS
+from fedssl.config.variants import VARIANTS as VARIANTS
+from fedssl.config.variants import AlgorithmParams as AlgorithmParams
+from fedssl.config.variants import ObjectiveParams as ObjectiveParams
+from fedssl.config.variants import PartitionParams as PartitionParams
+from fedssl.config.variants import SourceParams as SourceParams
+from fedssl.config.variants import variant as variant

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from fedssl.config import plugins
-from fedssl.config.keys import Recipe, convert_section, path_keys
+from fedssl.config.keys import Recipe, convert_section, key_fields, path_keys
 from fedssl.config.merge import apply_words, merge
-from fedssl.config.schema import Config, Encoder, Evaluate
-from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, params_class, variant
+from fedssl.config.schema import Config
+from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, variant
 from fedssl.util.errors import UserError
 
 
@@ -27,20 +27,15 @@ def resolve(recipe: Recipe, words: Sequence[str] = ()) -> Config:
 def build(tree: Recipe) -> Config:
     """Return a configuration with checked values and all defaults."""
     sections: Recipe = {}
-    for section in VARIANTS:
-        given = tree.get(section)
-        if given is None:
-            given = {}
-        if not isinstance(given, dict):
-            fix = f"Give keys such as {section}.name."
-            raise UserError("not keys and values", key=section, value=given, fix=fix)
-        name = plugins.make_absolute(str(given.get("name", DEFAULT_NAMES[section])))
-        kind = params_class(section, name)
-        sections[section] = convert_section(kind, {**given, "name": name}, section)
+    for section, default in DEFAULT_NAMES.items():
+        given = {} if tree.get(section) is None else tree[section]
+        kind: Any = BASE_PARAMS[section]
+        if isinstance(given, Mapping):
+            kind = variant(section, str(given.get("name", default))).Params
+        sections[section] = convert_section(kind, given, section)
     config = convert_section(Config, {**tree, **sections}, "")
-    config = replace(config, evaluate=rename_protocols(config.evaluate, plugins.make_absolute))
     _check(config)
-    return cast(Config, config)
+    return rename_plugins(config, plugins.make_absolute)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -57,27 +52,33 @@ def with_absolute_paths(config: Config) -> Config:
     return config
 
 
-def rename_protocols(evaluate: Evaluate, rename: Callable[[str], str]) -> Evaluate:
-    """Return the section with other names of its protocols."""
+def rename_plugins(config: Config, rename: Callable[[str], str]) -> Config:
+    """Return the configuration with other names of its classes and protocols."""
 
     def each(specs: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if specs is None else tuple(map(rename, specs))
 
-    return replace(evaluate, protocols=each(evaluate.protocols), monitor=each(evaluate.monitor))
+    sections: dict[str, Any] = {}
+    for section in reversed(VARIANTS):  # an app's first file is the algorithm
+        params = getattr(config, section)
+        sections[section] = replace(params, name=rename(params.name))
+    protocols, monitor = each(config.evaluate.protocols), each(config.evaluate.monitor)
+    evaluate = replace(config.evaluate, protocols=protocols, monitor=monitor)
+    return replace(config, evaluate=evaluate, **sections)
 
 
 def to_tree(config: Any) -> Recipe:
     """Return the configuration as nested plain mappings, as in ``config.yaml``."""
     tree: Recipe = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
+    for name, field in key_fields(config).items():
+        value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             value = to_tree(value)
         elif isinstance(value, tuple):
             value = list(value)
         elif isinstance(value, Mapping):
             value = dict(value)
-        tree[item.name.rstrip("_")] = value
+        tree[name] = value
     return tree
 
 
@@ -106,55 +107,26 @@ def with_algorithm(config: Config, name: str) -> Config:
 
 def _check(config: Config) -> None:
     """Check the keys that depend on one another, as far as that needs no images."""
-    _check_alternatives("algorithm", config.algorithm, "local_steps", "local_epochs")
-    _check_alternatives("cohort", config.cohort, "size", "fraction")
-    cohort, privacy = config.cohort, config.privacy
+    cohort, privacy, encoder = config.cohort, config.privacy, config.encoder
     if cohort.size is not None and cohort.minimum > cohort.size:
-        raise UserError(
-            f"more than cohort.size={cohort.size}, so no round could count",
-            key="cohort.minimum",
-            value=cohort.minimum,
-            fix=f"Use at most {cohort.size}.",
-        )
+        problem = f"more than cohort.size={cohort.size}, so no round could count"
+        fix = f"Use at most {cohort.size}."
+        raise UserError(problem, key="cohort.minimum", value=cohort.minimum, fix=fix)
     if privacy.moments_noise is not None and privacy.noise is None:
-        raise UserError(
-            "updates without noise reveal the moments",
-            key="privacy.moments_noise",
-            value=privacy.moments_noise,
-            fix="Set privacy.noise too.",
-        )
-    _check_evaluation(config.evaluate, config.encoder)
-    if not isinstance(config.paper.get("results", {}), Mapping):
-        fix = "Give a measure and a number, such as {linear_top1: 84.3}."
-        value = config.paper["results"]
-        raise UserError("not keys and values", key="paper.results", value=value, fix=fix)
-
-
-def _check_alternatives(section: str, values: Any, one: str, other: str) -> None:
-    if getattr(values, one) is not None and getattr(values, other) is not None:
-        raise UserError(
-            f"given together with {section}.{other}={getattr(values, other)}",
-            key=f"{section}.{one}",
-            value=getattr(values, one),
-            fix=f"Give one of the two, and set the other to null: {section}.{other}=null.",
-        )
-
-
-def _check_evaluation(evaluate: Evaluate, encoder: Encoder) -> None:
-    patch, size = encoder.patch, evaluate.size
+        problem, fix = "updates without noise reveal the moments", "Set privacy.noise too."
+        raise UserError(problem, key="privacy.moments_noise", value=privacy.moments_noise, fix=fix)
+    patch, size = encoder.patch, config.evaluate.size
     if encoder.name == "vit-tiny" and size is not None and size % patch:
-        raise UserError(
-            f"does not divide evaluate.size={size}",
-            key="encoder.patch",
-            value=patch,
-            fix=f"Use evaluate.size={max(1, size // patch) * patch}.",
-        )
-    for name in evaluate.baselines:
+        problem = f"does not divide evaluate.size={size}"
+        fix = f"Use evaluate.size={max(1, size // patch) * patch}."
+        raise UserError(problem, key="encoder.patch", value=patch, fix=fix)
+    for name in config.evaluate.baselines:
+        key = "evaluate.baselines"
         if ":" in name:  # a baseline's folder has its name
-            raise UserError(
-                "a file cannot be a baseline",
-                key="evaluate.baselines",
-                value=name,
-                fix="Make it algorithm.name, and compare it with baselines by name.",
-            )
-        variant("algorithm", name, "evaluate.baselines")
+            fix = "Make it algorithm.name, and compare it with baselines by name."
+            raise UserError("a file cannot be a baseline", key=key, value=name, fix=fix)
+        variant("algorithm", name, key)
+    results = config.paper.get("results", {})
+    if not isinstance(results, Mapping):
+        fix = "Give a measure and a number, such as {linear_top1: 84.3}."
+        raise UserError("not keys and values", key="paper.results", value=results, fix=fix)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class Key:
     affects: Effect = "result"
     path: bool = False
     needs: str = ""
+    instead_of: str = ""
 
     @property
     def range(self) -> str:
@@ -81,7 +82,8 @@ def key(
     allows infinity, ``nonempty=True`` refuses an empty list. ``affects`` says what changes with the
     key (:data:`Effect`). ``path=True`` marks a file or folder. ``needs`` names the key of the same
     section without which this one has no effect: ``"noise"`` (it must be set) or
-    ``"average=trimmed|krum"`` (it must have one of these values).
+    ``"average=trimmed|krum"`` (it must have one of these values). ``instead_of`` names a key of the
+    same section that excludes this one: a new value of either replaces a recipe's.
 
     >>> @dataclass(frozen=True)
     ... class Params(AlgorithmParams):
@@ -95,17 +97,20 @@ def key(
     )
 
 
-def facts_of(cls: Any) -> dict[str, Key]:
+def key_fields(section: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Return key → field. ``lambda_`` is the key ``lambda``, a keyword of Python."""
+    return {field.name.rstrip("_"): field for field in dataclasses.fields(section)}
+
+
+def facts_of(section: Any) -> dict[str, Key]:
     """Return key → its declaration; a field without ``key`` has no limits."""
-    if not dataclasses.is_dataclass(cls):
-        return {}
-    return {f.name.rstrip("_"): f.metadata.get(_METADATA, Key()) for f in dataclasses.fields(cls)}
+    return {k: f.metadata.get(_METADATA, Key()) for k, f in key_fields(section).items()}
 
 
 def key_types(cls: Any) -> dict[str, Any]:
-    """Return key → type. ``lambda_`` is the key ``lambda``, a keyword of Python."""
+    """Return key → type."""
     hints = typing.get_type_hints(cls)
-    return {f.name.rstrip("_"): hints[f.name] for f in dataclasses.fields(cls)}
+    return {name: hints[field.name] for name, field in key_fields(cls).items()}
 
 
 def declarations(config: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
@@ -113,7 +118,7 @@ def declarations(config: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
     if isinstance(config, type):
         values = key_types(config)
     else:
-        values = {f.name.rstrip("_"): getattr(config, f.name) for f in dataclasses.fields(config)}
+        values = {name: getattr(config, field.name) for name, field in key_fields(config).items()}
     for name, fact in facts_of(config).items():
         if dataclasses.is_dataclass(values[name]):
             yield from declarations(values[name], f"{prefix}{name}.")
@@ -129,9 +134,8 @@ def keys_affecting(config: Any, *effects: Effect) -> set[str]:
 def find_idle_keys(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield a warning for each changed key that has no effect beside the others."""
     facts = facts_of(config)
-    for field in dataclasses.fields(config):
-        name, value = field.name.rstrip("_"), getattr(config, field.name)
-        needs = facts[name].needs
+    for name, field in key_fields(config).items():
+        value, needs = getattr(config, field.name), facts[name].needs
         if dataclasses.is_dataclass(value):
             yield from find_idle_keys(value, f"{prefix}{name}.")
         elif needs and value != field.default and not _is_met(needs, config):
@@ -140,7 +144,7 @@ def find_idle_keys(config: Any, prefix: str = "") -> Iterator[str]:
 
 def _is_met(needs: str, section: Any) -> bool:
     name, _, allowed = needs.partition("=")
-    value = getattr(section, name if hasattr(section, name) else f"{name}_")
+    value = getattr(section, key_fields(section)[name].name)
     return str(value) in allowed.split("|") if allowed else bool(value)
 
 
@@ -149,32 +153,28 @@ def path_keys(config: Any) -> list[str]:
     return [name for name, fact in declarations(config) if fact.path]
 
 
-def check_known(name: str, names: Collection[str], prefix: str) -> None:
-    """Check that a section has a key of this name."""
-    if name not in names:
-        where = prefix.rstrip(".") or "the top level"
-        raise UserError(
-            f"unknown key{suggest(str(name), names, prefix)}",
-            key=f"{prefix}{name}",
-            fix=f"Use a key of {where}: {', '.join(names)}.",
-        )
-
-
 def convert_section(cls: Any, given: Any, name: str) -> Any:
     """Return a section's dataclass with checked values; ``name`` is empty for the top level."""
-    kinds = key_types(cls)
+    fields, kinds, facts = key_fields(cls), key_types(cls), facts_of(cls)
     prefix = f"{name}." if name else ""
     if not isinstance(given, Mapping):
         fix = f"Give keys such as {prefix}{next(iter(kinds))}."
         raise UserError("not keys and values", key=name, value=given, fix=fix)
-    attributes = {field.name.rstrip("_"): field.name for field in dataclasses.fields(cls)}
-    facts = facts_of(cls)
     values: Recipe = {}
-    for sub, item in given.items():
-        check_known(sub, kinds, prefix)
-        value = convert(kinds[sub], item, prefix + sub)
-        _check_range(facts[sub], value, prefix + sub)
-        values[attributes[sub]] = value
+    for key, item in given.items():
+        if key not in kinds:
+            problem = f"unknown key{suggest(str(key), kinds, prefix)}"
+            fix = f"Use a key of {name or 'the top level'}: {', '.join(kinds)}."
+            raise UserError(problem, key=f"{prefix}{key}", fix=fix)
+        value = convert(kinds[key], item, prefix + key)
+        _check_range(facts[key], value, prefix + key)
+        values[fields[key].name] = value
+    for key, fact in facts.items():
+        other = fact.instead_of
+        if other and values.get(key) is not None and values.get(other) is not None:
+            problem = f"given together with {prefix}{other}={values[other]}"
+            fix = f"Give one of the two, and set the other to null: {prefix}{other}=null."
+            raise UserError(problem, key=prefix + key, value=values[key], fix=fix)
     return cls(**values)
 
 
@@ -196,15 +196,19 @@ def convert(kind: Any, value: Any, name: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _convert_union(arguments, value, name)
     if origin is Literal:
-        value = _as_choice(arguments, value)
-        if value not in arguments or isinstance(value, bool):
-            problem = f"unknown{suggest(str(value), map(str, arguments))}"
-            fix = f"Choose one of {', '.join(map(str, arguments))}."
+        choices = {str(choice): choice for choice in arguments}
+        # YAML reads off and on as booleans.
+        text = ("off", "on")[value] if isinstance(value, bool) else str(value)
+        if text not in choices:
+            problem, fix = (
+                f"unknown{suggest(text, choices)}",
+                f"Choose one of {', '.join(choices)}.",
+            )
             raise UserError(problem, key=name, value=value, fix=fix)
-        return value
+        return choices[text]
     if origin is tuple:
         return _convert_tuple(arguments, value, name)
-    if origin is not None and issubclass(origin, Mapping):
+    if origin is Mapping:
         if not isinstance(value, dict):
             raise _mistyped(name, value, "keys and values")
         return value
@@ -213,13 +217,6 @@ def convert(kind: Any, value: Any, name: str) -> Any:
 
 def _mistyped(name: str, value: object, expected: str) -> UserError:
     return UserError(f"not {expected}", key=name, value=value, fix=f"Give {expected}.")
-
-
-def _as_choice(choices: tuple[Any, ...], value: Any) -> Any:
-    """Return ``off`` or ``on``, which YAML reads as booleans, where it is a choice."""
-    if isinstance(value, bool):
-        return ("off", "on")[value] if ("off", "on")[value] in choices else value
-    return value
 
 
 def _convert_union(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
@@ -261,24 +258,20 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
 
 
 def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
-    expected = _EXPECTED[kind]
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise _mistyped(name, value, expected)
-        return value
-    if isinstance(value, bool) or value is None or isinstance(value, (dict, list)):
-        raise _mistyped(name, value, expected)
-    if kind is str:
-        return str(value)
+    if kind not in _EXPECTED:
+        fix = "Use int, float, str, bool, Literal, tuple, or one of these | None."
+        raise UserError(f"a key cannot have the type {kind}", key=name, value=value, fix=fix)
+    if value is None or isinstance(value, dict | list) or isinstance(value, bool) != (kind is bool):
+        raise _mistyped(name, value, _EXPECTED[kind])
+    if kind in (bool, str):
+        return kind(value)
     try:
         return _convert_number(kind, value)
     except OverflowError:
-        digits = " of at most 18 digits" if kind is int else " below 1e308"
-        raise UserError(
-            "too large", key=name, value=value, fix=f"Give {expected}{digits}."
-        ) from None
+        fix = "Give a smaller number."
+        raise UserError("too large", key=name, value=value, fix=fix) from None
     except (ValueError, TypeError):
-        raise _mistyped(name, value, expected) from None
+        raise _mistyped(name, value, _EXPECTED[kind]) from None
 
 
 def _convert_number(kind: type[int] | type[float], value: Any) -> int | float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +11,10 @@ from typing import Any
 import yaml
 
 from fedssl.config import plugins
-from fedssl.config.keys import Key, Recipe, facts_of, key_types
+from fedssl.config.keys import Recipe, facts_of, key_types
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, VARIANTS, as_names, key_types_under
 from fedssl.util.errors import UserError, format_resume
-
-ALTERNATIVES = (("local_steps", "local_epochs"), ("size", "fraction"))  # one replaces the other
 
 
 def with_values(tree: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -39,7 +37,8 @@ def _put(tree: Recipe, name: str, value: Any) -> None:
 def merge(recipe: Recipe, overrides: Recipe) -> Recipe:
     """Merge overrides over a recipe.
 
-    A new name, update rule or engine drops the recipe's keys that mean nothing there.
+    A new name, update rule or engine drops the recipe's keys that mean nothing there, and a new
+    value drops that of the key that it excludes.
     """
     tree = dict(recipe)
     for section, value in overrides.items():
@@ -47,23 +46,18 @@ def merge(recipe: Recipe, overrides: Recipe) -> Recipe:
         if not isinstance(value, dict) or not isinstance(base, dict):
             tree[section] = value
             continue
-        if section in VARIANTS and _is_renamed(base, value):
-            dropped = dropped_keys(section, base, value)
-        else:
-            dropped = {key for key in base if _is_dropped(section, key, value)}
-        for pair in ALTERNATIVES:
-            if set(pair) & value.keys():
-                dropped |= set(pair)
+        is_renamed = section in VARIANTS and _is_renamed(base, value)
+        dropped = dropped_keys(section, base, value) if is_renamed else set()
+        kind = key_types(Config).get(section)
+        for key, fact in facts_of(kind).items() if dataclasses.is_dataclass(kind) else ():
+            needed, _, allowed = fact.needs.partition("=")
+            given = value.get(needed)
+            if allowed and isinstance(given, str) and given not in allowed.split("|"):
+                dropped.add(key)
+            if fact.instead_of and {key, fact.instead_of} & value.keys():
+                dropped |= {key, fact.instead_of}
         tree[section] = {**{k: v for k, v in base.items() if k not in dropped}, **value}
     return tree
-
-
-def _is_dropped(section: str, key: str, value: Recipe) -> bool:
-    """Return whether a new value of the key that another one needs makes that one pointless."""
-    fact = facts_of(key_types(Config).get(section)).get(key, Key())
-    needed, _, values = fact.needs.partition("=")
-    given = value.get(needed)
-    return bool(values) and isinstance(given, str) and given not in values.split("|")
 
 
 def _is_renamed(base: Recipe, value: Recipe) -> bool:
@@ -123,14 +117,10 @@ def _read_value(text: str) -> Any:
 
     A folder called ``2024_01``, ``2024-01-31`` or ``photos #2`` keeps its name.
     """
+    text = text.strip()
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
-        return text.strip()
-    if isinstance(value, bool) or text.lstrip()[:1] in ("[", "{", '"', "'"):
-        return value
-    if value is None:
-        return None if text.strip() in ("~", "null", "Null", "NULL") else text.strip()
-    if isinstance(value, float) and not math.isfinite(value):  # .inf, which only YAML reads
-        return value
-    return value if str(value) == text.strip() else text.strip()
+        return text
+    is_yaml = isinstance(value, bool) or text in ("~", "null", "Null", "NULL", ".inf")
+    return value if is_yaml or text[0] in "[{\"'" or str(value) == text else text

@@ -19,17 +19,18 @@ from fedssl.util.errors import UserError, suggest
 LIST = "`fedssl recipes` lists them."
 
 
-def list_recipes(prefix: str = "") -> dict[str, Path]:
-    """Return the files of fedssl's recipes by name, or of those whose names may begin so.
+def list_recipes(prefix: str = "") -> list[str]:
+    """Return the names of fedssl's recipes, or of those whose names may begin so.
 
     A file that holds a table has a recipe for each cell: ``table/row/column``. Files that start
     with an underscore are only there to be extended.
     """
-    recipes: dict[str, Path] = {}
-    for name, path in _list_files().items():
-        if "/_" not in name and (name.startswith(prefix) or prefix.startswith(name)):
-            recipes |= dict.fromkeys(_recipes_in(name, path), path)
-    return recipes
+    return [
+        recipe
+        for name, path in _list_files().items()
+        if "/_" not in name and (name.startswith(prefix) or prefix.startswith(name))
+        for recipe in _recipes_in(name, path)
+    ]
 
 
 def match_recipes(pattern: str) -> list[str]:
@@ -39,7 +40,7 @@ def match_recipes(pattern: str) -> list[str]:
     """
     file, path, _ = _locate(pattern)
     is_users = path is not None and path not in _list_files().values()
-    names = _recipes_in(file, path) if is_users and path is not None else list(list_recipes())
+    names = _recipes_in(file, path) if is_users and path is not None else list_recipes()
     below = pattern.rstrip("/") + "/"
     matches = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
     if not matches:

@@ -100,14 +100,10 @@ class Table:
 
 
 def _read_parts(file: str, tree: Recipe, name: str) -> dict[str, Recipe]:
-    """Return the rows or the columns by name."""
+    """Return the rows or the columns by name. A name is part of a run's folder."""
     parts = tree.get(name)
-    if not isinstance(parts, dict) or not parts:
-        raise UserError("not names with keys below them", key=f"{file}: {name}")
-    for part, keys in parts.items():
-        bad = "/" in str(part) or str(part) in (".", "..")  # it names a folder of runs
-        if bad or not isinstance(keys or {}, dict):
-            raise UserError("not a name without / and keys below it", key=f"{file}: {name}.{part}")
+    if not _is_tree(parts) or not parts or any("/" in str(part) for part in parts):
+        raise UserError("not names without / and keys below them", key=f"{file}: {name}")
     return {str(part): keys or {} for part, keys in parts.items()}
 
 
@@ -116,12 +112,14 @@ def _check_row(place: str, row: Recipe, columns: Mapping[str, Recipe]) -> None:
     if entries is not None and (not isinstance(entries, list) or len(entries) != len(columns)):
         fix = f"Give a list of {len(columns)}, one for each column, with - for a missing cell."
         raise UserError("not one number per column", key=f"{place}.paper", value=entries, fix=fix)
-    if not isinstance(cells, dict) or not all(isinstance(v, dict) for v in cells.values()):
-        raise UserError("not columns with keys below them", key=f"{place}.cells")
-    for column in cells:
-        if str(column) not in columns:
-            fix = f"Choose one of {', '.join(columns)}."
-            raise UserError("unknown column", key=f"{place}.cells.{column}", fix=fix)
+    if not _is_tree(cells) or not set(map(str, cells)) <= columns.keys():
+        fix = f"Use the columns {', '.join(columns)}."
+        raise UserError("not columns with keys below them", key=f"{place}.cells", fix=fix)
+
+
+def _is_tree(given: Any) -> bool:
+    """Return whether these are names with keys, or nothing, below each."""
+    return isinstance(given, dict) and all(isinstance(keys or {}, dict) for keys in given.values())
 
 
 def _read_numbers(entry: Any, measure: Any, place: str) -> tuple[dict[str, float], list[str]]:

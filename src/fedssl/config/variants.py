@@ -14,7 +14,7 @@ from fedssl.config.keys import key, key_types
 class PartitionParams:
     """Keys of every partition."""
 
-    name: str = key(help="How training images are divided among clients.")
+    name: str = key("iid", help="How training images are divided among clients.")
     fraction: float = key(
         1.0,
         gt=0,
@@ -52,16 +52,19 @@ class SourceParams(PartitionParams):
 class ObjectiveParams:
     """Keys of every objective."""
 
-    name: str = key(help="Loss that clients minimize.")
+    name: str = key("cco", help="Loss that clients minimize.")
 
 
 @dataclass(frozen=True)
 class AlgorithmParams:
     """Keys of every algorithm: how long a client trains in a round."""
 
-    name: str = key(help="Exchange between server and clients.")
+    name: str = key("dcco", help="Exchange between server and clients.")
     local_steps: int | None = key(
-        None, gt=0, help="Steps of a client in a round. `null`: see `algorithm.local_epochs`."
+        None,
+        gt=0,
+        instead_of="local_epochs",
+        help="Steps of a client in a round. `null`: see `algorithm.local_epochs`.",
     )
     local_epochs: int | None = key(
         None,
@@ -117,12 +120,12 @@ VARIANTS: dict[str, dict[str, str]] = {
         "standalone": "fedssl.algorithms.standalone:Standalone",
     },
 }
-BASE_PARAMS = {
+BASE_PARAMS: dict[str, type[PartitionParams | ObjectiveParams | AlgorithmParams]] = {
     "partition": PartitionParams,
     "objective": ObjectiveParams,
     "algorithm": AlgorithmParams,
 }
-DEFAULT_NAMES = {"partition": "iid", "objective": "cco", "algorithm": "dcco"}
+DEFAULT_NAMES = {section: params.name for section, params in BASE_PARAMS.items()}
 
 
 def variant(section: str, name: str, key: str | None = None) -> Any:
@@ -135,11 +138,6 @@ def variant(section: str, name: str, key: str | None = None) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def params_class(section: str, name: str) -> Any:
-    """Return the class of a variant's keys."""
-    return variant(section, name).Params
-
-
 def as_names(name: Any) -> list[Any]:
     """Return the names of a sweep, or the single name, as a list."""
     return name if isinstance(name, list) else [name]
@@ -147,5 +145,5 @@ def as_names(name: Any) -> list[Any]:
 
 def key_types_under(section: str, name: Any) -> dict[str, Any]:
     """Return the types of the keys under a name, or under any of several."""
-    kinds = [key_types(params_class(section, str(each))) for each in as_names(name)]
+    kinds = [key_types(variant(section, str(each)).Params) for each in as_names(name)]
     return {key: kind for fields in kinds for key, kind in fields.items()}

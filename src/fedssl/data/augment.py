@@ -19,11 +19,9 @@ from torch.nn import functional as F
 from fedssl import config
 from fedssl.data import random
 from fedssl.data.operations import (
-    COLOURS,
     apply_where,
     gaussian_blur,
     grayscale,
-    hflip,
     jitter,
     resized_crop,
     rotate,
@@ -33,7 +31,7 @@ from fedssl.util.errors import UserError, suggest
 
 View = int | Tensor
 Box = tuple[Tensor, Tensor, Tensor, Tensor]
-Constants = tuple[Tensor, Tensor, Tensor, Tensor]
+Constants = tuple[Tensor, ...]  # see Augmentation._build_constants
 
 
 @dataclass(frozen=True)
@@ -132,23 +130,20 @@ class Augmentation:
     ) -> Augmentation:
         """Build the named preset, with values of the configuration in place of the preset's."""
         if augment.name not in PRESETS:
-            raise UserError(
-                f"unknown preset{suggest(augment.name, PRESETS)}",
-                key="augment.name",
-                value=augment.name,
-                fix=f"Use one of {', '.join(PRESETS)}.",
-            )
+            problem = f"unknown preset{suggest(augment.name, PRESETS)}"
+            fix = f"Use one of {', '.join(PRESETS)}."
+            raise UserError(problem, key="augment.name", value=augment.name, fix=fix)
         given = {k: v for k, v in vars(augment).items() if k != "name" and v is not None}
         preset = dataclasses.replace(PRESETS[augment.name], **given)
         _check(preset)
         return cls(preset, channels, size)
 
     @property
-    def colours(self) -> tuple[str, ...]:
-        """Operations of the colour jitter that are in use."""
-        names = COLOURS if self.channels == 3 else COLOURS[:2]
-        strengths = dict(zip(COLOURS, self.preset.jitter, strict=True))
-        return tuple(name for name in names if strengths[name] and self.preset.jitter_p)
+    def colours(self) -> tuple[bool, ...]:
+        """Return for each operation of the colour jitter whether it is in use."""
+        # Grey images have no saturation and no hue.
+        strengths = self.preset.jitter if self.channels == 3 else (*self.preset.jitter[:2], 0, 0)
+        return tuple(bool(strength and self.preset.jitter_p) for strength in strengths)
 
     @property
     def kernel(self) -> int:
@@ -163,9 +158,7 @@ class Augmentation:
         ``state [B]`` is one state of the counter-based hash for each sample. ``view`` may be one
         number for each sample, too.
         """
-        height, width = images.shape[2:]
-        if (height, width) != self.size:
-            raise ValueError(f"augmentation of {self.size} images got {(height, width)}")
+        assert tuple(images.shape[2:]) == self.size
         x = images.to(dtype) / 255
         if self.preset == PRESETS["none"]:
             return x
@@ -175,16 +168,14 @@ class Augmentation:
         if c.box is not None:
             x = resized_crop(x, *c.box, self.size, c.flip)
         elif c.flip is not None:
-            x = apply_where(c.flip, x, hflip)
+            x = apply_where(c.flip, x, lambda kept: kept.flip(3))
         if c.jitter is not None and c.factors is not None and c.turns is not None:
-            operation = functools.partial(jitter, names=self.colours)
-            x = apply_where(c.jitter, x, operation, c.factors, c.turns)
+            x = apply_where(c.jitter, x, jitter, c.factors, c.turns)
         if c.gray is not None:
             x = apply_where(c.gray, x, grayscale)
         if c.blur is not None and c.sigma is not None:
-            x = apply_where(
-                c.blur, x, functools.partial(gaussian_blur, kernel=self.kernel), c.sigma
-            )
+            blur = functools.partial(gaussian_blur, kernel=self.kernel)
+            x = apply_where(c.blur, x, blur, c.sigma)
         if c.solarize is not None:
             x = apply_where(c.solarize, x, solarize)
         if self.preset.noise:
@@ -211,12 +202,24 @@ class Augmentation:
     def constants(self, device: torch.device) -> Constants:
         """Return the constants of ``draw``; call it once before compiling what uses them."""
         if device not in self._constants:
-            self._constants[device] = _constants(self.preset, self.colours, device)
+            constants = self._build_constants()
+            self._constants[device] = tuple(each.to(device) for each in constants)
         return self._constants[device]
+
+    def _build_constants(self) -> Constants:
+        """Return probabilities, low ends and widths of ranges, and which colours are unused."""
+        p = self.preset
+        probabilities = [[p.flip, p.jitter_p, p.gray, p.blur[v], p.solarize[v]] for v in (0, 1)]
+        ranges = [(-p.rotate, p.rotate), (0.1, 2.0)]
+        ranges += [(max(0.0, 1 - strength), 1 + strength) for strength in p.jitter[:3]]
+        ranges += [(-p.jitter[3], p.jitter[3])]
+        low, high = torch.tensor(ranges, dtype=torch.float32).T
+        unused = torch.tensor([float(not used) for used in self.colours])  # sorted last
+        return torch.tensor(probabilities, dtype=torch.float32), low, high - low, unused
 
     def draw(self, state: Tensor, view: View) -> Choices:
         """Draw what ``views`` does to each sample."""
-        p, colours = self.preset, self.colours
+        p, colours = self.preset, sum(self.colours)
         blurs, solarizes = (
             pair[view] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
         )
@@ -232,7 +235,7 @@ class Augmentation:
             box=crop_box(u[:, _CROP:], p.crop, self.size) if crops else None,
             jitter=jitter if colours else None,
             factors=ranges[:, 2:] if colours else None,
-            turns=None if turns is None else turns[:, : len(colours)],
+            turns=None if turns is None else turns[:, :colours],
             gray=gray if p.gray and self.channels == 3 else None,
             blur=blur if blurs else None,
             sigma=ranges[:, 1] if blurs else None,
@@ -240,36 +243,15 @@ class Augmentation:
         )
 
 
-def _constants(preset: Preset, colours: tuple[str, ...], device: torch.device) -> Constants:
-    """Return probabilities, low ends and widths of ranges, and which colours are unused."""
-    p = preset
-    probability = [[p.flip, p.jitter_p, p.gray, p.blur[v], p.solarize[v]] for v in (0, 1)]
-    ranges = [(-p.rotate, p.rotate), (0.1, 2.0)]
-    ranges += [(max(0.0, 1 - strength), 1 + strength) for strength in p.jitter[:3]]
-    ranges += [(-p.jitter[3], p.jitter[3])]
-    low, high = torch.tensor(ranges, dtype=torch.float32).T
-    unused = torch.tensor([float(name not in colours) for name in COLOURS])  # sorts them last
-    probabilities = torch.tensor(probability, dtype=torch.float32)
-    return probabilities.to(device), low.to(device), (high - low).to(device), unused.to(device)
-
-
 def _check(preset: Preset) -> None:
     """Check what the ranges of single numbers do not."""
-    low, high = preset.crop
-    if low > high:
-        raise UserError(
-            "the smallest area is larger than the largest",
-            key="augment.crop",
-            value=preset.crop,
-            fix="Name the smallest first, as in augment.crop=0.08,1.",
-        )
+    if preset.crop[0] > preset.crop[1]:
+        problem = "the smallest area is larger than the largest"
+        fix = "Name the smallest first, as in augment.crop=0.08,1."
+        raise UserError(problem, key="augment.crop", value=preset.crop, fix=fix)
     if preset.jitter[3] > 0.5:
-        raise UserError(
-            "the fourth strength, hue, is more than half a turn",
-            key="augment.jitter",
-            value=preset.jitter,
-            fix="Use at most 0.5 for it.",
-        )
+        problem, fix = "the fourth strength, hue, is more than half a turn", "Use at most 0.5."
+        raise UserError(problem, key="augment.jitter", value=preset.jitter, fix=fix)
 
 
 def crop_box(u: Tensor, scale: tuple[float, float], size: tuple[int, int]) -> Box:

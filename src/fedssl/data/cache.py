@@ -7,7 +7,6 @@ other processes write at the same time.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import secrets
@@ -15,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -48,9 +46,7 @@ def load_or_build(
         return cached
     with replace_folder(folder, cache) as new:
         meta = build(new)
-        names = sorted(path.stem for path in new.glob("*.npy"))
-        with _writing(cache):
-            write_json(new / "meta.json", {**meta, "arrays": names})
+        write_json(new / "meta.json", {**meta, "arrays": [path.stem for path in new.glob("*.npy")]})
         # Opened before it is moved, so that it stays whatever another process does to the folder.
         built = _open(new)
     assert built is not None
@@ -67,84 +63,49 @@ def _open(folder: Path) -> Cached | None:
     return Cached(arrays, meta)
 
 
-def _writing(cache: Path) -> contextlib.AbstractContextManager[None]:
-    return explain_write_errors("data.cache", cache, "the cache cannot be written")
+@contextlib.contextmanager
+def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
+    """Yield a new empty folder that takes the place of ``folder`` if the block succeeds.
+
+    Errors of the disk, the block's included, name ``cache``.
+    """
+    new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    old = new.with_name(f"{new.name}.old")
+    with explain_write_errors("data.cache", cache, "the cache cannot be written"):
+        new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
+        try:
+            yield new
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(old)
+            try:
+                new.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process has just put its own there
+                    raise
+        finally:
+            for left in (new, old):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
-    """Yield a new empty folder that takes the place of ``folder`` if the block succeeds."""
-    new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    old = new.with_name(f"{new.name}.old")
-    with _writing(cache):
-        new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
-    try:
-        yield new
-        with _writing(cache):
-            _move(new, folder, old)
-    finally:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _move(new: Path, folder: Path, old: Path) -> None:
-    """Rename ``new`` to ``folder``, after moving what is there to ``old``."""
-    for _ in range(10):  # another process may put its own there in between
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(old)
-        try:
-            new.rename(folder)
-            return
-        except OSError:
-            if not folder.exists():
-                raise
-            shutil.rmtree(old, ignore_errors=True)
-
-
-class ArrayFile:
-    """A ``.npy`` file that grows by blocks along its first axis.
+def grow_array(path: Path) -> Iterator[Callable[[Array], None]]:
+    """Write a ``.npy`` file; yield a function that appends a block along its first axis.
 
     Not a writable memory map: on a full disk that ends the process with a signal, not an error.
     """
+    header: dict[str, Any] = {}
 
-    def __init__(self, path: Path, cache: Path) -> None:
-        self.cache = cache
-        self.count = 0
-        self.like: Array | None = None
-        with _writing(cache):
-            self.file = path.open("wb")
+    def append(block: Array) -> None:
+        if not header:
+            header.update(np.lib.format.header_data_from_array_1_0(block[:0]))
+            np.lib.format.write_array_header_1_0(file, header)
+        file.write(np.ascontiguousarray(block).data)
+        header["shape"] = (header["shape"][0] + len(block), *block.shape[1:])
 
-    def __enter__(self) -> ArrayFile:
-        return self
-
-    def append(self, block: Array) -> None:
-        """Write ``block`` behind the blocks before it."""
-        with _writing(self.cache):
-            if self.like is None:
-                self.like = block[:0]
-                self.file.write(self._header())
-            self.file.write(np.ascontiguousarray(block).data)
-            self.count += len(block)
-
-    def _header(self) -> bytes:
-        """Format the header; numpy leaves room in it for the first axis to grow."""
-        assert self.like is not None
-        header = io.BytesIO()
-        fields = np.lib.format.header_data_from_array_1_0(self.like)
-        fields["shape"] = (self.count, *self.like.shape[1:])
-        np.lib.format.write_array_header_1_0(header, fields)
-        return header.getvalue()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with _writing(self.cache), self.file:
-            if kind is None and self.like is not None:
-                self.file.seek(0)
-                self.file.write(self._header())
-                self.file.flush()
-                os.fsync(self.file.fileno())  # some disks report only now that they are full
+    with path.open("wb") as file:
+        yield append
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header)  # has room for the first axis to grow
+        file.flush()
+        os.fsync(file.fileno())  # some disks report only now that they are full

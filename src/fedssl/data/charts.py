@@ -33,21 +33,20 @@ Color = tuple[int, int, int]
 def draw_partition(
     path: Path,
     groups: Groups,
-    labels: NDArray[np.int64] | None,
+    labels: NDArray[np.int64],
     classes: Sequence[str],
     names: Sequence[str] = (),
 ) -> None:
     """Draw a bar for each client and a color for each class (Dec-SSL, Figure 17)."""
     title = f"{len(groups)} clients"
-    if labels is None or (labels < 0).all():
-        labels, classes = np.zeros(groups.members.max() + 1, np.int64), ("no labels",)
+    if (labels < 0).all():
+        labels, classes = np.zeros(len(labels), np.int64), ("no labels",)
     else:
         title += f", average earth mover's distance {mean_distance(groups, labels):.3f}"
     if len(groups) > MOST_CLIENTS:
         title += f" (the first {MOST_CLIENTS} are shown)"
-    held = count_labels(groups, labels)[:MOST_CLIENTS]
+    held = count_labels(groups, labels, len(classes))[:MOST_CLIENTS]
     unlabeled = groups.sizes[:MOST_CLIENTS] - held.sum(axis=1)
-    held = np.pad(held, ((0, 0), (0, len(classes) - held.shape[1])))
     bars = [name_client(names, k) for k in range(len(held))]
     save(draw_bars(title, bars, np.column_stack((held, unlabeled)), classes), path)
 

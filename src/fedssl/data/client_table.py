@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,12 +13,12 @@ MOST_CLIENTS = 20  # listed in the table
 MOST_COLUMNS = 12  # classes that get a column each
 
 
-def count_labels(groups: Groups, labels: Ints) -> Ints:
+def count_labels(groups: Groups, labels: Ints, classes: int = 1) -> Ints:
     """Count the samples of each class that every client has, ``[clients, classes]``.
 
-    Samples without a class (-1) are not counted.
+    Samples without a class (-1) are not counted. There may be more than the given ``classes``.
     """
-    span = max(int(labels.max()) + 1, 1)
+    span = max(int(labels.max()) + 1, classes)
     owners, held = np.repeat(np.arange(len(groups)), groups.sizes), labels[groups.members]
     pairs = (owners * span + held)[held >= 0]
     return np.bincount(pairs, minlength=len(groups) * span).reshape(-1, span)
@@ -39,63 +38,47 @@ def mean_distance(groups: Groups, labels: Ints) -> float:
 
 def format_table(
     groups: Groups,
-    labels: Ints | None,
+    labels: Ints,
     classes: Sequence[str],
-    total: int | None = None,
     names: Sequence[str] = (),
     kind: str = "classes",
 ) -> str:
-    """Format who holds what as plain text.
-
-    ``total``, the number of samples, is only needed without labels. ``names`` are the clients',
-    and ``kind`` is what the labels are.
-    """
-    if labels is not None:
-        total = len(labels)
-        if (labels < 0).all():
-            labels = None
-    lines = _summarize(groups, labels, total, kind)
+    """Format who holds what as plain text; ``names`` are the clients', ``kind`` the labels'."""
+    used = len(groups.members)
+    lines = [
+        f"clients              {len(groups)}",
+        f"samples              {used} used, {len(labels) - used} left out",
+        f"samples per client   {_spread(groups.sizes)}",
+    ]
     shown = [groups[k] for k in range(min(len(groups), MOST_CLIENTS))]
     names = names or [str(k) for k in range(len(shown))]
     rows = [["client", "samples"], *([names[k], str(len(s))] for k, s in enumerate(shown))]
-    if labels is not None:
-        held = [Counter(labels[s][labels[s] >= 0].tolist()) for s in shown]
-        rows = [a + b for a, b in zip(rows, _class_cells(held, classes, kind), strict=True)]
+    if (labels >= 0).any():
+        held = count_labels(groups, labels, len(classes))
+        lines.append(f"{kind + ' per client':<21}{_spread((held > 0).sum(axis=1))}")
+        lines.append(
+            f"distance             {mean_distance(groups, labels):.3f} on average (earth mover's, "
+            f"from a client's {kind} to all)"
+        )
+        cells = _class_cells(held[:MOST_CLIENTS], classes, kind)
+        rows = [a + b for a, b in zip(rows, cells, strict=True)]
     lines += ["", align_columns(rows)]
     if len(groups) > MOST_CLIENTS:
         lines.append(f"… and {len(groups) - MOST_CLIENTS} more clients")
     return "\n".join(lines)
 
 
-def _summarize(groups: Groups, labels: Ints | None, total: int | None, kind: str) -> list[str]:
-    used = len(groups.members)
-    lines = [
-        f"clients              {len(groups)}",
-        f"samples              {used} used" + (f", {total - used} left out" if total else ""),
-        f"samples per client   {_spread(groups.sizes)}",
-    ]
-    if labels is not None:
-        distinct = (count_labels(groups, labels) > 0).sum(axis=1)
-        lines.append(f"{kind + ' per client':<21}{_spread(distinct)}")
-        lines.append(
-            f"distance             {mean_distance(groups, labels):.3f} on average (earth mover's, "
-            f"from a client's {kind} to all)"
-        )
-    return lines
-
-
 def _spread(values: Ints) -> str:
     return f"{values.min()} smallest, {np.median(values):g} median, {values.max()} largest"
 
 
-def _class_cells(held: list[Counter[int]], classes: Sequence[str], kind: str) -> list[list[str]]:
+def _class_cells(held: Ints, classes: Sequence[str], kind: str) -> list[list[str]]:
     """Return a heading and a row per client; with many classes, one column of the most frequent."""
     if len(classes) <= MOST_COLUMNS:
-        rows = [[str(counts[c]) for c in range(len(classes))] for counts in held]
-        return [[name[:10] for name in classes], *rows]
+        return [[name[:10] for name in classes], *(list(map(str, row)) for row in held.tolist())]
     lines = [[f"most frequent {kind}"]]
-    for counts in held:
-        ranked = sorted(counts, key=lambda c: (-counts[c], c))
-        names = [f"{classes[c]}×{counts[c]}" for c in ranked[:3]]
+    for row in held:
+        ranked = [c for c in np.argsort(-row, kind="stable") if row[c]]
+        names = [f"{classes[c]}×{row[c]}" for c in ranked[:3]]
         lines.append([", ".join(names + ["…"] * (len(ranked) > 3))])
     return lines

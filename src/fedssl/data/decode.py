@@ -23,8 +23,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 from tqdm import tqdm
 
-from fedssl.data.cache import ArrayFile, Meta, load_or_build
-from fedssl.data.image_files import File, Row, digest_files
+from fedssl.data.cache import Meta, grow_array, load_or_build
+from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list
@@ -51,7 +51,8 @@ def decode_file(path: Path, size: int, channels: int = 3) -> Pixels:
 def to_pixels(image: Image.Image, size: int, channels: int = 3) -> Pixels:
     """Turn an image upright, crop its middle square and resize; grey if there is 1 channel."""
     image.load()
-    square = _to_square(_to_bytes(_turn_upright(image)), size)
+    upright = _to_bytes(_turn_upright(image))
+    square = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
     if channels == 1:
         return np.asarray(square.convert("L"))[None]
     return np.asarray(square.convert("RGB")).transpose(2, 0, 1)
@@ -61,15 +62,14 @@ def decode_files(
     paths: Iterable[Path], size: int, channels: int
 ) -> Generator[Pixels | str, None, None]:
     """Yield each file's pixels or, if it cannot be read, the reason; threads run a little ahead."""
+    return _map_in_threads(lambda path: _try_decode(path, size, channels), paths)
 
-    def decode(path: Path) -> Pixels | str:
-        try:
-            return decode_file(path, size, channels)
-        except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-            return describe_failure(error)
 
-    with _thread_pool() as pool:
-        yield from _map_in_order(pool, decode, paths)
+def _try_decode(path: Path, size: int, channels: int = 3) -> Pixels | str:
+    try:
+        return decode_file(path, size, channels)
+    except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
+        return describe_failure(error)
 
 
 def describe_failure(error: Exception) -> str:
@@ -136,55 +136,30 @@ def _to_bytes(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError("32-bit pixels, whose range is unknown")
-        rounded = np.empty(values.shape, np.uint8)
-        for row in range(0, len(values), 256):  # a few rows at a time, to save memory
-            rounded[row : row + 256] = (values[row : row + 256].astype(np.int64) + 128) // 257
-        image = Image.fromarray(rounded)
+        image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
-
-
-def _to_square(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side to ``size`` and crop the middle, in one step."""
-    if image.size == (size, size):
-        return image
-    width, height = image.size
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
 
 
 # Threads -------------------------------------------------------------------------------------
 
 
-def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
+def _map_in_threads(
+    function: Callable[[S], T], items: Iterable[S], size: float = math.inf
+) -> Generator[T, None, None]:
+    """Call a function that decodes files of ``size`` bytes on average; yield results in order.
 
-
-def _map_in_order(
-    pool: ThreadPoolExecutor, function: Callable[[S], T], items: Iterable[S]
-) -> Iterator[T]:
-    """Do ``pool.map`` only a little ahead of the reader, so that memory stays small."""
-    ahead = 4 * count_threads()
+    Threads run only a little ahead of the reader, so that memory stays small.
+    """
+    threads = int(max(1, min(os.cpu_count() or 1, size // BYTES_PER_THREAD)))
+    pool = ThreadPoolExecutor(threads)
     waiting: deque[Future[T]] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) > ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-def count_threads(size: float = math.inf) -> int:
-    """Return how many threads decode files of ``size`` bytes on average."""
-    return int(max(1, min(os.cpu_count() or 1, size // BYTES_PER_THREAD)))
-
-
-@contextlib.contextmanager
-def _thread_pool(size: float = math.inf) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(count_threads(size))
     try:
-        yield pool
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 4 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)  # on Ctrl-C: do not decode what is still waiting
 
@@ -218,7 +193,7 @@ def decode_splits(
     cached = load_or_build(
         cache,
         f"{name}-{digest_files(root, files, size, modalities, unpaired)}",
-        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size, cache)},
+        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size)},
         lambda meta: _is_mended(root, meta["unreadable"]),
     )
     images = {
@@ -228,54 +203,57 @@ def decode_splits(
     return Decoded(images, cached.meta["unreadable"])
 
 
-def _is_mended(root: Path, unreadable: Mapping[str, str]) -> bool:
+def _is_mended(root: Path, unreadable: Iterable[str]) -> bool:
     """Return whether an unreadable file can be read now; new permissions keep a file's time."""
-    if not unreadable:
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = _decode_rows(root, 8, [(File(path, 0, 0),) for path in unreadable])[1]
-    return len(again) < len(unreadable)
+    with warnings.catch_warnings(action="ignore"):
+        return any(not isinstance(_try_decode(root / path, 8), str) for path in unreadable)
 
 
 def _decode_into(
-    folder: Path, root: Path, splits: Mapping[str, Sequence[Row]], size: int | None, cache: Path
+    folder: Path, root: Path, splits: Mapping[str, Sequence[Row]], size: int | None
 ) -> Meta:
     """Decode all splits into array files in ``folder``."""
     unreadable: dict[str, str] = {}
     total = sum(map(len, splits.values()))
-    sizes = [file.size for rows in splits.values() for row in rows for file in row]
     with (
-        warnings.catch_warnings(),
-        _thread_pool(statistics.fmean(sizes)) as pool,
+        warnings.catch_warnings(action="ignore"),  # Pillow's remarks on odd files, one for each
         show_progress(total, f"decoding {total} images of {root}") as advance,
     ):
-        warnings.simplefilter("ignore")  # Pillow's remarks on odd files, one for each
-        size = size or _common_size(
-            pool, root, list(itertools.chain.from_iterable(splits.values()))
-        )
-        decode = functools.partial(_decode_rows, root, size)
+        size = size or _common_size(root, splits.values())
         for split, rows in splits.items():
-            failed: dict[str, str] = {}
-            with contextlib.ExitStack() as stack:
-                paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
-                arrays = [stack.enter_context(ArrayFile(path, cache)) for path in paths]
-                for part, (blocks, bad) in zip(
-                    _chunks(rows), _map_in_order(pool, decode, _chunks(rows)), strict=True
-                ):
-                    failed.update(bad)
-                    for array, block in zip(arrays, blocks, strict=True):
-                        array.append(block)
-                    advance(len(part))
-            if not arrays[0].count:
-                raise root_error(
-                    root,
-                    f"no image for {split} can be read: {list_failures(failed)}",
-                    "Replace the files, or remove them all.",
-                    f"no image for {split} can be read",
-                )
-            unreadable.update(failed)
+            paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
+            count, failed = _decode_split(root, rows, size, paths, advance)
+            if not count:
+                problem = f"no image for {split} can be read"
+                fix = "Replace the files, or remove them all."
+                raise root_error(root, f"{problem}: {list_failures(failed)}", fix, problem)
+            unreadable |= failed
     return {"root": str(root.resolve()), "size": size, "unreadable": unreadable}
+
+
+def _decode_split(
+    root: Path,
+    rows: Sequence[Row],
+    size: int,
+    paths: Iterable[Path],
+    advance: Callable[[int], object],
+) -> tuple[int, dict[str, str]]:
+    """Decode rows into a file for each modality; return their number, and unreadable files."""
+    count, failed = 0, dict[str, str]()
+    mean = statistics.fmean(file.size for row in rows for file in row)
+    decode = functools.partial(_decode_rows, root, size)
+    with contextlib.ExitStack() as stack:
+        appends = [stack.enter_context(grow_array(path)) for path in paths]
+        decoded = stack.enter_context(
+            contextlib.closing(_map_in_threads(decode, _chunks(rows), mean))
+        )
+        for part, (blocks, bad) in zip(_chunks(rows), decoded, strict=True):
+            failed |= bad
+            for append, block in zip(appends, blocks, strict=True):
+                append(block)
+            count += len(blocks[0])
+            advance(len(part))
+    return count, failed
 
 
 def _decode_rows(
@@ -286,21 +264,29 @@ def _decode_rows(
     bad: dict[str, str] = {}
     count = 0
     for row in rows:
-        before = len(bad)
-        for block, file in zip(blocks, row, strict=True):
-            try:
-                block[count] = decode_file(root / file.path, size)
-            except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
-                bad[file.path] = describe_failure(error)
-        count += len(bad) == before
+        images = [_try_decode(root / file.path, size) for file in row]
+        pairs = zip(row, images, strict=True)
+        failed = {file.path: reason for file, reason in pairs if isinstance(reason, str)}
+        bad |= failed
+        if not failed:
+            for block, image in zip(blocks, images, strict=True):
+                block[count] = image
+            count += 1
     return tuple(block[:count] for block in blocks), bad
 
 
-def _common_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> int:
+def _common_size(root: Path, splits: Iterable[Sequence[Row]]) -> int:
     """Return the one square size that all images have, or refuse."""
-    sizes: Counter[tuple[int, int]] = Counter()
-    for some in _map_in_order(pool, functools.partial(_read_sizes, root), _chunks(rows)):
-        sizes += some
+
+    def read_sizes(rows: Sequence[Row]) -> Counter[tuple[int, int]]:
+        sizes: Counter[tuple[int, int]] = Counter()
+        for file in itertools.chain.from_iterable(rows):
+            with contextlib.suppress(Exception), Image.open(root / file.path) as image:
+                sizes[image.size] += 1
+        return sizes
+
+    rows = list(itertools.chain.from_iterable(splits))
+    sizes = sum(_map_in_threads(read_sizes, _chunks(rows)), Counter())
     if not sizes:
         return 1  # no file has a header; decoding reports each file
     width, height = sizes.most_common(1)[0][0]
@@ -316,10 +302,5 @@ def _common_size(pool: ThreadPoolExecutor, root: Path, rows: Sequence[Row]) -> i
     )
 
 
-def _read_sizes(root: Path, rows: Sequence[Row]) -> Counter[tuple[int, int]]:
-    """Count the widths and heights of images, from their headers."""
-    sizes: Counter[tuple[int, int]] = Counter()
-    for file in itertools.chain.from_iterable(rows):
-        with contextlib.suppress(Exception), Image.open(root / file.path) as image:
-            sizes[image.size] += 1
-    return sizes
+def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))

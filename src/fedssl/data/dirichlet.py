@@ -14,9 +14,9 @@ from fedssl import config
 from fedssl.config import PartitionParams, SourceParams
 from fedssl.data.dataset import Groups, Ints, Split
 from fedssl.data.partition import (
-    check_clients,
+    check_at_most,
     group_samples,
-    has_labels,
+    key_error,
     random_generator,
     rank_equal,
     require_labels,
@@ -24,7 +24,6 @@ from fedssl.data.partition import (
     shuffle_labels,
 )
 from fedssl.data.random import key, mix
-from fedssl.util.errors import UserError
 
 Shares = NDArray[np.floating[Any]]
 
@@ -64,11 +63,11 @@ class Samples:
     def split(self, split: Split, classes: int, seed: int) -> Groups:
         """Divide samples; labels are needed except at α = ∞."""
         clients, size = self._count_clients(len(split)), self.params.samples
-        if math.isinf(self.params.alpha) and not has_labels(split):
+        if math.isinf(self.params.alpha) and (split.full_labels < 0).any():
             labels = np.zeros(len(split), np.int64)
         else:
             fix = "Use partition.name=iid or partition.alpha=inf."
-            labels = require_labels(split, "samples", fix)
+            labels = require_labels(self.params, split, fix)
         counts = np.bincount(labels, minlength=classes)
         drawn = _Urn(counts, clients, size, self.params.alpha, seed).draw()
         order = shuffle(len(split), seed)
@@ -78,24 +77,12 @@ class Samples:
 
     def _count_clients(self, total: int) -> int:
         size, clients = self.params.samples, self.params.clients
-        if size > total:
-            raise UserError(
-                f"more than the {total} samples",
-                key="partition.samples",
-                value=size,
-                fix=f"Use at most {total}.",
-            )
-        if clients is None:
-            return total // size
-        check_clients(clients, total)
-        if clients * size > total:
-            raise UserError(
-                f"partition.samples={size} takes {clients * size} samples of {total}",
-                key="partition.clients",
-                value=clients,
-                fix=f"Use at most {total // size}.",
-            )
-        return clients
+        check_at_most(self.params, "samples", total)
+        most = total // size
+        if clients is not None and clients > most:
+            problem = f"partition.samples={size} takes {clients * size} samples of {total}"
+            raise key_error(self.params, "clients", problem, f"Use at most {most}.")
+        return clients or most
 
 
 class _Urn:
@@ -196,7 +183,7 @@ class Dirichlet:
 
     def split(self, split: Split, classes: int, seed: int) -> Groups:
         """Divide labelled samples; every sample is used."""
-        clients, alpha = self.params.clients, self.params.alpha
+        clients = self.params.clients
         order, labels = shuffle_labels(self.params, split, seed)
         by_class = Groups.from_labels(labels, classes)
         attempts = range(TRIES)
@@ -210,12 +197,9 @@ class Dirichlet:
                 return group_samples(order, owners, clients)
             if empty > 20:  # then a draw without any is out of reach
                 break
-        raise UserError(
-            f"some of {clients} clients would get no sample",
-            key="partition.alpha",
-            value=alpha,
-            fix="Use a larger partition.alpha or fewer partition.clients.",
-        )
+        fix = "Use a larger partition.alpha or fewer partition.clients."
+        problem = f"some of {clients} clients would get no sample"
+        raise key_error(self.params, "alpha", problem, fix)
 
     def _draw(self, by_class: Groups, generator: np.random.Generator) -> Ints:
         """Return the client of each sample."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import torch
@@ -70,11 +70,10 @@ def _find_splits(root: Path) -> dict[str, str]:
     if (root / "train").is_dir():
         return {split: split for split in ("train", "test") if (root / split).is_dir()}
     if (root / "test").is_dir():
-        problem, fix = "there is test/ but no train/", "Add train/, or rename test/."
-        raise root_error(root, problem, fix)
+        raise root_error(root, "there is test/ but no train/", "Add train/, or rename test/.")
     if root.name == "train" and (root.parent / "test").is_dir():
-        problem, fix = "there is test/ beside it", f"Use the folder above: data.root={root.parent}."
-        raise root_error(root, problem, fix)
+        fix = f"Use the folder above: data.root={root.parent}."
+        raise root_error(root, "there is test/ beside it", fix)
     return {"train": ""}
 
 
@@ -109,12 +108,9 @@ def check_all_used(data: config.Data) -> None:
     lost = [path for name in others for path in _find_below(root, name)]
     if lost:
         problem = f"{len(lost)} images are not below train/, and only those in there would be used"
-        raise root_error(
-            data.root,
-            f"{problem} ({shorten_list(lost, 3)})",
-            "Move them there, or rename train.",
-            f"{problem}; move them there, or rename train",
-        )
+        public = f"{problem}; move them there, or rename train"
+        problem = f"{problem} ({shorten_list(lost, 3)})"
+        raise root_error(data.root, problem, "Move them there, or rename train.", public)
 
 
 def _find_below(root: Path, name: str) -> list[str]:
@@ -132,13 +128,11 @@ def _find_below(root: Path, name: str) -> list[str]:
 def describe_unused(data: config.Data) -> Iterator[str]:
     """Yield a note for each folder beside train/ that is usually a split, and is not used."""
     root = data_root(data)
+    has_test = (root / "test").is_dir()
+    rest = "Evaluation uses test/." if has_test else "Rename it to test to evaluate with it."
     for name in UNUSED if (root / "train").is_dir() else ():
-        if not (root / name).is_dir():
-            continue
-        if (root / "test").is_dir():
-            yield f"data.root={root}: {name}/ is not used. Evaluation uses test/."
-        else:
-            yield f"data.root={root}: {name}/ is not used. Rename it to test to evaluate with it."
+        if (root / name).is_dir():
+            yield f"data.root={root}: {name}/ is not used. {rest}"
 
 
 # Pairs -----------------------------------------------------------------------------------------
@@ -158,12 +152,8 @@ def _find_modalities(root: Path) -> tuple[list[str], list[dict[str, str]]]:
     for split in above:
         others = _two_folders(root, split)
         if others != names:
-            raise root_error(
-                root,
-                f"the modalities are called {', '.join(names)} in train/ and "
-                f"{', '.join(others)} in {split}/",
-                "Rename the folders.",
-            )
+            called = f"{', '.join(names)} in train/ and {', '.join(others)} in {split}/"
+            raise root_error(root, f"the modalities are called {called}", "Rename the folders.")
     return names, [{split: f"{split}/{name}" for split in above} for name in names]
 
 
@@ -173,11 +163,8 @@ def _two_folders(root: Path, below: str) -> list[str]:
     if len(names) == 2:
         return names
     place = f"{below}/" if below else "the folder"
-    raise root_error(
-        root,
-        f"{place} holds {len(names)} folders{': ' * bool(names)}{', '.join(names)}",
-        "Use exactly two folders, one for each modality.",
-    )
+    problem = f"{place} holds {len(names)} folders{': ' * bool(names)}{', '.join(names)}"
+    raise root_error(root, problem, "Use exactly two folders, one for each modality.")
 
 
 def _pair_files(
@@ -202,12 +189,8 @@ def _by_stem(root: Path, side: SplitFiles) -> dict[tuple[str, ...], File]:
     for (file,), within in zip(side.rows, side.within, strict=True):
         stem = (*within, Path(file.path).stem)
         if stem in stems:
-            raise root_error(
-                root,
-                f"{stems[stem].path} and {file.path} differ only in their ending, so their "
-                "partner is not clear",
-                "Rename one.",
-            )
+            alike = f"{stems[stem].path} and {file.path} differ only in their ending"
+            raise root_error(root, f"{alike}, so their partner is not clear", "Rename one.")
         stems[stem] = file
     return stems
 
@@ -225,57 +208,38 @@ def load_files(
     unpaired = unpaired or {}
     for split, part in files.items():
         _check_files(data, split, part, levels)
-    within = {split: part.within for split, part in files.items()}
-    classes = _folder_names("class", levels, [within["train"]])
-    unknown = set(_folder_names("class", levels, within.values())) - set(classes)
+    classes = _folder_names("class", levels, [files["train"]])
+    unknown = set(_folder_names("class", levels, files.values())) - set(classes)
     if unknown:
-        raise root_error(
-            data.root,
-            f"test/ has classes that train/ lacks: {', '.join(sorted(unknown))}",
-            "Add them to train/, or remove them from test/.",
-        )
+        problem = f"test/ has classes that train/ lacks: {', '.join(sorted(unknown))}"
+        raise root_error(data.root, problem, "Add them to train/, or remove them from test/.")
     rows = {split: part.rows for split, part in files.items()}
     decoded = decode_splits(
         data_root(data), rows, data.size, cache_folder(data), data.name, unpaired
     )
-    read = {split: _readable(part, decoded.unreadable) for split, part in files.items()}
-    emptied = [path for split, part in files.items() for path in _emptied(part, read[split])]
-    total = sum(len(row) for part in rows.values() for row in part) + len(unpaired)
-    _report_unreadable(data, total, {**unpaired, **decoded.unreadable}, emptied)
-    within = {split: part.within for split, part in read.items()}
-    lost = set(classes) - set(_folder_names("class", levels, [within["train"]]))
+    read = {split: _keep_readable(part, decoded.unreadable) for split, part in files.items()}
+    _report_unreadable(data, files, read, {**unpaired, **decoded.unreadable})
+    lost = set(classes) - set(_folder_names("class", levels, [read["train"]]))
     if lost:
-        raise root_error(
-            data.root,
-            f"no training image of the class {min(lost)} can be read",
-            "Replace one, or remove the class.",
-        )
-    clients = _folder_names("client", levels, within.values())
+        problem = f"no training image of the class {min(lost)} can be read"
+        raise root_error(data.root, problem, "Replace one, or remove the class.")
+    clients = _folder_names("client", levels, read.values())
     splits = {
-        split: _number_samples(part, levels, classes, clients, decoded.images[split])
-        for split, part in within.items()
+        split: _number_samples(part.within, levels, classes, clients, decoded.images[split])
+        for split, part in read.items()
     }
     digests = {split: digest_names(part.rows) for split, part in read.items()}
     train, test = splits["train"], splits.get("test")
-    return Dataset(data.name, train, test, classes, clients, digests)
+    return Dataset(data.name, train, test, _to_text(classes), _to_text(clients), digests)
 
 
 def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[str, ...]) -> None:
     """Check that there are images, that each lies below all levels, and no folder is empty."""
     if not part.rows:
-        kind = "pairs of images" if data.name == "paired" else "images"
-        raise root_error(
-            data.root,
-            f"no {kind} for {split}, in any format that Pillow reads, at any depth",
-            "Add images, or use another folder.",
-            f"no {kind} for {split}",
-        )
+        public = f"no {'pairs of images' if data.name == 'paired' else 'images'} for {split}"
+        problem = f"{public}, in any format that Pillow reads, at any depth"
+        raise root_error(data.root, problem, "Add images, or use another folder.", public)
     for row, within in zip(part.rows, part.within, strict=True):
-        for name in within[: len(levels)]:  # they stand in files and on the screen as UTF-8
-            shown = os.fsencode(name).decode(errors="backslashreplace")
-            if shown != name:
-                problem = f"the name of the folder {shown} is not UTF-8"
-                raise root_error(data.root, problem, "Rename it.")
         if len(within) < len(levels):
             level = levels[len(within)]
             raise UserError(
@@ -289,17 +253,27 @@ def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[
         used = {within[:depth] for within in part.within}
         for folder, path in part.folders.items():
             if len(folder) == depth and folder not in used:
-                raise root_error(
-                    data.root, f"the {level} folder {path} holds no image", "Remove it, or fill it."
-                )
+                problem = f"the {level} folder {path} holds no image"
+                raise root_error(data.root, problem, "Remove it, or fill it.")
+
+
+def _keep_readable(part: SplitFiles, unreadable: Mapping[str, str]) -> SplitFiles:
+    """Return the samples that were decoded."""
+    kept = [i for i, row in enumerate(part.rows) if all(f.path not in unreadable for f in row)]
+    return SplitFiles([part.rows[i] for i in kept], [part.within[i] for i in kept], part.folders)
 
 
 def _report_unreadable(
-    data: config.Data, total: int, unreadable: Mapping[str, str], emptied: Sequence[str]
+    data: config.Data,
+    files: Mapping[str, SplitFiles],
+    read: Mapping[str, SplitFiles],
+    unreadable: Mapping[str, str],
 ) -> None:
     """Refuse files that cannot be read or, with ``data.corrupt=skip``, warn about them."""
     if not unreadable:
         return
+    before, after = _list_paths(files), _list_paths(read)
+    total = len(before | unreadable.keys())
     count, names = f"{len(unreadable)} of {total} images", list_failures(unreadable)
     if data.corrupt == "fail":
         raise UserError(
@@ -309,40 +283,24 @@ def _report_unreadable(
             value="fail",
             fix="Replace them, or leave such files out with data.corrupt=skip.",
         )
-    gone = f"; no image is left in {shorten_list(emptied, MOST_EMPTIED)}" if emptied else ""
+    emptied = _list_parents(before) - _list_parents(after)
+    topmost = sorted(str(folder) for folder in emptied if folder.parent not in emptied)
+    gone = f"; no image is left in {shorten_list(topmost, MOST_EMPTIED)}" if topmost else ""
     _warn_once(f"left out {count} below {data_root(data).resolve()}: {names}{gone}")
+
+
+def _list_paths(files: Mapping[str, SplitFiles]) -> set[str]:
+    return {file.path for part in files.values() for row in part.rows for file in row}
+
+
+def _list_parents(paths: Iterable[str]) -> set[PurePath]:
+    return {parent for path in paths for parent in PurePath(path).parents}
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
     """Print a warning; a run loads its images again for its baselines and at other sizes."""
     print(f"warning: {text}", file=sys.stderr)
-
-
-def _readable(part: SplitFiles, unreadable: Mapping[str, str]) -> SplitFiles:
-    """Return the samples that were decoded."""
-    if not unreadable:
-        return part
-    kept = [
-        i for i, row in enumerate(part.rows) if not any(file.path in unreadable for file in row)
-    ]
-    return SplitFiles([part.rows[i] for i in kept], [part.within[i] for i in kept], part.folders)
-
-
-def _emptied(part: SplitFiles, read: SplitFiles) -> list[str]:
-    """Return the topmost folders that had images of which none can be read."""
-    if read is part:
-        return []
-    before, after = (
-        {within[:depth] for within in each.within for depth in range(len(within) + 1)}
-        for each in (part, read)
-    )
-    lost = before - after
-    return [
-        part.folders.get(folder, "/".join(folder))
-        for folder in sorted(lost)
-        if folder[:-1] not in lost
-    ]
 
 
 def _number_samples(
@@ -373,9 +331,16 @@ def _number_samples(
     )
 
 
-def _folder_names(level: str, levels: tuple[str, ...], parts: Iterable[Within]) -> tuple[str, ...]:
+def _folder_names(
+    level: str, levels: tuple[str, ...], parts: Iterable[SplitFiles]
+) -> tuple[str, ...]:
     """Return the sorted names of the folders at one level."""
     if level not in levels:
         return ()
     column = levels.index(level)
-    return tuple(sorted({folders[column] for part in parts for folders in part}))
+    return tuple(sorted({folders[column] for part in parts for folders in part.within}))
+
+
+def _to_text(names: Iterable[str]) -> tuple[str, ...]:
+    """Write bytes of folder names that are not UTF-8 as ``\\xe9``, so that files can hold them."""
+    return tuple(os.fsencode(name).decode(errors="backslashreplace") for name in names)

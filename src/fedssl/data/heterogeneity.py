@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from fedssl.config import PartitionParams, SourceParams
 from fedssl.data.dataset import Dataset, Ints
 from fedssl.data.operations import rotate
+from fedssl.data.partition import key_error
 from fedssl.data.random import key, permutation
-from fedssl.util.errors import UserError
 
 COMPONENTS = 30  # of the features, before they are clustered (Dec-SSL, C.2)
 CHUNK = 1024  # images altered at once
@@ -33,7 +33,7 @@ Alter = Callable[[Tensor], Tensor]  # float images from 0 to 255 to such images
 class Sources:
     """The source of each image, and the names of the sources."""
 
-    labels: Tensor | None  # int64, -1 where an image has none
+    labels: Tensor  # int64, -1 where an image has none
     names: tuple[str, ...]
     kind: str = "classes"
 
@@ -47,16 +47,19 @@ def assign_sources(
     """
     train = dataset.train
     if not isinstance(params, SourceParams) or params.source == "labels":
-        return Sources(train.labels, dataset.classes)
-    _check_sources(params, len(train))
-    count = params.sources
+        return Sources(train.full_labels, dataset.classes)
+    count, is_style = params.sources, params.source == "style"
+    most, kind = (len(STYLES), "styles") if is_style else (len(train), "samples")
+    if count > most:
+        raise key_error(params, "sources", f"more than the {most} {kind}", f"Use at most {most}.")
     if params.source == "features":
         assert embed is not None
         clusters = find_clusters(embed(train.images[0]), count, seed)
         names = tuple(f"cluster {k}" for k in range(count))
         return Sources(torch.from_numpy(clusters), names, "clusters")
-    labels = torch.from_numpy(_draw_sources(len(train), count, seed))
-    if params.source == "style":
+    # Whatever the class of an image, and equally often to within one.
+    labels = torch.from_numpy(permutation(key(seed, "source"), len(train)) % count)
+    if is_style:
         return Sources(labels, tuple(STYLES)[:count], "styles")
     return Sources(labels, tuple(f"{_degrees(k, count):g}°" for k in range(count)), "rotations")
 
@@ -67,17 +70,14 @@ def alter_training_images(params: PartitionParams, dataset: Dataset, seed: int) 
     The result is a copy: the files and the cache keep their images. The test split stays as it is,
     because it measures what holds for all clients.
     """
-    train = dataset.train
     if not alters_images(params):
         return dataset
-    assert isinstance(params, SourceParams)
-    _check_sources(params, len(train))
-    labels = torch.from_numpy(_draw_sources(len(train), params.sources, seed))
-    images = tuple(alter_images(params, x, labels) for x in train.images)
-    return replace(dataset, train=replace(train, images=images))
+    labels = assign_sources(params, dataset, seed).labels
+    images = tuple(alter_images(params, x, labels) for x in dataset.train.images)
+    return replace(dataset, train=replace(dataset.train, images=images))
 
 
-def alters_images(params: PartitionParams) -> bool:
+def alters_images(params: PartitionParams) -> TypeGuard[SourceParams]:
     """Return whether clients differ in a rotation or style that their images are given."""
     return isinstance(params, SourceParams) and params.source in ("rotation", "style")
 
@@ -86,47 +86,24 @@ def alter_images(params: SourceParams, images: Tensor, labels: Tensor) -> Tensor
     """Rotate or stylize a copy of uint8 images by their source; -1 leaves an image unchanged."""
     changed = images.clone()
     for k in range(int(labels.max()) + 1):
-        alter = _alteration(params, k)
         for part in torch.nonzero(labels == k)[:, 0].split(CHUNK):
-            floats = alter(images[part].float())
+            floats = _alter(params, images[part].float(), k)
             changed[part] = floats.round().clamp(0, 255).to(torch.uint8)
     return changed
-
-
-def _check_sources(params: SourceParams, total: int) -> None:
-    """Check the number of sources."""
-    most, reason = total, f"more than the {total} samples"
-    if params.source == "style" and len(STYLES) < total:
-        most, reason = len(STYLES), f"more than the {len(STYLES)} styles ({', '.join(STYLES)})"
-    if params.sources > most:
-        fix = f"Use at most {most}."
-        raise UserError(reason, key="partition.sources", value=params.sources, fix=fix)
-
-
-def _draw_sources(total: int, count: int, seed: int) -> Ints:
-    """Draw a source for each image, whatever its class, equally often to within one."""
-    return permutation(key(seed, "source"), total) % count
 
 
 # Rotations and styles --------------------------------------------------------------------------
 
 
-def _alteration(params: SourceParams, source: int) -> Alter:
+def _alter(params: SourceParams, x: Tensor, source: int) -> Tensor:
     if params.source == "style":
-        return list(STYLES.values())[source]
-    if source == 0:
-        return _keep
-    degrees = _degrees(source, params.sources)
-    return lambda x: rotate(x, torch.full((len(x),), degrees))
+        return list(STYLES.values())[source](x)
+    return rotate(x, torch.full((len(x),), _degrees(source, params.sources)))
 
 
 def _degrees(source: int, count: int) -> float:
     """Divide the circle evenly; the first angle is 0 (Dec-SSL, Figure 10)."""
     return 360.0 * source / count
-
-
-def _keep(x: Tensor) -> Tensor:
-    return x
 
 
 def _scale_channels(x: Tensor, first: float, last: float) -> Tensor:
@@ -136,9 +113,8 @@ def _scale_channels(x: Tensor, first: float, last: float) -> Tensor:
 
 def _filter(x: Tensor, kernel: list[list[float]]) -> Tensor:
     """Apply a 3 × 3 filter to every channel, with repeated borders."""
-    channels = x.shape[1]
-    weight = torch.tensor(kernel).expand(channels, 1, 3, 3)
-    return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), weight, groups=channels)
+    weight = torch.tensor(kernel).expand(x.shape[1], 1, 3, 3)
+    return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), weight, groups=x.shape[1])
 
 
 def _blur(x: Tensor) -> Tensor:
@@ -154,15 +130,10 @@ def _canvas(x: Tensor) -> Tensor:
     return torch.where(rows ^ columns, x * 0.5, x)
 
 
-def _sepia(x: Tensor) -> Tensor:
-    grey = x.mean(1, keepdim=True)
-    return grey * torch.linspace(1.25, 0.6, x.shape[1]).view(1, -1, 1, 1)
-
-
 # The paper took stylizations of Geirhos et al. 2019, which need a network and paintings.
 STYLES: dict[str, Alter] = {
-    "plain": _keep,
-    "sepia": _sepia,
+    "plain": lambda x: x,
+    "sepia": lambda x: _scale_channels(x.mean(1, keepdim=True).expand_as(x), 1.25, 0.6),
     "contrast": lambda x: (x - 128) * 2.5 + 128,
     "canvas": _canvas,
     "blur": _blur,

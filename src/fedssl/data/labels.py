@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.data import random
+from fedssl.data.dataset import Ints
 from fedssl.util.errors import UserError
-
-Ints = NDArray[np.int64]
 
 
 def draw_labels(
@@ -36,20 +34,14 @@ def draw_labels(
     numbers = labels.cpu().numpy()
     available = np.bincount(numbers[numbers >= 0], minlength=classes)
     each, rest = divmod(count, classes)
-    if rest or count <= 0:
-        raise UserError(
-            f"{count} labels cannot be divided evenly between {classes} classes",
-            key=key,
-            value=value,
-            fix=f"Use a multiple of {classes}, for example {max(each, 1) * classes}.",
-        )
+    if rest:
+        problem = f"{count} labels cannot be divided evenly between {classes} classes"
+        fix = f"Use a multiple of {classes}, for example {max(each, 1) * classes}."
+        raise UserError(problem, key=key, value=value, fix=fix)
     if each > available.min():
-        raise UserError(
-            f"needs {each} samples of each class, but {_describe_rarest(available, names)}",
-            key=key,
-            value=value,
-            fix=f"Use at most {available.min() * classes} labels.",
-        )
+        problem = f"needs {each} samples of each class, but {_describe_rarest(available, names)}"
+        fix = f"Use at most {available.min() * classes} labels."
+        raise UserError(problem, key=key, value=value, fix=fix)
     ranks = random.mix(random.key(seed, "labels"), np.arange(len(numbers), dtype=np.uint64))
     order = np.lexsort((ranks, numbers))[np.count_nonzero(numbers < 0) :]
     starts = np.cumsum(available) - available
@@ -69,44 +61,23 @@ def draw_share(
 ) -> Tensor:
     """Draw a share of the labelled samples, equally many of each class; return sorted indices.
 
-    ``data.holdout`` keeps such a share from the clients, for fine-tuning alone (FedEMA, appendix
-    B.3). Drawn as in ``draw_labels``, so a larger share contains a smaller one. A protocol's share
-    is in percent: its errors name the protocol as ``value``.
+    Drawn as in ``draw_labels``, so a larger share contains a smaller one. A protocol's share is in
+    percent: its errors name the protocol as ``value``.
     """
-    percent, value = value is not None, share if value is None else value
-    if not 0 <= share < 1:
-        fix = "Use a share of at least 0 and below 1."
-        raise UserError("not a share", key=key, value=value, fix=fix)
-    if share == 0:
-        return torch.empty(0, dtype=torch.int64)
-    labelled = labels[labels >= 0].cpu()
-    if not len(labelled):
-        raise UserError(
-            "the share is drawn evenly from the classes, but no sample has a label",
-            key=key,
-            value=value,
-            fix="Leave it out.",
-        )
-    available = torch.bincount(labelled, minlength=classes).numpy()
+    available = torch.bincount(labels[labels >= 0].cpu(), minlength=classes).numpy()
+    total = int(available.sum())
     # Up, by less than any share that a person writes: 0.29 × 100 is 28.999999999999996.
-    each = math.floor(share * len(labelled) / classes + 1e-9)
+    each = math.floor(share * total / classes + 1e-9) if total else 0
+    if 1 <= each <= available.min():
+        return draw_labels(labels, each * classes, classes, seed)
     if each < 1:
-        least = f"Use at least {_smallest_share(1, classes, len(labelled), percent)}."
-        raise UserError(
-            f"less than one of {len(labelled)} labelled samples for each of {classes} classes",
-            key=key,
-            value=value,
-            fix=least if len(labelled) > classes else "Leave it out.",
-        )
-    if each > available.min():
-        most = _smallest_share(int(available.min()), classes, len(labelled), percent)
-        raise UserError(
-            f"takes {each} samples of each class, but {_describe_rarest(available, names)}",
-            key=key,
-            value=value,
-            fix=f"Use at most {most}.",
-        )
-    return draw_labels(labels, each * classes, classes, seed)
+        problem = f"less than one of {total} labelled samples for each of {classes} classes"
+        limit = "at least " + _format_share(1, classes, total, value) if total > classes else ""
+    else:
+        problem = f"takes {each} samples of each class, but {_describe_rarest(available, names)}"
+        limit = "at most " + _format_share(int(available.min()), classes, total, value)
+    fix = f"Use {limit}." if limit else "Leave it out."
+    raise UserError(problem, key=key, value=share if value is None else value, fix=fix)
 
 
 def _describe_rarest(available: Ints, names: Sequence[str]) -> str:
@@ -115,10 +86,10 @@ def _describe_rarest(available: Ints, names: Sequence[str]) -> str:
     return f"class {name} has {available[rarest]}"
 
 
-def _smallest_share(each: int, classes: int, total: int, percent: bool) -> str:
-    """Return the smallest round share of ``total`` samples with ``each`` of every class."""
+def _format_share(each: int, classes: int, total: int, value: object) -> str:
+    """Format the smallest round share of ``total`` samples with ``each`` of every class."""
     grid = 10**4  # rounding up to a multiple of 1 / grid adds less than one sample
     while grid * classes <= total:
         grid *= 10
     share = -(-grid * each * classes // total) / grid
-    return f"{100 * share:g}%" if percent else f"{share:g}"
+    return f"{share:g}" if value is None else f"{100 * share:g}%"

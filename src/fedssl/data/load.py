@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,55 +36,29 @@ def load_dataset(data: config.Data, seed: int = 0, size: int | None = None) -> D
     Images are memory-mapped where that is possible, so they are read only when they are used.
     ``seed`` decides which samples ``data.labels`` keeps.
     """
-    _check_keys(data)
+    if data.name == "paired" and data.halves:
+        problem = "paired images have two modalities already"
+        raise UserError(problem, key="data.halves", value=True, fix="Leave it out.")
     check_root(data)
     try:
         dataset = LOADERS[data.name](dataclasses.replace(data, size=size or data.size))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        key, value = ("data.size", data.size) if size is None else ("evaluate.size", size)
-        problem = "images of that size do not fit into memory"
+        problem, value = "images of that size do not fit into memory", size or data.size
+        key = "evaluate.size" if size else "data.size"
         raise UserError(problem, problem, key=key, value=value, fix="Lower it.") from None
     if data.labels is not None:
         dataset = _keep_labels(dataset, data.labels, seed)
-    if data.halves:
-        dataset = _halve(dataset)
-    return _number_clients(dataset)
-
-
-def _check_keys(data: config.Data) -> None:
-    if data.name == "digits" and data.root is not None:
-        raise UserError(
-            "the digits come with scikit-learn, not from a folder",
-            key="data.root",
-            value=data.root,
-            fix="Leave it out, or set data.name=folder for your own images.",
-        )
-    if data.levels is not None and len(set(data.levels)) < len(data.levels):
-        levels = ",".join(data.levels)
-        raise UserError(
-            "names a level twice", key="data.levels", value=levels, fix="Name each level once."
-        )
-    if data.halves and data.name == "paired":
-        raise UserError(
-            "paired images have two modalities already",
-            key="data.halves",
-            value=True,
-            fix="Leave it out.",
-        )
+    return _halve(dataset) if data.halves else dataset
 
 
 def _keep_labels(dataset: Dataset, count: int, seed: int) -> Dataset:
     """Keep ``count`` labelled training samples."""
     train, names = dataset.train, dataset.classes
     if train.labels is None:
-        raise UserError(
-            "the images have no classes",
-            key="data.labels",
-            value=count,
-            fix="Leave it out, or name the class folders with data.levels=class.",
-        )
+        fix = "Leave it out, or name the class folders with data.levels=class."
+        raise UserError("the images have no classes", key="data.labels", value=count, fix=fix)
     index = draw_labels(train.labels, count, len(names), seed, names=names)
     return dataclasses.replace(dataset, train=train.select(index))
 
@@ -93,13 +66,6 @@ def _keep_labels(dataset: Dataset, count: int, seed: int) -> Dataset:
 def _halve(dataset: Dataset) -> Dataset:
     """Make the left and right half of each image two modalities (DCCO's Figure 1 c)."""
     width = dataset.train.images[0].shape[-1] // 2
-    if width == 0:
-        raise UserError(
-            "images of 1 pixel have no halves",
-            key="data.halves",
-            value=True,
-            fix="Raise data.size.",
-        )
 
     def halve(images: Images) -> Images:
         (whole,) = images
@@ -142,21 +108,3 @@ def _to_channels(pixels: Tensor, channels: int) -> Tensor:
         red, green, blue = whole.int().split(1, dim=1)
         part.copy_((19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16)  # Pillow's "L"
     return grey
-
-
-def _number_clients(dataset: Dataset) -> Dataset:
-    """Number the clients that have training samples first, so that none of these is empty."""
-    train, test = dataset.train, dataset.test
-    if train.clients is None:
-        return dataset
-    sizes = np.bincount(train.clients, minlength=len(dataset.clients))
-    order = np.argsort(sizes == 0, kind="stable")
-    number = np.argsort(order)
-    if test is not None and test.clients is not None:
-        test = dataclasses.replace(test, clients=number[test.clients])
-    return dataclasses.replace(
-        dataset,
-        train=dataclasses.replace(train, clients=number[train.clients]),
-        test=test,
-        clients=tuple(dataset.clients[k] for k in order),
-    )

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-COLOURS = ("brightness", "contrast", "saturation", "hue")
-
 
 def _computes_all(x: Tensor) -> bool:
     """Return whether to compute for all samples and select.
@@ -91,11 +89,6 @@ def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return rows[:, None] @ x.view(batch, channels, height, -1)
 
 
-def hflip(x: Tensor) -> Tensor:
-    """Mirror images, left to right."""
-    return x.flip(3)
-
-
 def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     """Rotate images counter-clockwise about their middle (bilinear, black outside)."""
     height, width = x.shape[2:]
@@ -108,43 +101,25 @@ def rotate(x: Tensor, degrees: Tensor) -> Tensor:
     return F.grid_sample(x, grid, padding_mode="zeros", align_corners=False)
 
 
-def jitter(x: Tensor, factors: Tensor, turns: Tensor, names: tuple[str, ...]) -> Tensor:
-    """Jitter colours: each sample applies the named operations in its own order.
+def jitter(x: Tensor, factors: Tensor, turns: Tensor) -> Tensor:
+    """Jitter colours: each sample applies operations in its own order.
 
     Of brightness, contrast, saturation and hue, sample ``i`` applies number ``turns[i, 0]`` first;
     number ``k`` is applied with ``factors[i, k]``.
     """
     for turn in turns.unbind(1):
-        now = {name: turn == COLOURS.index(name) for name in names}
         factor = factors.gather(1, turn[:, None]).squeeze(1)
-        hue = now.get("hue")
-        ratio = factor if hue is None else torch.where(hue, 1.0, factor)
-        # Three of the four mix the image with another one, so one mixture serves all samples.
-        x = _blend(
-            x,
-            ratio,
-            gray=(1 - ratio) * now["saturation"] if "saturation" in now else None,
-            mean=(1 - ratio) * now["contrast"] if "contrast" in now else None,
-        )
-        if hue is not None:
-            x = apply_where(hue, x, adjust_hue, factor)
+        contrast, saturation, hue = (turn == k for k in (1, 2, 3))
+        # Three of the four mix the image with another one (black, the mean of its grey version,
+        # that version), so one mixture serves all samples.
+        ratio = torch.where(hue, 1.0, factor)
+        grey = _luma(x)
+        mean = grey.mean((1, 2, 3), keepdim=True)
+        rest = 1 - ratio
+        x = x * _per_sample(ratio, x)
+        x += grey * _per_sample(rest * saturation, x) + mean * _per_sample(rest * contrast, x)
+        x = apply_where(hue, x.clamp_(0, 1), adjust_hue, factor)
     return x
-
-
-def _blend(
-    x: Tensor, factor: Tensor, gray: Tensor | None = None, mean: Tensor | None = None
-) -> Tensor:
-    """Return ``factor`` times ``x``, plus shares of its grey version and of the mean of that."""
-    out = x * _per_sample(factor, x)
-    if gray is None and mean is None:
-        return out.clamp_(0, 1)
-    luma = _luma(x)
-    if mean is not None:
-        average = luma.mean((1, 2, 3), keepdim=True) * _per_sample(mean, x)
-        out += average if gray is None else luma * _per_sample(gray, x) + average
-    elif gray is not None:
-        out += luma * _per_sample(gray, x)
-    return out.clamp_(0, 1)
 
 
 def _luma(x: Tensor) -> Tensor:
@@ -153,21 +128,6 @@ def _luma(x: Tensor) -> Tensor:
         return x
     red, green, blue = x.split(1, dim=1)
     return (0.2989 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
-
-
-def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Mix with black: factor 0 gives black, 1 the image itself, 2 twice the brightness."""
-    return _blend(x, factor)
-
-
-def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Mix with the mean of the grey version."""
-    return _blend(x, factor, mean=1 - factor)
-
-
-def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Mix with the grey version."""
-    return _blend(x, factor, gray=1 - factor) if x.shape[1] == 3 else x
 
 
 def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -180,9 +140,8 @@ def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
     # Where two channels are highest, both formulas agree. (lerp selects faster than where.)
     turn = (4 * chroma + red - green).lerp_(2 * chroma + blue - red, (value == green).to(x.dtype))
     turn = turn.lerp_(green - blue, (value == red).to(x.dtype))
-    turn = turn / (6 * chroma).clamp_(min=1e-12) + _per_sample(
-        shift, x
-    )  # grey has no hue: any will do
+    # Grey has no hue: any will do.
+    turn = turn / (6 * chroma).clamp_(min=1e-12) + _per_sample(shift, x)
     # A channel is lowest opposite its own hue: red at 1/2, green at 5/6, blue at 1/6 of the circle.
     opposite = torch.arange(3, device=x.device, dtype=x.dtype).view(3, 1, 1) / 3 + 1 / 2
     turn = turn - opposite

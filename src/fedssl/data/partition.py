@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -58,12 +58,8 @@ def _check_groups(groups: Any, samples: int, name: str) -> None:
         problem = "two clients have the same sample"
     else:
         return
-    raise UserError(
-        problem,
-        key="partition.name",
-        value=name,
-        fix="Return fedssl.data.dataset.Groups, with each sample in at most one client.",
-    )
+    fix = "Return fedssl.data.dataset.Groups, with each sample in at most one client."
+    raise UserError(problem, key="partition.name", value=name, fix=fix)
 
 
 def _has_integers(array: Any) -> bool:
@@ -73,11 +69,15 @@ def _has_integers(array: Any) -> bool:
 # What partitions share ------------------------------------------------------------------------
 
 
-class _LabelParams(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def clients(self) -> int: ...
+def key_error(params: PartitionParams, key: str, problem: str, fix: str) -> UserError:
+    """Return an error about a key of a partition."""
+    return UserError(problem, key=f"partition.{key}", value=getattr(params, key), fix=fix)
+
+
+def check_at_most(params: PartitionParams, key: str, total: int) -> None:
+    """Refuse more clients, or more samples for each, than there are samples."""
+    if getattr(params, key) > total:
+        raise key_error(params, key, f"more than the {total} samples", f"Use at most {total}.")
 
 
 def shuffle(count: int, seed: int) -> Ints:
@@ -85,12 +85,12 @@ def shuffle(count: int, seed: int) -> Ints:
     return permutation(key(seed, "partition", 0), count)
 
 
-def shuffle_labels(params: _LabelParams, split: Split, seed: int) -> tuple[Ints, Ints]:
+def shuffle_labels(params: PartitionParams, split: Split, seed: int) -> tuple[Ints, Ints]:
     """Return the samples in random order, and their labels in that order."""
-    check_clients(params.clients, len(split))
+    check_at_most(params, "clients", len(split))
     order = shuffle(len(split), seed)
     fix = "Use partition.name=iid or partition.source=features."
-    return order, require_labels(split, params.name, fix)[order]
+    return order, require_labels(params, split, fix)[order]
 
 
 def random_generator(seed: int, attempt: int = 0) -> np.random.Generator:
@@ -113,33 +113,13 @@ def group_samples(samples: Ints, owners: Ints, clients: int) -> Groups:
     return Groups(samples[groups.members], groups.offsets)
 
 
-def has_labels(split: Split) -> bool:
-    """Return whether every sample has a label."""
-    return split.labels is not None and bool((split.labels >= 0).all())
-
-
-def require_labels(split: Split, name: str, fix: str) -> Ints:
+def require_labels(params: PartitionParams, split: Split, fix: str) -> Ints:
     """Return the labels; refuse samples without one."""
-    missing = int((split.full_labels < 0).sum())
-    if missing:
-        raise UserError(
-            f"{missing} of {len(split)} samples have no label",
-            key="partition.name",
-            value=name,
-            fix=fix,
-        )
-    return split.full_labels.cpu().numpy()
-
-
-def check_clients(clients: int, total: int) -> None:
-    """Refuse more clients than samples."""
-    if clients > total:
-        raise UserError(
-            f"more than the {total} samples",
-            key="partition.clients",
-            value=clients,
-            fix=f"Use at most {total}.",
-        )
+    labels = split.full_labels.cpu().numpy()
+    if missing := np.count_nonzero(labels < 0):
+        problem = f"{missing} of {len(split)} samples have no label"
+        raise key_error(params, "name", problem, fix)
+    return labels
 
 
 # The partitions (Dirichlet's are in dirichlet.py) -----------------------------------------------
@@ -160,7 +140,7 @@ class Iid:
     def split(self, split: Split, classes: int, seed: int) -> Groups:
         """Divide samples; labels are not needed."""
         clients, total = self.params.clients, len(split)
-        check_clients(clients, total)
+        check_at_most(self.params, "clients", total)
         return Groups(shuffle(total, seed), np.arange(clients + 1) * total // clients)
 
 
@@ -199,29 +179,22 @@ class Classes:
         clients, each, total = self.params.clients, self.params.classes, len(counts)
         sets = clients * each
         if each > total:
-            raise UserError(
-                f"the data have {total} classes",
-                key="partition.classes",
-                value=each,
-                fix=f"Use 1 to {total}.",
-            )
+            problem = f"the data have {total} classes"
+            raise key_error(self.params, "classes", problem, f"Use 1 to {total}.")
         if sets % total:
+            problem = (
+                f"{clients} clients × {each} classes = {sets} sets do not divide evenly over "
+                f"{total} classes"
+            )
             near = _nearest_multiple(total // math.gcd(total, clients), each)
             more = _nearest_multiple(total // math.gcd(total, each), clients)
-            raise UserError(
-                f"{clients} clients × {each} classes = {sets} sets do not divide evenly over "
-                f"{total} classes",
-                key="partition.classes",
-                value=each,
-                fix=f"Use partition.classes={near} or partition.clients={more}.",
-            )
+            fix = f"Use partition.classes={near} or partition.clients={more}."
+            raise key_error(self.params, "classes", problem, fix)
         if counts.min() < sets // total:
-            raise UserError(
-                f"every class is cut into {sets // total} sets, but one has {counts.min()} samples",
-                key="partition.clients",
-                value=clients,
-                fix="Use fewer clients, or fewer classes for each.",
-            )
+            cut = f"every class is cut into {sets // total} sets"
+            problem = f"{cut}, but one has {counts.min()} samples"
+            fix = "Use fewer clients, or fewer classes for each."
+            raise key_error(self.params, "clients", problem, fix)
 
 
 def _nearest_multiple(step: int, wanted: int) -> int:
@@ -285,12 +258,8 @@ class Skew:
         owners[is_even] = np.searchsorted(cuts, np.arange(is_even.sum()), side="right")
         if len(np.unique(owners)) < clients:
             kind = "classes" if self.params.source == "labels" else "sources"
-            raise UserError(
-                f"some clients would get no sample of the {len(counts)} {kind}",
-                key="partition.clients",
-                value=clients,
-                fix="Use fewer clients.",
-            )
+            problem = f"some clients would get no sample of the {len(counts)} {kind}"
+            raise key_error(self.params, "clients", problem, "Use fewer clients.")
         return group_samples(order, owners, clients)
 
     def _exclusive_owners(self, labels: Ints, rank: Ints, sizes: Ints) -> Ints:
@@ -324,12 +293,8 @@ class Folder:
         level = self.params.level
         folders = split.clients if level == "client" else split.cases
         if folders is None:
-            raise UserError(
-                f"the data have no {level} folders",
-                key="partition.name",
-                value="folder",
-                fix=f"Say what the folders mean, as in data.levels={level}.",
-            )
+            fix = f"Say what the folders mean, as in data.levels={level}."
+            raise key_error(self.params, "name", f"the data have no {level} folders", fix)
         present, owners = np.unique(folders, return_inverse=True)
         return Groups.from_labels(owners, len(present))
 
@@ -337,7 +302,7 @@ class Folder:
 def client_names(params: PartitionParams, groups: Groups, data: Dataset) -> list[str]:
     """Return the clients' names: those of their folders if each is one, else their numbers.
 
-    A folder without a training image is no client, so a name's place says nothing.
+    A folder without a training image is no client.
     """
     folders = data.train.clients
     if isinstance(params, Folder.Params) and params.level == "client" and folders is not None:

@@ -41,26 +41,21 @@ def use_local_copy(data: config.Data) -> config.Data:
     for folder in folders:
         if folder.is_dir():
             return dataclasses.replace(data, root=str(folder))
-    places = " or ".join(map(str, folders))
-    raise UserError(
-        f"is not in {places}, and nothing is downloaded here",
-        key="data.name",
-        value=data.name,
-        fix="Set data.root to its folder.",
-    )
+    problem = f"is not in {' or '.join(map(str, folders))}, and nothing is downloaded here"
+    fix = "Set data.root to its folder."
+    raise UserError(problem, key="data.name", value=data.name, fix=fix)
 
 
 def check_root(data: config.Data) -> None:
     """Check that ``data.root`` is given where it is needed, and is a folder that can be read."""
     if data.root is None:
         if data.name in ("folder", "paired"):
-            raise UserError(
-                "data.root is not set",
-                key="data.name",
-                value=data.name,
-                fix="Set data.root to the folder with the images.",
-            )
+            fix = "Set data.root to the folder with the images."
+            raise UserError("data.root is not set", key="data.name", value=data.name, fix=fix)
         return
+    if data.name == "digits":
+        fix = "Leave it out, or set data.name=folder for your own images."
+        raise root_error(data.root, "the digits come with scikit-learn, not from a folder", fix)
     root = data_root(data)
     if not root.exists():
         problem, fix = "no such folder", f"Correct the path; it means {root.absolute()}."

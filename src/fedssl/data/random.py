@@ -127,10 +127,4 @@ def choose(state: int, count: int, size: int) -> NDArray[np.int64]:
     if size >= count:
         return np.arange(count)
     ranks = mix(state, np.arange(count, dtype=np.uint64))
-    # Choose the smallest ranks. They are nearly always below this bound, so few need sorting:
-    # 50,000 clients cost 0.2 ms instead of 0.7.
-    share = min(1.0, (size + 8 * math.sqrt(size)) / count)
-    candidates = np.flatnonzero(ranks <= np.uint64(share * _MASK * (1 - 2**-50)))
-    if len(candidates) < size:
-        candidates = np.arange(count)
-    return np.sort(candidates[np.argsort(ranks[candidates], kind="stable")[:size]])
+    return np.sort(np.argpartition(ranks, size)[:size])

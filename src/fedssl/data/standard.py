@@ -24,18 +24,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedssl import config
-from fedssl.data.cache import ArrayFile, Meta, load_or_build, replace_folder
+from fedssl.data.cache import Meta, grow_array, load_or_build, replace_folder
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.decode import Pixels, show_progress
 from fedssl.data.folders import SplitFiles, find_split, load_files
 from fedssl.data.image_files import File, digest_files
-from fedssl.data.places import (
-    cache_folder,
-    data_root,
-    list_folders,
-    name_images,
-    root_error,
-)
+from fedssl.data.places import cache_folder, data_root, list_folders, name_images, root_error
 from fedssl.util.errors import UserError
 
 TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
@@ -64,10 +58,6 @@ class ArraySource:
     read: Read
     torchvision: str
     inside: tuple[str, ...] = ("",)  # folders below the root that may hold the files
-
-
-class DamagedError(Exception):
-    """A file of a standard data set is not what it should be."""
 
 
 def load_digits(data: config.Data) -> Dataset:
@@ -106,9 +96,8 @@ def load_tiny_imagenet(data: config.Data) -> Dataset:
     for (file,) in val.rows:
         name = Path(file.path).name
         if name not in wnid:
-            raise root_error(
-                folder, f"{file.path} is not in val/val_annotations.txt", "Remove the file."
-            )
+            problem = f"{file.path} is not in val/val_annotations.txt"
+            raise root_error(folder, problem, "Remove the file.")
         within.append((wnid[name],))
     files = {"train": train, "test": SplitFiles(val.rows, within, {})}
     return load_files(dataclasses.replace(data, root=str(folder)), files, ("class",))
@@ -144,22 +133,21 @@ def _write_arrays(
         classes, raw = read(folder, files)
         for split, (parts, labels) in raw.items():
             if sum(map(len, parts)) != len(labels):
-                raise DamagedError(f"{split} images and labels in {folder} differ in number")
-    except DamagedError as error:
+                raise ValueError(f"{split} images and labels in {folder} differ in number")
+    except (OSError, ValueError) as error:
         key, value = name_images(data)
         raise UserError(str(error), key=key, value=value, fix="Replace the file.") from None
-    cache, contents = cache_folder(data), {}
+    contents = {}
     total = sum(len(labels) for _, labels in raw.values())
     with show_progress(total, f"preparing {total} images of {data.name}") as advance:
         for split, (parts, labels) in raw.items():
-            digest = hashlib.blake2b(labels.astype(np.int64).data, digest_size=16)
-            with ArrayFile(new / f"{split}-labels.npy", cache) as file:
-                file.append(labels.astype(np.int64))
-            with ArrayFile(new / f"{split}-0.npy", cache) as file:
+            numbers = labels.astype(np.int64)
+            np.save(new / f"{split}-labels.npy", numbers)
+            digest = hashlib.blake2b(numbers.data, digest_size=16)
+            with grow_array(new / f"{split}-0.npy") as append:
                 for block in _blocks(parts):
                     digest.update(np.ascontiguousarray(block).data)
-                    resized = _resize(torch.from_numpy(block), data.size or block.shape[-1])
-                    file.append(resized.numpy())
+                    append(_resize(torch.from_numpy(block), data.size or block.shape[-1]).numpy())
                     advance(len(block))
             contents[split] = digest.hexdigest()
     return {"classes": list(classes), "contents": contents}
@@ -197,7 +185,7 @@ def _read_idx(path: Path) -> Pixels:
         shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
     except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
-        raise DamagedError(f"{path} is damaged ({error})") from None
+        raise ValueError(f"{path} is damaged ({error})") from None
 
 
 def _read_cifar(name: str, folder: Path, files: Sequence[str]) -> tuple[Sequence[str], Raw]:
@@ -207,7 +195,7 @@ def _read_cifar(name: str, folder: Path, files: Sequence[str]) -> tuple[Sequence
     try:  # torchvision compares checksums before it unpickles anything
         train, test = (kind(str(folder), train=train) for train in (True, False))
     except RuntimeError:
-        raise DamagedError(f"the files of {name} in {folder} are damaged") from None
+        raise ValueError(f"the files of {name} in {folder} are damaged") from None
     return train.classes, {
         "train": ([train.data.transpose(0, 3, 1, 2)], np.array(train.targets)),
         "test": ([test.data.transpose(0, 3, 1, 2)], np.array(test.targets)),
@@ -219,7 +207,7 @@ def _read_stl(folder: Path, files: Sequence[str]) -> tuple[Sequence[str], Raw]:
     for name in files:
         length = (folder / name).stat().st_size
         if not length or (name.endswith("X.bin") and length % (3 * 96 * 96)):
-            raise DamagedError(f"{folder / name} is damaged (no whole images)")
+            raise ValueError(f"{folder / name} is damaged (no whole images)")
     maps = [np.memmap(folder / name, np.uint8, mode="r") for name in files]
     x, unlabeled, test_x = (maps[i].reshape(-1, 3, 96, 96).swapaxes(2, 3) for i in (0, 1, 3))
     y, test_y = (maps[i].astype(np.int64) - 1 for i in (2, 4))
@@ -304,27 +292,21 @@ def _locate(
     for folder in (root / name for root in roots for name in inside):
         if is_there(folder):
             return folder
+    fix = f"a folder that holds {expected}."
     if data.root is not None:
-        problem, fix = f"no {data.name} there", f"Use a folder that holds {expected}."
-        raise root_error(data.root, problem, fix)
+        raise root_error(data.root, f"no {data.name} there", f"Use {fix}")
     downloaded = roots[-1]
-    try:
-        with replace_folder(downloaded, cache_folder(data)) as new, _network_patience():
-            download(new)
-            name = next((name for name in inside if is_there(new / name)), None)
-            if name is None:
-                raise ValueError("the archive holds something else")
-    except UserError:
-        raise
-    except Exception as error:  # of urllib, http, tarfile, zipfile, zlib, torchvision, …
-        places = " or ".join(map(str, roots))
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"is not in {places}, and the download failed ({reason})",
-            key="data.name",
-            value=data.name,
-            fix=f"Set data.root to a folder that holds {expected}.",
-        ) from None
+    with replace_folder(downloaded, cache_folder(data)) as new:
+        try:
+            with _network_patience():
+                download(new)
+            name = next(name for name in inside if is_there(new / name))
+        except Exception as error:  # of urllib, http, tarfile, zipfile, zlib, torchvision, …
+            places = " or ".join(map(str, roots))
+            reason = " ".join(str(error).split()) or "the archive holds something else"
+            problem = f"is not in {places}, and the download failed ({reason})"
+            fix = f"Set data.root to {fix}"
+            raise UserError(problem, key="data.name", value=data.name, fix=fix) from None
     return downloaded / name
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def pack_plugins(config: Config) -> tuple[Config, dict[str, str]]:
         path, _, member = name.rpartition(":")
         return f"{PACKAGE}.{modules.setdefault(path, f'own_{len(modules) + 1}')}:{member}"
 
-    packed = _rename_plugins(config, rename)
+    packed = configuration.rename_plugins(config, rename)
     texts = {
         f"{PACKAGE}/{module}.py": Path(path).read_text(encoding="utf-8")
         for path, module in modules.items()
@@ -49,10 +50,10 @@ def unpack_plugins(config: Config, out: Path) -> tuple[Config, dict[Path, str]]:
         if not module.startswith(f"{PACKAGE}."):
             return name
         path = out.resolve() / f"{module.removeprefix(f'{PACKAGE}.')}.py"
-        texts[path] = plugins.read_source(module)
+        texts[path] = inspect.getsource(importlib.import_module(module))
         return f"{path}:{member}"
 
-    return _rename_plugins(config, rename), texts
+    return configuration.rename_plugins(config, rename), texts
 
 
 def write_plugins(out: Path, texts: Mapping[Path, str]) -> None:
@@ -77,13 +78,3 @@ def _correct_paths(tree: Any, out: Path) -> Any:
         return [_correct_paths(value, out) for value in tree]
     match = re.fullmatch(r".*/(own_\d+\.py:.+)", tree) if isinstance(tree, str) else None
     return f"{out}/{match[1]}" if match else tree
-
-
-def _rename_plugins(config: Config, rename: Callable[[str], str]) -> Config:
-    """Rename the algorithm, the objective and the protocols."""
-    sections: dict[str, Any] = {}
-    for section in ("algorithm", "objective"):
-        params = getattr(config, section)
-        sections[section] = dataclasses.replace(params, name=rename(params.name))
-    sections["evaluate"] = configuration.rename_protocols(config.evaluate, rename)
-    return dataclasses.replace(config, **sections)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,13 +95,10 @@ def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
 
 def strip_recipe(settings: Config) -> Recipe:
     """Return the configuration without paths of this machine: a recipe for others."""
-    evaluate = config.rename_protocols(settings.evaluate, drop_folder)
-    tree = config.to_tree(dataclasses.replace(settings, evaluate=evaluate))
+    tree = config.to_tree(config.rename_plugins(settings, drop_folder))
     for path in config.path_keys(settings):
         section, _, key = path.partition(".")
         tree[section][key] = None
-    for section in ("algorithm", "objective", "partition"):
-        tree[section]["name"] = drop_folder(tree[section]["name"])
     return tree
 
 

@@ -15,7 +15,7 @@ from fedssl.encoder.embed import embed_files, find_files, printable, report_skip
 from fedssl.encoder.load import load_encoder
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
-from fedssl.util.files import check_html, replace_output
+from fedssl.util.files import check_suffix, replace_output
 from fedssl.util.templates import load_templates
 
 THUMBNAIL = 192  # pixels per side
@@ -31,7 +31,7 @@ def search(
     with contextlib.ExitStack() as stack:
         page = None
         if html is not None:
-            check_html(html, "--html")
+            check_suffix(html, "--html", ".html", ".htm")
             page = stack.enter_context(replace_output(html, "--html", private=True))
         encoder = load_encoder(run).to(pick_device(device))
         direction = F.normalize(encoder.embed([query])[0], dim=0)

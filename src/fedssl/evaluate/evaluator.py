@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.config import SourceParams
 from fedssl.data.dataset import Groups
 from fedssl.data.heterogeneity import alter_images, alters_images, assign_sources
 from fedssl.data.random import key, mix
@@ -145,10 +144,9 @@ class ModelEvaluator:
         test, params = data.test, data.config.partition
         assert test is not None
         images = test.images[data.modality]
-        if not isinstance(params, SourceParams) or not alters_images(params):
+        if not alters_images(params):
             return images
         of_train = assign_sources(params, data.dataset, seed).labels
-        assert of_train is not None
         of_test = per_client.sources(
             self.client_tests, data.clients, of_train.numpy(), len(test), seed
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,53 +34,30 @@ class Tiny(nn.Module):
 
 
 class Block(nn.Module):
-    """A body and a shortcut (He et al. 2016, Figure 5)."""
+    """A body and a shortcut, which projects if the shape changes (He et al. 2016, Figure 5).
 
-    expansion: ClassVar[int]
+    The body has two 3 × 3 convolutions (left), or as a bottleneck 1 × 1, 3 × 3, 1 × 1 (right).
+    """
 
-    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
+    def __init__(
+        self, inputs: int, width: int, stride: int, norm: Norm, bottleneck: bool = False
+    ) -> None:
         super().__init__()
-        self.body = body
-        self.shortcut = shortcut
+        self.outputs = 4 * width if bottleneck else width
+        if bottleneck:
+            layers = norm.conv(inputs, width, 1) + norm.conv(width, width, 3, stride)
+        else:
+            layers = norm.conv(inputs, width, 3, stride)
+        last = norm.conv(width, self.outputs, 1 if bottleneck else 3, relu=False)
+        self.body = nn.Sequential(*layers, *last)
+        self.shortcut: nn.Module = nn.Identity()
+        if inputs != self.outputs or stride != 1:
+            projection = norm.conv(inputs, self.outputs, 1, stride, relu=False)
+            self.shortcut = nn.Sequential(*projection)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the ReLU of body plus shortcut."""
         return residual(self.body, self.shortcut, x)
-
-
-class Basic(Block):
-    """Two 3 × 3 convolutions (Figure 5 left)."""
-
-    expansion = 1
-
-    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
-        body = nn.Sequential(
-            *norm.conv(inputs, width, 3, stride),
-            *norm.conv(width, width, 3, relu=False),
-        )
-        super().__init__(body, shortcut(inputs, width, stride, norm))
-
-
-class Bottleneck(Block):
-    """1 × 1, 3 × 3, 1 × 1 convolutions (Figure 5 right)."""
-
-    expansion = 4
-
-    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
-        outputs = width * self.expansion
-        body = nn.Sequential(
-            *norm.conv(inputs, width, 1),
-            *norm.conv(width, width, 3, stride),
-            *norm.conv(width, outputs, 1, relu=False),
-        )
-        super().__init__(body, shortcut(inputs, outputs, stride, norm))
-
-
-def shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
-    """Build the identity, or a 1 × 1 projection if the shape changes."""
-    if inputs == outputs and stride == 1:
-        return nn.Identity()
-    return nn.Sequential(*norm.conv(inputs, outputs, 1, stride, relu=False))
 
 
 class ResNet(nn.Module):
@@ -88,26 +65,25 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[Basic] | type[Bottleneck],
         depths: tuple[int, ...],
+        bottleneck: bool,
         channels: int,
         norm: Norm,
-        stem: Literal["small", "large"],
+        large_stem: bool,
     ) -> None:
         super().__init__()
-        if stem == "small":
-            self.stem = nn.Sequential(*norm.conv(channels, 64, 3))
-        else:
+        if large_stem:
             self.stem = nn.Sequential(*norm.conv(channels, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
+        else:
+            self.stem = nn.Sequential(*norm.conv(channels, 64, 3))
         self.stages = nn.Sequential()
-        inputs = 64
+        self.features = 64
         for stage, depth in enumerate(depths):
-            width = 64 * 2**stage
             for i in range(depth):
                 stride = 2 if stage > 0 and i == 0 else 1
-                self.stages.append(block(inputs, width, stride, norm))
-                inputs = width * block.expansion
-        self.features = inputs
+                block = Block(self.features, 64 * 2**stage, stride, norm, bottleneck)
+                self.stages.append(block)
+                self.features = block.outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[B, 512]`` or ``[B, 2048]``."""
@@ -215,10 +191,10 @@ def _error(name: str, problem: str, fix: str = OTHER) -> UserError:
     return UserError(problem, key="encoder.name", value=f"{TIMM}{name}", fix=fix)
 
 
-RESNETS: dict[str, tuple[type[Basic] | type[Bottleneck], tuple[int, ...]]] = {
-    "resnet14": (Bottleneck, (1, 1, 1, 1)),  # the DCCO paper's, see section 4.2
-    "resnet18": (Basic, (2, 2, 2, 2)),
-    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+RESNETS = {  # depths, and whether blocks are bottlenecks
+    "resnet14": ((1, 1, 1, 1), True),  # the DCCO paper's, see section 4.2
+    "resnet18": ((2, 2, 2, 2), False),
+    "resnet50": ((3, 4, 6, 3), True),
 }
 LARGE_IMAGE = 96  # pixels per side from which a residual network has the large stem
 
@@ -241,5 +217,4 @@ def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT 
                 fix="Use encoder.norm=batch.",
             )
         return body
-    stem: Literal["small", "large"] = "large" if size >= LARGE_IMAGE else "small"
-    return ResNet(*RESNETS[settings.name], channels, norm, stem)
+    return ResNet(*RESNETS[settings.name], channels, norm, large_stem=size >= LARGE_IMAGE)

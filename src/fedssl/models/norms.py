@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -56,29 +56,21 @@ class BatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         return  # feature maps and vectors alike
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize, and apply ReLU if asked; ``views`` matters only in training."""
-        if self._has_kernels(input):
-            given = (input, self.weight, self.bias, self.eps, self.views)
-            y, mean, variance = batch_norm.batch_norm(*given, relu=self.relu)
+    def forward(self, input: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        """Normalize, and apply ReLU if asked; at the end of a block add the shortcut before ReLU.
+
+        ``views`` matters only in training.
+        """
+        relu = self.relu or shortcut is not None
+        # Kernels only in compiled steps: to start them from Python is slow.
+        if self.training and torch.compiler.is_compiling() and batch_norm.applies(input):
+            parameters = self.weight, self.bias, self.eps, self.views
+            y, mean, variance = batch_norm.batch_norm(input, shortcut, *parameters, relu)
             self._follow(mean, variance, input)
             return y
         y = self._apart(input) if self.training and self.views > 1 else super().forward(input)
-        return F.relu(y, inplace=True) if self.relu else y
-
-    def plus(self, input: Tensor, other: Tensor) -> Tensor:
-        """Compute the end of a residual block: the norm, the sum with the shortcut, and ReLU."""
-        alike = input.shape == other.shape and input.dtype == other.dtype
-        if not (alike and self._has_kernels(input)):
-            return F.relu(self(input) + other)
-        given = (input, other, self.weight, self.bias, self.eps, self.views)
-        y, mean, variance = batch_norm.batch_norm_add(*given)
-        self._follow(mean, variance, input)
-        return y
-
-    def _has_kernels(self, input: Tensor) -> bool:
-        """Return whether kernels apply: only in compiled steps, as a start from Python is slow."""
-        return self.training and torch.compiler.is_compiling() and batch_norm.applies(input)
+        y = y if shortcut is None else y + shortcut
+        return F.relu(y, inplace=True) if relu else y
 
     def _apart(self, input: Tensor) -> Tensor:
         """Normalize each view by its own statistics."""
@@ -110,9 +102,9 @@ class BatchNormAct(BatchNorm):
         self.drop = drop
         self.act = act
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, shortcut: Tensor | None = None) -> Tensor:
         """Normalize, drop and activate."""
-        return self.act(self.drop(super().forward(input)))
+        return self.act(self.drop(super().forward(input, shortcut)))
 
 
 class GroupNorm(nn.GroupNorm):
@@ -132,37 +124,28 @@ class GroupNorm(nn.GroupNorm):
         return F.relu(y, inplace=True) if self.relu else y
 
 
-def residual(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
-    """Compute ``relu(body(x) + shortcut(x))``, from the norms on in one kernel if possible."""
+def residual(body: nn.Sequential, shortcut: nn.Module, x: Tensor) -> Tensor:
+    """Compute ``relu(body(x) + shortcut(x))``, from the norms on in one kernel if possible.
+
+    Both end in a norm of the same kind, unless the shortcut is the identity.
+    """
     y, norm = _before_norm(body, x)
     if isinstance(norm, BatchNorm):
-        return norm.plus(y, shortcut(x))
-    z, other = _before_norm(shortcut, x)
-    if norm is not None and _alike(y, norm, z, other):
-        w, b = (None, None) if other is None else (other.weight, other.bias)
-        return group_norm.residual(y, norm.weight, norm.bias, z, w, b, norm.num_groups, norm.eps)
-    y = y if norm is None else norm(y)
-    z = z if other is None else other(z)
-    return F.relu(y + z)
+        return norm(y, shortcut(x))
+    z, norm_z = _before_norm(shortcut, x) if isinstance(shortcut, nn.Sequential) else (x, None)
+    groups = norm.num_groups
+    if group_norm.applies(y, groups) and group_norm.applies(z, groups):
+        w, b = (None, None) if norm_z is None else (norm_z.weight, norm_z.bias)
+        return group_norm.residual(y, norm.weight, norm.bias, z, w, b, groups, norm.eps)
+    return F.relu(norm(y) + (z if norm_z is None else norm_z(z)))
 
 
-def _before_norm(layers: nn.Module, x: Tensor) -> tuple[Tensor, BatchNorm | GroupNorm | None]:
-    """Return the input of the final norm, and the norm; without one the output, and ``None``."""
-    if isinstance(layers, nn.Sequential):
-        *most, last = layers
-        if isinstance(last, (BatchNorm, GroupNorm)) and not last.relu:
-            for layer in most:
-                x = layer(x)
-            return x, last
-    return layers(x), None
-
-
-def _alike(y: Tensor, norm: GroupNorm, z: Tensor, other: BatchNorm | GroupNorm | None) -> bool:
-    """Return whether one kernel can compute both norms."""
-    settings = (norm.num_groups, norm.eps)
-    same = isinstance(other, GroupNorm) and (other.num_groups, other.eps) == settings
-    fits = all(group_norm.applies(t, norm.num_groups) for t in (y, z))
-    return (same or other is None) and fits and y.shape == z.shape
+def _before_norm(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Any]:
+    """Return the input of the final norm, and the norm."""
+    *most, norm = layers
+    for layer in most:
+        x = layer(x)
+    return x, norm
 
 
 @dataclass(frozen=True)
@@ -189,23 +172,18 @@ class Norm:
 
     def linear(self, inputs: int, outputs: int) -> list[nn.Module]:
         """Build a linear layer, its norm and ReLU."""
-        if self.kind == "group" and outputs < 2 * self.groups:
-            raise UserError(
-                f"in a layer of {outputs} channels a group has one number, which becomes 0",
-                key="encoder.groups",
-                value=self.groups,
-                fix=f"Use at most {outputs // 2} groups, or wider layers (objective.projector).",
-            )
         kind = nn.Linear if self.kind == "batch" else StandardizedLinear
-        return [kind(inputs, outputs, bias=False), *self._after(outputs, relu=True)]
+        # A group of one number would become 0.
+        return [kind(inputs, outputs, bias=False), *self._after(outputs, relu=True, smallest=2)]
 
-    def _after(self, channels: int, relu: bool) -> list[nn.Module]:
-        if self.kind == "group" and channels % self.groups:
+    def _after(self, channels: int, relu: bool, smallest: int = 1) -> list[nn.Module]:
+        fits = channels % self.groups == 0 and channels >= smallest * self.groups
+        if self.kind == "group" and not fits:
             raise UserError(
-                f"does not divide a layer of {channels} channels",
+                f"a layer of {channels} channels does not divide into groups of {smallest} or more",
                 key="encoder.groups",
                 value=self.groups,
-                fix=f"Use a divisor of {channels}.",
+                fix=f"Use a divisor of {channels}, at most {channels // smallest}.",
             )
         batch = self.kind == "batch"
         norm = BatchNorm(channels, relu) if batch else GroupNorm(self.groups, channels, relu)

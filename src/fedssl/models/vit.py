@@ -35,14 +35,13 @@ def positions(rows: int, columns: int, like: Tensor) -> Tensor:
 
     They are neither learned nor stored, so that any image size works.
     """
-    count = WIDTH // 4
-    exponents = torch.arange(count, dtype=like.dtype, device=like.device) / count
-    grid = torch.meshgrid(
-        torch.arange(rows, dtype=like.dtype, device=like.device),
-        torch.arange(columns, dtype=like.dtype, device=like.device),
-        indexing="ij",
-    )
-    angles = [axis.flatten()[:, None] / 10000**exponents for axis in (grid[1], grid[0])]
+
+    def steps(count: int) -> Tensor:
+        return torch.arange(count, dtype=like.dtype, device=like.device)
+
+    places = torch.cartesian_prod(steps(rows), steps(columns))
+    scales = 10000 ** (steps(WIDTH // 4) / (WIDTH // 4))
+    angles = [places[:, axis, None] / scales for axis in (1, 0)]
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
 
 

@@ -20,7 +20,7 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     from fedssl.report.page import build_page
 
     target = _choose_file(runs) if out is None else out
-    files.check_html(target, "--out")
+    files.check_suffix(target, "--out", ".html", ".htm")
     files.make_output_folder(target.parent, "--out")
     started = time.monotonic()
 

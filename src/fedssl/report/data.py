@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-import numpy as np
-
 from fedssl.config import Config
 from fedssl.data.client_table import count_labels, mean_distance
 from fedssl.data.dataset import Dataset
@@ -96,11 +94,10 @@ def load_holdings(data: RunData) -> Holdings:
         return Holdings(names, sizes, remark=remark)
     names = names or list(map(str, range(min(len(groups), MOST_CLIENTS))))
     sizes = groups.sizes.tolist()
-    labels = None if assigned.labels is None else assigned.labels.numpy()
-    if labels is None or not (labels[groups.members] >= 0).any():
+    labels = assigned.labels.numpy()
+    if not (labels[groups.members] >= 0).any():
         return Holdings(names, sizes, remark="There are no labels to tell classes by.")
-    held = count_labels(groups, labels)[:MOST_CLIENTS]
+    held = count_labels(groups, labels, len(assigned.names))[:MOST_CLIENTS]
     classes = list(assigned.names) or [str(c) for c in range(held.shape[1])]
-    held = np.pad(held, ((0, 0), (0, max(0, len(classes) - held.shape[1]))))
     apart = mean_distance(groups, labels)
     return Holdings(names, sizes, held.tolist(), classes, assigned.kind, apart)

@@ -44,11 +44,10 @@ def split_clients(config: Config, dataset: Dataset, sources: Sources | None = No
         return partition(
             config.partition, replace(train, labels=sources.labels), len(sources.names), config.seed
         )
-    labels = train.full_labels if sources.labels is None else sources.labels
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
         tuple(images[: len(kept)] for images in train.images),  # only their number matters
-        labels[kept],
+        sources.labels[kept],
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )

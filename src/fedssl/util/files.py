@@ -125,8 +125,8 @@ def make_output_folder(path: Path, key: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def check_html(path: Path, key: str) -> None:
-    """Check that a page has the name of an HTML file, as it replaces what has its name."""
-    if path.suffix.lower() not in (".html", ".htm") and not path.is_dir():
-        fix = f"Use a name such as {path.stem}.html."
-        raise UserError("a page is an HTML file", key=key, value=path, fix=fix)
+def check_suffix(path: Path, key: str, *suffixes: str) -> None:
+    """Check the ending of an output file's name, because it replaces what has its name."""
+    if path.suffix.lower() not in suffixes and not path.is_dir():
+        fix = f"Use a name such as {path.stem}{suffixes[0]}."
+        raise UserError(f"not a {suffixes[0]} file", key=key, value=path, fix=fix)

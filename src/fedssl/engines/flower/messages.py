@@ -46,7 +46,9 @@ def write_request(request: Request) -> RecordDict:
         {
             "request": ConfigRecord(facts),
             "known": ConfigRecord(known),
-            "secure": _write_messages(request.secure.messages if request.secure else {}),
+            "secure": ConfigRecord(
+                _name_by_client(request.secure.messages if request.secure else {})
+            ),
             "payload": _write_arrays(request.payload),
         }
     )
@@ -68,7 +70,7 @@ def read_request(content: RecordDict) -> Request:
         known[name] = (int(exchange), before)
     secure = None
     if "step" in facts:
-        messages = _read_messages(content.config_records["secure"])
+        messages = _split_by_client(content.config_records["secure"])
         secure = SecureStep(facts["step"], facts["context"], facts["threshold"], messages)
     return Request(
         facts["task"],
@@ -96,17 +98,14 @@ def write_replies(replies: Mapping[int, Reply]) -> RecordDict:
     """Write replies as Flower's records; the tensors of client 3 are named ``3/path``."""
     from flwr.app import ConfigRecord, RecordDict
 
-    tensors = {
-        f"{k}/{name}": t for k, reply in replies.items() for name, t in reply.tensors.items()
-    }
     shares = {str(k): reply.share for k, reply in replies.items() if reply.fault is None}
     faults = {str(k): reply.fault for k, reply in replies.items() if reply.fault is not None}
     return RecordDict(
         {
             "shares": ConfigRecord(dict(shares)),
             "faults": ConfigRecord(dict(faults)),
-            "secure": _write_messages({k: reply.message for k, reply in replies.items()}),
-            "replies": _write_arrays(tensors),
+            "secure": ConfigRecord(_name_by_client({k: r.message for k, r in replies.items()})),
+            "replies": _write_arrays(_name_by_client({k: r.tensors for k, r in replies.items()})),
         }
     )
 
@@ -114,23 +113,17 @@ def write_replies(replies: Mapping[int, Reply]) -> RecordDict:
 def read_replies(content: RecordDict) -> dict[int, Reply] | str:
     """Read the replies of a node by client, or return why they cannot be read."""
     try:
-        return _read_replies(content)
+        tensors = _split_by_client(_read_arrays(content.array_records["replies"]))
+        messages = _split_by_client(content.config_records["secure"])
+        shares: Mapping[str, Any] = content.config_records["shares"]
+        replies = {
+            int(k): Reply(float(share), tensors.get(int(k), {}), None, messages.get(int(k), {}))
+            for k, share in shares.items()
+        }
+        faults = content.config_records["faults"].items()
+        return replies | {int(k): Reply(fault=str(fault)) for k, fault in faults}
     except (KeyError, ValueError, TypeError) as error:
         return f"a message that fedssl did not write ({type(error).__name__})"
-
-
-def _read_replies(content: RecordDict) -> dict[int, Reply]:
-    tensors: dict[int, dict[str, Packed]] = {}
-    for name, packed in _read_arrays(content.array_records["replies"]).items():
-        client, _, path = name.partition("/")
-        tensors.setdefault(int(client), {})[path] = packed
-    messages = _read_messages(content.config_records["secure"])
-    replies = {
-        int(k): Reply(float(share), tensors.get(int(k), {}), None, messages.get(int(k), {}))  # type: ignore[arg-type]
-        for k, share in content.config_records["shares"].items()
-    }
-    faults = content.config_records["faults"].items()
-    return replies | {int(k): Reply(fault=str(fault)) for k, fault in faults}
 
 
 def write_greeting(facts: Mapping[str, str]) -> RecordDict:
@@ -164,19 +157,18 @@ def list_content(content: RecordDict) -> tuple[int, dict[str, Any]]:
     return total, entries
 
 
-def _write_messages(messages: Mapping[int, Mapping[str, Any]]) -> Any:
-    """Write the messages of a secure sum; the keys of client 3 are named ``3/keys``."""
-    from flwr.app import ConfigRecord
-
-    return ConfigRecord({f"{k}/{n}": v for k, each in messages.items() for n, v in each.items()})
+def _name_by_client(values: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of all clients, those of client 3 as ``3/name``."""
+    return {f"{k}/{name}": value for k, own in values.items() for name, value in own.items()}
 
 
-def _read_messages(record: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    messages: dict[int, dict[str, Any]] = {}
+def _split_by_client(record: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the inverse of :func:`_name_by_client`."""
+    values: dict[int, dict[str, Any]] = {}
     for name, value in record.items():
         client, _, path = name.partition("/")
-        messages.setdefault(int(client), {})[path] = value
-    return messages
+        values.setdefault(int(client), {})[path] = value
+    return values
 
 
 def _write_arrays(packed: Mapping[str, Packed]) -> Any:

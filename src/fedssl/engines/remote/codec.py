@@ -56,7 +56,11 @@ def _pack(tensor: Tensor) -> Packed:
 
 def unpack(packed: Mapping[str, Packed]) -> Tree:
     """Unpack a tree, whatever types were sent."""
-    flat = unpack_flat(packed)
+    return build_tree(unpack_flat(packed))
+
+
+def build_tree(flat: dict[str, Tensor]) -> Tree:
+    """Return the tree of tensors that are named by their paths."""
     return flat[WHOLE] if flat.keys() == {WHOLE} else cast(Tree, unflatten(flat))
 
 

@@ -196,9 +196,8 @@ class RemoteCohort(Cohort):
 
     def _reply_bytes(self, reply: Tree) -> int:
         """Count a reply's bytes as it travels, with some leaves in half precision."""
-        leaves, half = flatten(reply), self.replies.half
-        saved = (leaves[n].numel() * (leaves[n].element_size() - 2) for n in half if n in leaves)
-        return super()._reply_bytes(reply) - sum(saved)
+        leaves, half = flatten(reply).items(), self.replies.half
+        return sum(t.numel() * (2 if name in half else t.element_size()) for name, t in leaves)
 
 
 def _cast_like(tree: Tree, like: Tree) -> Tree:

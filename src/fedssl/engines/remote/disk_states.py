@@ -7,6 +7,7 @@ rounds must not count, and the earlier state must still be there.
 
 from __future__ import annotations
 
+import bisect
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from fedssl.engines.remote.codec import MalformedError
 from fedssl.training.trainer import State
 from fedssl.util.files import save_tensors
-from fedssl.util.trees import flatten, leaves, unflatten
+from fedssl.util.trees import flatten, leaves
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,7 @@ class History:
 
     def counts(self, round: int, attempt: str) -> bool:
         """Return whether the round of an attempt is part of the run."""
-        ends = (*self.starts[1:], None)
-        return any(
-            name == attempt and start <= round and (end is None or round < end)
-            for name, start, end in zip(self.names, self.starts, ends, strict=True)
-        )
+        return self.names[bisect.bisect(self.starts, round) - 1] == attempt
 
 
 class DiskStates:
@@ -48,18 +45,18 @@ class DiskStates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, client: int, round: int, history: History) -> State:
-        """Return the state with which a client enters a task of ``round``; it stays."""
+    def load(self, client: int, round: int, history: History) -> dict[str, Tensor]:
+        """Return the flat state with which a client enters a task of ``round``; it stays."""
         files = self._files(client)
         counting = [
-            (number, path) for path, number, attempt in files if history.counts(number, attempt)
+            (number, path) for number, attempt, path in files if history.counts(number, attempt)
         ]
         if not counting:
             return {}
         number, path = max(counting)
         if number > round:  # a message that was delivered late
             raise MalformedError(f"round {number} was done already")
-        return unflatten(load_file(path))
+        return load_file(path)
 
     def save(self, client: int, state: State, round: int, history: History) -> None:
         """Keep a state, and earlier ones as far back as the server may have to go."""
@@ -71,26 +68,26 @@ class DiskStates:
         path = self.folder / str(client) / f"{round}-{history.names[-1]}.safetensors"
         save_tensors(path, flat, {}, can_resume=False)
         files = self._files(client)
-        counting = [number for _, number, attempt in files if history.counts(number, attempt)]
+        counting = [number for number, attempt, _ in files if history.counts(number, attempt)]
         needed = max((number for number in counting if number < history.committed), default=0)
-        for old, number, attempt in files:
+        for number, attempt, old in files:
             if number < needed or not history.counts(number, attempt):
                 old.unlink(missing_ok=True)
 
-    def _files(self, client: int) -> list[tuple[Path, int, str]]:
+    def _files(self, client: int) -> list[tuple[int, str, Path]]:
         files = []
         for path in (self.folder / str(client)).glob("*.safetensors"):
             number, _, attempt = path.stem.partition("-")
-            files.append((path, int(number), attempt))
+            files.append((int(number), attempt, path))
         return files
 
 
 class ReadOnlyStates:
     """The clients' states as a simulation's server reads them (a real server cannot)."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: History) -> None:
         self.folder: Path | None = None
-        self.history = History((), (), 0)
+        self.history = history
         self.round = 0
         self.changed: set[int] = set()
         self.versions: dict[int, int] = {}  # files of a checkpoint: there are none
@@ -105,7 +102,7 @@ class ReadOnlyStates:
         """Return a client's state: tensors by path."""
         if self.folder is None:
             return {}
-        return flatten(DiskStates(self.folder).load(client, self.round, self.history))
+        return DiskStates(self.folder).load(client, self.round, self.history)
 
     def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
         """Fail: a checkpoint holds no states of these clients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -43,8 +43,12 @@ class RemoteEngine(Engine):
         """Begin the run's first attempt."""
         self.transport: Transport | None = None
         self.attempt = secrets.token_hex(4)
-        self.history = History((self.attempt,), (0,), 0)
-        self.states: ReadOnlyStates = ReadOnlyStates()
+        self.states: ReadOnlyStates = ReadOnlyStates(History((self.attempt,), (0,), 0))
+
+    @property
+    def history(self) -> History:
+        """The run's attempts."""
+        return self.states.history
 
     def cohort(self, ids: NDArray[np.int64], round: int) -> RemoteCohort:
         """Return the clients of one round."""
@@ -54,7 +58,6 @@ class RemoteEngine(Engine):
     def open(self, out: Path) -> None:
         """Keep the states of simulated clients in the run's folder."""
         self.states.folder = out / STATES
-        self.states.history = self.history
 
     def notes(self) -> dict[str, str]:
         """Return which attempt did which rounds, for the checkpoint."""
@@ -63,10 +66,9 @@ class RemoteEngine(Engine):
     def resume(self, notes: Mapping[str, str], round: int) -> None:
         """Start a new attempt at the checkpoint's round."""
         names, starts = json.loads(notes.get("attempts", "[[], []]"))
-        self.history = History((*names, self.attempt), (*starts, round), round)
-        self.states.history, self.states.round = self.history, round
+        self.states.history = History((*names, self.attempt), (*starts, round), round)
+        self.states.round = round
 
     def committed(self, round: int) -> None:
         """Let clients forget the states from before the checkpoint."""
-        self.history = History(self.history.names, self.history.starts, round)
-        self.states.history = self.history
+        self.states.history = replace(self.history, committed=round)

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
 
 from torch import Tensor
 
-from fedssl.engines.remote.codec import WHOLE, MalformedError, Packed, pack
+from fedssl.engines.remote.codec import WHOLE, MalformedError, Packed, build_tree, pack
 from fedssl.federation.traffic import Argument
-from fedssl.util.trees import Tree, flatten, unflatten
+from fedssl.util.trees import Tree, flatten
 
 
 @dataclass
@@ -62,13 +61,9 @@ def read_arguments(tensors: Mapping[str, Tensor], count: int, client: int) -> li
     """Return a client's ``count`` arguments, in order."""
     arguments: list[Tree] = []
     for position in range(count):
-        flat: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            head, _, path = name.partition("/")
-            if head in (str(position), f"{position}@{client}"):
-                flat[path] = tensor
+        parts = (f"{position}/", f"{position}@{client}/")
+        flat = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith(parts)}
         if not flat:
             raise MalformedError(f"argument {position} is missing")
-        whole = flat.keys() == {WHOLE}
-        arguments.append(flat[WHOLE] if whole else cast(Tree, unflatten(flat)))
+        arguments.append(build_tree(flat))
     return arguments

@@ -26,7 +26,7 @@ from fedssl.federation.task import ClientTask
 from fedssl.privacy.checks import survivors_needed
 from fedssl.util.errors import UserError
 from fedssl.util.files import replace_file, save_tensors
-from fedssl.util.trees import Tree
+from fedssl.util.trees import Tree, unflatten
 
 
 class Site:
@@ -136,8 +136,10 @@ class Site:
         """Run the task; the client's state is stored before anything is returned."""
         engine, ids = self.engine, np.array([client])
         members, sizes = engine.groups.select(ids * 0 if self.is_real else ids)
-        state = self.store.load(client, request.round, request.history)
-        state = cast("dict[str, Tree]", _to(state, engine.trainer.device))
+        device = engine.trainer.device
+        flat = self.store.load(client, request.round, request.history)
+        # Single numbers stay on the host, as in the local engine.
+        state = unflatten({name: t.to(device) if t.ndim else t for name, t in flat.items()})
         _, lr = learning_rates(self.config, request.round)
         one = Client(engine.trainer, members, ids, sizes, request.round, lr, state)
         arguments = read_arguments(payload, request.arguments, client)
@@ -173,13 +175,6 @@ def _clear_secrets(path: Path, client: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for old in path.parent.glob(f"{client}-*"):
         old.unlink(missing_ok=True)
-
-
-def _to(tree: Tree, device: torch.device) -> Tree:
-    """Move a tree to the device; single numbers stay on the host, as in the local engine."""
-    if isinstance(tree, Tensor):
-        return tree.to(device) if tree.ndim else tree
-    return {name: _to(child, device) for name, child in tree.items()}
 
 
 def describe_fault(error: Exception, is_real: bool = True) -> str:

@@ -43,18 +43,14 @@ def applies(x: Tensor) -> bool:
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
+    x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, eps: float, views: int, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalize each view by its own statistics; return these, biased, ``[views, channels]``."""
-    y, mean, variance = _forward(ordered(x), None, weight, bias, eps, views, relu)
-    return y, mean, variance
+    """Normalize each view by its own statistics, add z if given, and apply ReLU if asked.
 
-
-def batch_norm_add(
-    x: Tensor, z: Tensor, weight: Tensor, bias: Tensor, eps: float, views: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the end of a residual block: ``relu(norm(x) + z)``."""
-    y, mean, variance = _forward(ordered(x), ordered(z), weight, bias, eps, views, True)
+    Returns the statistics, too: mean and biased variance, ``[views, channels]``.
+    """
+    z = None if z is None else ordered(z)
+    y, mean, variance = _forward(ordered(x), z, weight, bias, eps, views, relu)
     return y, mean, variance
 
 
@@ -141,18 +137,10 @@ def _gradient_outputs(
     return torch.empty_like(x), dz, torch.empty_like(weight), torch.empty_like(bias)
 
 
-@_forward.register_fake
-def _(
-    x: Tensor, _z: Tensor | None, _w: Tensor, _b: Tensor, _eps: float, views: int, _relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, views)
-
-
-@_backward.register_fake
-def _(
-    _g: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradient_outputs(x, y, weight, bias)
+_forward.register_fake(lambda x, z, weight, bias, eps, views, relu: _outputs(x, views))
+_backward.register_fake(
+    lambda d, x, y, weight, bias, *others: _gradient_outputs(x, y, weight, bias)
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -61,75 +61,8 @@ def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
 ) -> Tensor:
     """Compute ``F.group_norm``, and ReLU if asked; statistics and parameters are float32."""
-    y: Tensor = _forward(ordered(x), weight, bias, groups, eps, relu)[0]
+    y: Tensor = _forward(ordered(x), weight, bias, None, None, None, groups, eps, relu)[0]
     return y
-
-
-def ordered(x: Tensor) -> Tensor:
-    """Return the tensor with channels last in memory."""
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
-
-
-@torch.library.custom_op("fedssl::group_norm", mutates_args=())
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, relu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models.kernels import group_norm_triton  # Triton comes with CUDA builds only
-
-    y, mean, scale = _outputs(x, groups)
-    grid, meta = _sizes(x, groups, "norm", "forward")
-    group_norm_triton.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
-    return y, mean, scale
-
-
-@torch.library.custom_op("fedssl::group_norm_backward", mutates_args=())
-def _backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    groups: int,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models.kernels import group_norm_triton
-
-    dx, dweight, dbias = _outputs(x, x.shape[1])
-    grid, meta = _sizes(x, groups, "norm", "backward")
-    tensors = (gradient, x, weight, bias, mean, scale, dx, dweight, dbias)
-    group_norm_triton.backward[grid](*tensors, RELU=relu, **meta)
-    return dx, dweight, dbias
-
-
-def _outputs(x: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate a tensor like the input, and two tables with a row per image."""
-    table = x.new_empty(x.shape[0], columns, dtype=torch.float32)
-    return torch.empty_like(x), table, torch.empty_like(table)
-
-
-@_forward.register_fake
-def _(x: Tensor, _w: Tensor, _b: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, groups)
-
-
-@_backward.register_fake
-def _(_gradient: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, x.shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, groups, _, relu = inputs
-    ctx.save_for_backward(x, weight, bias, *output[1:])
-    ctx.settings = groups, relu
-
-
-def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = _backward(ordered(gradient), *ctx.saved_tensors, *ctx.settings)
-    return dx, dweight.sum(0), dbias.sum(0), None, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def residual(
@@ -143,100 +76,118 @@ def residual(
     eps: float,
 ) -> Tensor:
     """Compute ``relu(norm(x) + norm(z))``, or without a weight of z ``relu(norm(x) + z)``."""
-    y: Tensor = _residual(ordered(x), weight, bias, ordered(z), weight_z, bias_z, groups, eps)[0]
+    inputs = ordered(x), weight, bias, ordered(z), weight_z, bias_z
+    y: Tensor = _forward(*inputs, groups, eps, True)[0]
     return y
 
 
-@torch.library.custom_op("fedssl::residual", mutates_args=())
-def _residual(
+def ordered(x: Tensor) -> Tensor:
+    """Return the tensor with channels last in memory."""
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
+
+
+@torch.library.custom_op("fedssl::group_norm", mutates_args=())
+def _forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    z: Tensor,
+    z: Tensor | None,
     weight_z: Tensor | None,
     bias_z: Tensor | None,
     groups: int,
     eps: float,
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from fedssl.models.kernels import group_norm_triton
+    from fedssl.models.kernels import group_norm_triton  # Triton comes with CUDA builds only
 
-    pair = weight_z is not None
-    y, mean, scale = _residual_outputs(x, weight_z, groups)
-    grid, meta = _sizes(x, groups, "residual", "forward")
-    statistics = (mean[0], scale[0], mean[-1], scale[-1])
-    group_norm_triton.residual_forward[grid](
-        x, weight, bias, z, weight_z, bias_z, y, *statistics, eps, PAIR=pair, **meta
-    )
+    y, mean, scale = _outputs(x, weight_z, groups)
+    if z is None:
+        grid, meta = _sizes(x, groups, "norm", "forward")
+        group_norm_triton.forward[grid](x, weight, bias, y, mean, scale, eps, RELU=relu, **meta)
+    else:
+        grid, meta = _sizes(x, groups, "residual", "forward")
+        tensors = (x, weight, bias, z, weight_z, bias_z, y, mean[0], scale[0], mean[-1], scale[-1])
+        pair = weight_z is not None
+        group_norm_triton.residual_forward[grid](*tensors, eps, PAIR=pair, **meta)
     return y, mean, scale
 
 
-@torch.library.custom_op("fedssl::residual_backward", mutates_args=())
-def _residual_backward(
+@torch.library.custom_op("fedssl::group_norm_backward", mutates_args=())
+def _backward(
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    z: Tensor,
+    z: Tensor | None,
     weight_z: Tensor | None,
     bias_z: Tensor | None,
     mean: Tensor,
     scale: Tensor,
     groups: int,
+    relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients; without ``weight_z`` the output is in z's place, for ReLU."""
+    """Compute the gradients; after a sum without ``weight_z``, the output is in z's place."""
     from fedssl.models.kernels import group_norm_triton
 
-    pair = weight_z is not None
-    dx, dweight, _ = _residual_outputs(x, weight_z, x.shape[1])
-    dz, dbias = torch.empty_like(z), torch.empty_like(dweight[0])
-    grid, meta = _sizes(x, groups, "residual", "backward")
-    inputs = (gradient, x, weight, bias, z, weight_z, bias_z)
-    statistics = (mean[0], scale[0], mean[-1], scale[-1])
-    outputs = (dx, dz, dweight[0], dweight[-1], dbias)
-    group_norm_triton.residual_backward[grid](*inputs, *statistics, *outputs, PAIR=pair, **meta)
+    dx, dz, dweight, dbias = _gradient_outputs(x, z, weight_z)
+    if z is None:
+        grid, meta = _sizes(x, groups, "norm", "backward")
+        tensors = (gradient, x, weight, bias, mean, scale, dx, dweight, dbias)
+        group_norm_triton.backward[grid](*tensors, RELU=relu, **meta)
+    else:
+        grid, meta = _sizes(x, groups, "residual", "backward")
+        group_norm_triton.residual_backward[grid](
+            *(gradient, x, weight, bias, z, weight_z, bias_z),
+            *(mean[0], scale[0], mean[-1], scale[-1]),
+            *(dx, dz, dweight[0], dweight[-1], dbias),
+            PAIR=weight_z is not None,
+            **meta,
+        )
     return dx, dz, dweight, dbias
 
 
-def _residual_outputs(
-    x: Tensor, weight_z: Tensor | None, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate a tensor like the input, and two tables per norm: of x, then of z."""
+def _outputs(x: Tensor, weight_z: Tensor | None, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate a tensor like x, and two tables for each norm (of x, then of z) and image."""
     norms = 1 if weight_z is None else 2
     table = x.new_empty(norms, x.shape[0], columns, dtype=torch.float32)
     return torch.empty_like(x), table, torch.empty_like(table)
 
 
-@_residual.register_fake
-def _(
-    x: Tensor, _w: Tensor, _b: Tensor, _z: Tensor, weight_z: Any, _bz: Any, groups: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _residual_outputs(x, weight_z, groups)
-
-
-@_residual_backward.register_fake
-def _(
-    _g: Tensor, x: Tensor, _w: Tensor, _b: Tensor, z: Tensor, weight_z: Any, *_: Any
+def _gradient_outputs(
+    x: Tensor, z: Tensor | None, weight_z: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dweight, _unused = _residual_outputs(x, weight_z, x.shape[1])
-    return dx, torch.empty_like(z), dweight, torch.empty_like(dweight[0])
+    """Allocate the gradients of x and z, and those of weights and of biases by image."""
+    dx, dweight, _ = _outputs(x, weight_z, x.shape[1])
+    dz = x.new_empty(0) if z is None else torch.empty_like(z)
+    return dx, dz, dweight, torch.empty_like(dweight[0])
 
 
-def _keep_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, z, weight_z, bias_z, ctx.groups, _ = inputs
+_forward.register_fake(
+    lambda x, weight, bias, z, weight_z, bias_z, groups, eps, relu: _outputs(x, weight_z, groups)
+)
+_backward.register_fake(
+    lambda d, x, weight, bias, z, weight_z, *others: _gradient_outputs(x, z, weight_z)
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, z, weight_z, bias_z, groups, _, relu = inputs
     y, mean, scale = output
-    other = y if weight_z is None else z
+    other = y if z is not None and weight_z is None else z
     ctx.save_for_backward(x, weight, bias, other, weight_z, bias_z, mean, scale)
+    ctx.settings = groups, relu
 
 
-def _residual_gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dz, dweight, dbias = _residual_backward(ordered(gradient), *ctx.saved_tensors, ctx.groups)
+def _gradients(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dz, dweight, dbias = _backward(ordered(gradient), *ctx.saved_tensors, *ctx.settings)
     weight, *weight_z = dweight.sum(1)
     bias = dbias.sum(0)  # of both norms
     of_z = (*weight_z, bias) if weight_z else (None, None)
-    return dx, weight, bias, dz, *of_z, None, None
+    is_added = ctx.saved_tensors[3] is not None
+    return dx, weight, bias, dz if is_added else None, *of_z, None, None, None
 
 
-_residual.register_autograd(_residual_gradients, setup_context=_keep_residual)
+_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _sizes(x: Tensor, groups: int, kind: Kind, way: Way) -> tuple[tuple[int], dict[str, int]]:
