@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from fedssl import report
+from fedssl.models import vit
+from fedssl.objectives import mae
 
 # A busy machine is slow, and no test of properties is about time.
 hypothesis.settings.register_profile("fedssl", deadline=None)
@@ -37,6 +39,13 @@ def no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A run's page takes two seconds, which only tests of it are worth."""
     if request.node.get_closest_marker("page") is None:
         monkeypatch.setattr(report, "write_page_or_warn", lambda run: None)
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of a transformer, and one of MAE's decoder: whole rounds need no more."""
+    monkeypatch.setattr(vit, "LAYERS", 2)
+    monkeypatch.setattr(mae, "LAYERS", 1)
 
 
 @pytest.fixture(scope="session")

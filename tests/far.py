@@ -12,13 +12,12 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from rounds import go as go
 
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.engines.flower.simulation import SimulatedEngine
 from fedssl.engines.flower.transport import GridTransport
-from fedssl.federation.cohort import Cohort
-from fedssl.federation.driver import run_round
 from fedssl.runs import loop
 from fedssl.runs.build import Experiment, build_experiment
 
@@ -118,21 +117,8 @@ def far_session(
     return session, grid
 
 
-def go(session: Experiment, rounds: int) -> list[Cohort]:
-    """Some rounds, and their cohorts."""
-    cohorts = []
-    for _ in range(rounds):
-        server = session.server
-        cohort = session.engine.cohort(session.draw_cohort(server.round), server.round)
-        result = run_round(session.algorithm, server, cohort)
-        assert result.skipped is None
-        cohorts.append(cohort)
-    return cohorts
-
-
 def one_round(session: Experiment, folder: Path) -> dict[str, Any]:
     """One round as a run has it, with its line for the metrics."""
-
     said: list[str] = []
     line = loop.run_one_round(session, folder, said.append)
     return line | {"said": said}

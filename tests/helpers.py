@@ -28,7 +28,6 @@ from fedssl.federation.server import Server
 from fedssl.runs.build import build_network
 from fedssl.runs.metrics import read
 from fedssl.runs.split import pool_clients
-from fedssl.training import compiled
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 
@@ -166,19 +165,56 @@ def step(engine: LocalEngine, server: Server, round: int, *ids: int) -> Cohort:
     return cohort
 
 
+def encode(
+    engine: LocalEngine, round: int, step: int = 0, client: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """The encodings of a client's batch by the initial network: as good as its pixels."""
+    one = engine.client(np.array([client]), round, remember=False)
+    engine.trainer.load(engine.trainer.initial)
+    with torch.no_grad():
+        return one.encode_step(step).encodings
+
+
 def replace_task(patch: pytest.MonkeyPatch, owner: Any, name: str, function: Any) -> None:
     """Replace a task of clients; its declaration stays."""
     patch.setattr(owner, name, functools.wraps(getattr(owner, name))(function))
 
 
-def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_task(patch: pytest.MonkeyPatch, owner: Any, name: str) -> dict[tuple[int, int], Any]:
+    """Note the arguments and the reply of a task, by round and client."""
+    seen: dict[tuple[int, int], Any] = {}
+    real = getattr(owner, name)
+
+    def recorded(self: Any, client: Any, *payload: Any) -> Any:
+        reply = real(self, client, *payload)
+        seen[client.round, client.id] = (*payload, reply)
+        return reply
+
+    replace_task(patch, owner, name, recorded)
+    return seen
+
+
+def normal_rows(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Rows of normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, dtype=torch.float64, generator=generator)
+
+
+def unit_rows(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Rows of length 1."""
+    return torch.nn.functional.normalize(normal_rows(count, width, seed), dim=1)
+
+
+def without_code(patch: pytest.MonkeyPatch) -> None:
     """Compiled steps are traced and differentiated as ever, but no code is generated for a CPU."""
     torch.compiler.reset()
+    traced = functools.partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager")
+    patch.setattr(torch, "compile", lambda function, **_: traced(function))
 
-    def traced(function: compiled.Function, **_: bool) -> compiled.Function:
-        return torch.compile(function, dynamic=False, fullgraph=True, backend="aot_eager")
 
-    monkeypatch.setattr(compiled, "compile_function", traced)
+def without_compiler(patch: pytest.MonkeyPatch) -> None:
+    """Compiled steps run as they are written, on tensors that stay in place."""
+    patch.setattr(torch, "compile", lambda function, **_: function)
 
 
 def fault_of(error: UserError) -> tuple[str, Any]:

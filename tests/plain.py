@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from helpers import made_split
 from torch import Tensor, nn
 
 from fedssl import config as configuration
@@ -19,6 +20,7 @@ from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Split
 from fedssl.data.random import key, mix, permutation
+from fedssl.engines.local import LocalEngine
 from fedssl.runs.build import build_network
 
 State = dict[str, Tensor]
@@ -118,7 +120,7 @@ class Plain:
     def contrast(self, query: Tensor, keys: Tensor) -> Tensor:
         query = F.normalize(query, dim=1)
         logits = torch.cat(((query * keys).sum(1, keepdim=True), query @ self.queue.T), dim=1)
-        temperature = self.config.objective.temperature  # type: ignore[attr-defined]
+        temperature = self.config.objective.temperature
         return F.cross_entropy(logits / temperature, torch.zeros(len(query), dtype=torch.long))
 
     def follow(self) -> None:
@@ -144,13 +146,32 @@ def nt_xent(z1: Tensor, z2: Tensor, temperature: float) -> Tensor:
 
 
 def mean_state(states: list[State], weights: list[int]) -> State:
-    total = sum(weights)
-    return {
-        name: torch.stack([w / total * s[name] for w, s in zip(weights, states, strict=True)]).sum(
-            0
-        )
-        for name in states[0]
-    }
+    shares = [weight / sum(weights) for weight in weights]
+    pairs = list(zip(shares, states, strict=True))
+    return {name: sum(share * state[name].detach() for share, state in pairs) for name in states[0]}
+
+
+def loops_of(kind: type[Plain], config: Config, *sizes: int) -> list[Any]:
+    """Plain clients that hold the made images one after another."""
+    ends = np.cumsum(sizes).tolist()
+    return [
+        kind(config, made_split(), range(end - size, end), client=k)
+        for k, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+
+
+def mean_network(loops: list[Any]) -> State:
+    """The mean of the plain clients' networks by samples."""
+    states = [loop.network.state_dict() for loop in loops]
+    return mean_state(states, [len(loop.images) for loop in loops])
+
+
+def assert_network(engine: LocalEngine, vector: Tensor, expected: State) -> None:
+    """A flat vector has these parameters and buffers, up to rounding."""
+    ours = engine.trainer.flat.named(vector)
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (ours[name] - tensor).norm() <= 1e-8 * tensor.norm() + 1e-10, name
 
 
 def flat_params(module: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whole rounds of one objective, in ways that must agree: what the tests of objectives share."""
+"""Whole rounds and runs, in ways that must agree: what several tests share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,55 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, step, train
-from torch import Tensor
+from helpers import (
+    engine_of,
+    groups_of,
+    made_split,
+    refused,
+    relative,
+    settings,
+    step,
+    timeless,
+    train,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.dataset import Split
-from fedssl.runs import loop
+from fedssl.federation.cohort import Cohort
+from fedssl.federation.driver import run_round
+from fedssl.models.norms import BatchNorm
+from fedssl.runs import checkpoint, loop
 from fedssl.runs.build import Experiment, build_experiment
-from fedssl.util.errors import UserError
 from fedssl.util.trees import flatten
 
 SIZES = (9, 12, 10)
+RUN = (
+    *("rounds=4", "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=5"),
+    *("cohort.size=3", "encoder.norm=batch", "algorithm.local_epochs=1", "algorithm.batch=6"),
+    *("objective.projector=32,16", "server.optimizer=sgd", "server.lr=1", "client.lr=0.05"),
+    *("evaluate.protocols=knn", "evaluate.baselines=[]", "engine.threads=1"),
+    "checkpoint.seconds=0",
+)
+METHODS = {
+    "ccl": "algorithm.name=ccl algorithm.neighbours=3 objective.name=moco objective.queue=20",
+    "fedca": "algorithm.name=fedca algorithm.public=17 algorithm.base_epochs=2 "
+    "algorithm.dictionary=9 objective.name=simclr",
+    "featarc": "algorithm.name=featarc objective.name=byol objective.predictor=24,16 rounds=3 "
+    "cohort.size=4 client.momentum=0.9 evaluate.protocols=per-client,knn",
+    "ditto": "algorithm.name=ditto algorithm.local_epochs=null algorithm.batch=null "
+    "objective.name=byol objective.predictor=24,16 partition.clients=4 cohort.size=null "
+    "encoder.norm=group evaluate.protocols=per-client",
+    "gossip": "algorithm.name=gossip objective.name=simclr rounds=3",
+}
+
+
+def run_of(method: str, *words: str) -> Config:
+    """A whole run of one of the methods, on digits; several words may stand in a string."""
+    given = " ".join((METHODS[method], *words)).split()
+    return configuration.resolve(configuration.read_recipe(None), [*RUN, *given])
 
 
 def epochs(*words: str) -> Config:
@@ -52,75 +89,70 @@ def losses(config: Config, split: Split | None = None, rounds: int = 2) -> list[
     return found
 
 
-def assert_merging_changes_nothing(*words: str) -> None:
-    results = []
-    for merge in ("engine.merge=auto", "engine.merge=off", "engine.chunk=6"):
-        config = settings("algorithm.name=fedavg", "server.momentum=0.9", *words, merge)
-        engine, server = engine_of(config, made_split(), groups_of(3, 5, 2, 7, 2))
-        results.append(train(engine, server, rounds=3) - engine.trainer.initial)
-        assert engine.merges == (merge != "engine.merge=off")
-    assert results[1].norm() > 1e-3
-    assert relative(results[0], results[1]) < 1e-9
-    assert relative(results[2], results[1]) < 1e-9
+def assert_first_statistics_are_of_both_views(*words: str) -> None:
+    """``norm_policy=reset``: after one step, those that batch norm saw in it, and nothing else."""
+    whole = ("algorithm.local_epochs=1", "algorithm.batch=9", "algorithm.norm_policy=reset")
+    engine, server = engine_of(epochs(*words, *whole), made_split(), groups_of(9))
+    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
+    state = client.random_state(0, slice(None))
+    views = trainer.augmentation.each([trainer.images[0][:9]] * 2, state, trainer.dtype)
+    modules = list(trainer.network.named_modules())
+    conv = next(module for _, module in modules if isinstance(module, nn.Conv2d))
+    name = next(name for name, module in modules if isinstance(module, BatchNorm))
+    seen = conv(torch.cat(views)).detach()
+    step(engine, server, 0)
+    now = trainer.flat.named(server.weights)
+    torch.testing.assert_close(now[f"{name}.running_mean"], seen.mean((0, 2, 3)))
+    torch.testing.assert_close(now[f"{name}.running_var"], seen.var((0, 2, 3)))
 
 
-def assert_compiled_is_plain(
-    config: Config, monkeypatch: pytest.MonkeyPatch, device: str = "cpu"
-) -> None:
-    """On the CPU the whole step is traced as one graph, and what was traced is run as it is."""
-    real = torch.compile
-    if device == "cpu":
-        monkeypatch.setattr(torch, "compile", lambda f, **k: real(f, backend="eager", **k))
-    results = []
-    for compiled in (False, True):
-        engine, server = engine_of(config, made_split(), groups_of(*SIZES), device)
-        engine.trainer.compiles = compiled
-        results.append(train(engine, server, 2))
-        assert len(engine.trainer.compiled_steps.by_shape) == compiled
-    assert relative(results[1], results[0]) < 1e-12
+def go(session: Experiment, rounds: int) -> list[Cohort]:
+    """Some rounds, and their cohorts."""
+    cohorts, server = [], session.server
+    server.public = session.public
+    for _ in range(rounds):
+        cohort = session.engine.cohort(session.draw_cohort(server.round), server.round)
+        result = run_round(session.algorithm, server, cohort)
+        assert result.skipped is None
+        cohorts.append(cohort)
+    return cohorts
+
+
+def assert_both_engines_agree(folder: Path, *words: str) -> tuple[Experiment, Experiment]:
+    """Three rounds give the same weights, states, logs and traffic; words may stand in a string.
+
+    They are of FedAvg unless the words say otherwise.
+    """
+    from far import SMALL, far_session
+
+    common = [word for word in SMALL if not word.startswith("objective.")]
+    given = ["encoder.norm=batch", "algorithm.name=fedavg", "engine.merge=off"]
+    config = configuration.resolve(
+        configuration.read_recipe(None), [*common, *given, *" ".join(words).split()]
+    )
+    near, (far, _) = build_experiment(config), far_session(config, folder)
+    assert_sessions_agree(near, far)
+    return near, far
 
 
 def assert_sessions_agree(near: Experiment, far: Experiment, rounds: int = 3) -> None:
-    """Some rounds of two engines: weights, states, logs and traffic."""
-    from far import go, states_of
+    from far import states_of
 
     here, there = go(near, rounds), go(far, rounds)
     assert relative(near.server.weights, near.trainer.initial) > 1e-3 or list(near.engine.states)
     assert relative(far.server.weights, near.server.weights) < 1e-10
-    for ours, theirs in (
-        (flatten(near.server.state), flatten(far.server.state)),
-        (near.server.log, far.server.log),
-    ):
-        assert theirs.keys() == ours.keys()
-        for name, leaf in ours.items():
-            torch.testing.assert_close(theirs[name], leaf, rtol=1e-9, atol=1e-12)
+    close = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
+    torch.testing.assert_close(flatten(far.server.state), flatten(near.server.state), **close)
+    torch.testing.assert_close(far.server.log, near.server.log, **close)
     assert far.server.client_log.keys() == near.server.client_log.keys()
     for name, each in near.server.client_log.items():
         found = [far.server.client_log[name][client] for client in each]
         expected = np.array([*each.values()], float)  # None, which is not known yet, is NaN
         np.testing.assert_allclose(np.array(found, float), expected, rtol=1e-8)
-    assert [c.traffic.up for c in there] == [c.traffic.up for c in here]
-    assert [c.traffic.down for c in there] == [c.traffic.down for c in here]
-    assert not any(c.faults for c in there)
-    states, others = states_of(near), states_of(far)
-    assert others.keys() == states.keys()
-    for client, state in states.items():
-        assert others[client].keys() == state.keys()
-        for name, value in state.items():
-            assert others[client][name].dtype == value.dtype
-            np.testing.assert_allclose(others[client][name], value, rtol=1e-9, atol=1e-12)
-
-
-def assert_both_engines_agree(folder: Path, *words: str) -> None:
-    from far import SMALL, far_session
-
-    common = [w for w in SMALL if not w.startswith("objective.")]
-    batches = ("algorithm.local_epochs=1", "algorithm.batch=3", "encoder.norm=batch")
-    config = configuration.resolve(
-        configuration.read_recipe(None),
-        [*common, *batches, "algorithm.name=fedavg", "engine.merge=off", *words],
-    )
-    assert_sessions_agree(build_experiment(config), far_session(config, folder)[0], 2)
+    for ours, theirs in zip(here, there, strict=True):
+        assert theirs.traffic.up == ours.traffic.up and theirs.traffic.down == ours.traffic.down
+        assert not theirs.faults
+    torch.testing.assert_close(states_of(far), states_of(near), **close)
 
 
 def before_round(patch: pytest.MonkeyPatch, round: int, act: Callable[[], object]) -> None:
@@ -154,10 +186,18 @@ def run_and_resume(config: Config, folder: Path, patch: pytest.MonkeyPatch) -> d
     return summary
 
 
+def assert_resumes(config: Config, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """A resumed run leaves what the unbroken one does; return the tensors of its checkpoint."""
+    run_and_resume(config, folder, patch)
+    whole, cut = (load_file(folder / name / checkpoint.FILE) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert timeless(folder / "whole") == timeless(folder / "cut")
+    return whole
+
+
 def assert_refused(*words: str, key: str = "") -> None:
     """The last of these settings, or ``key``, is refused before the first round, in one line."""
-    common = ("algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1")
-    with pytest.raises(UserError) as error:
-        build_experiment(configuration.resolve(configuration.read_recipe(None), [*common, *words]))
-    line = str(error.value)
-    assert line.startswith(f"{key or words[-1].partition('=')[0]}=") and "\n" not in line
+    given = ["algorithm.name=fedavg", "evaluate.baselines=[]", "engine.threads=1", *words]
+    with refused(key or words[-1].partition("=")[0]):
+        build_experiment(configuration.resolve(configuration.read_recipe(None), given))

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, step
-from plain import Plain
+from plain import Plain, assert_network, loops_of
+from rounds import run_of
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.random import choose, key
 from fedssl.evaluate import linear
 from fedssl.evaluate.evaluator import MOST_EVALUATED
 from fedssl.runs import loop
-from fedssl.runs.build import build_experiment
+from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.result import format_result
 from fedssl.training.optim import Pull
 
@@ -37,7 +37,7 @@ def trained(config: Config, rounds: int = 3) -> tuple[list[Tensor], list[Any]]:
     path = []
     for round in range(rounds):
         step(engine, server, round)
-        path.append(server.weights.clone())
+        path.append(server.weights)
     return path, [engine.states[k] for k in range(len(SIZES))]
 
 
@@ -75,56 +75,29 @@ def test_a_large_lambda_holds_personal_models_to_the_global_one() -> None:
         assert list(of_one) == sorted(of_one, reverse=True) and of_one[-1] < 0.9 * of_one[0]
 
 
-def test_one_step_by_hand() -> None:
-    """v − η(∇l(v) + λ(v − w)), in a round where v is no longer w."""
-    config = ditto(
-        "simclr", "algorithm.lambda=0.7", "algorithm.local_epochs=null", "algorithm.local_steps=1",
-        "algorithm.batch=null", "client.momentum=0", "client.weight_decay=0", "schedule=constant",
-    )  # fmt: skip
-    engine, server = engine_of(config, made_split(), groups_of(*SIZES))
-    step(engine, server, 0)
-    w, n = server.weights.clone(), engine.trainer.flat.parameter_count
-    v: Any = engine.states[1]["personal"]["weights"].clone()  # type: ignore[index, union-attr]
-    assert relative(v, w) > 1e-4
-    step(engine, server, 1)
-    loop = Plain(config, made_split(), range(6, 15), client=1)
-    loop.receive(engine.trainer.flat.named(v))
-    loop.loss(*loop.views(1, torch.arange(9))).backward()
-    gradient = torch.cat([p.grad.reshape(-1) for p in loop.network.parameters()])
-    expected = v[:n] - 0.05 * (gradient + 0.7 * (v[:n] - w[:n]))
-    after: Any = engine.states[1]["personal"]["weights"]  # type: ignore[index]
-    torch.testing.assert_close(after[:n], expected, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("objective", ["byol", "simclr"])
 def test_the_proximal_term_is_part_of_the_loss(objective: str) -> None:
     """λ/2 ‖v − w‖² added to a plain loop's loss, with momentum and weight decay; buffers too."""
     config = ditto(objective, "algorithm.lambda=2")
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
-    loop = Plain(config, made_split(), range(6, 15), client=1)
+    _, loop = loops_of(Plain, config, *SIZES)
     for round in range(3):
-        names = [name for name, _ in loop.network.named_parameters()]
         w = engine.trainer.flat.named(server.weights.clone())
-        loop.pull = (2.0, [w[name] for name in names])
+        loop.pull = (2.0, [w[name] for name, _ in loop.network.named_parameters()])
         step(engine, server, round)
         loop.round(round)
-        own = engine.trainer.flat.named(engine.states[1]["personal"]["weights"])  # type: ignore[index, arg-type]
-        for name, tensor in loop.network.state_dict().items():
-            assert (own[name] - tensor).norm() < 1e-9 * tensor.norm() + 1e-11, name
+        own = engine.states[1]["personal"]["weights"]
+        assert_network(engine, own, loop.network.state_dict())
 
 
-SMALL = (
-    "data.size=8", "data.labels=80", "partition.name=iid", "partition.clients=4",
-    "cohort.size=null", "objective.name=byol", "objective.projector=32,16",
-    "objective.predictor=24,16", "server.optimizer=sgd", "server.lr=1", "client.lr=0.05",
-    "evaluate.protocols=per-client", "evaluate.baselines=[]", "engine.threads=1",
-)  # fmt: skip
+def small(*words: str) -> Experiment:
+    return build_experiment(run_of("ditto", *words))
 
 
 @pytest.mark.parametrize(
     ("words", "models"),
     [
-        (["algorithm.name=ditto"], {"global", "personal"}),
+        ([], {"global", "personal"}),
         (["algorithm.name=fedavg"], {"global"}),
         (["algorithm.name=fedavg", "algorithm.norm_policy=local"], {"global", "personal"}),
         (["algorithm.name=standalone"], {"personal"}),
@@ -132,32 +105,25 @@ SMALL = (
     ids=["ditto", "fedavg", "fedbn", "standalone"],
 )
 def test_every_client_is_judged_by_each_model_there_is(words: list[str], models: set[str]) -> None:
-    session = build_experiment(
-        configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
-    )
-    untrained = session.evaluator.evaluate_untrained(
-        session.untrained()
-    )  # one model is everybody's
+    session = small(*words)
+    evaluator = session.evaluator
+    untrained = evaluator.evaluate_untrained(session.untrained())  # one model is everybody's
     assert untrained.keys() == {f"per-client_{what}" for what in ("top1", "worst", "spread")}
-    scores = list(session.evaluator._score_clients(session.trainer.initial))
+    scores = list(evaluator._score_clients(session.trainer.initial))
     assert untrained["per-client_top1"] == pytest.approx(float(np.mean(scores)))
     step(session.engine, session.server, 0)
-    results = session.evaluator.evaluate_clients(session.models)
+    results = evaluator.evaluate_clients(session.models)
     assert results.keys() == {
         f"per-client_{model}_{what}" for model in models for what in ("top1", "worst", "spread")
     }
-    if models == {"global", "personal"}:
-        for k in range(4):
-            own = session.models.personal_model(k)
-            state = session.engine.states.on_host(k)
-            assert own is not None
-            if "personal/weights" in state:
-                assert torch.equal(own, state["personal/weights"])
-        scores = [
-            session.evaluator._score_clients(session.models.personal_model(k))[k] for k in range(4)
-        ]  # type: ignore[arg-type]
-        assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
-        assert results["per-client_personal_worst"] == min(scores)
+    if models != {"global", "personal"}:
+        return
+    own = [session.models.personal_model(k) for k in range(4)]
+    for k, state in enumerate(map(session.engine.states.on_host, range(4))):
+        assert "personal/weights" not in state or torch.equal(own[k], state["personal/weights"])
+    scores = [evaluator._score_clients(model)[k] for k, model in enumerate(own)]
+    assert results["per-client_personal_top1"] == pytest.approx(float(np.mean(scores)))
+    assert results["per-client_personal_worst"] == min(scores)
 
 
 SOME = '''
@@ -189,8 +155,7 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     (tmp_path / "some.py").write_text(SOME)
     words = (f"algorithm.name={tmp_path / 'some.py'}:Some", "partition.clients=8", "seed=4")
     more = ("evaluate.protocols=linear,per-client", "client.lr=3", "algorithm.local_steps=3")
-    tree = configuration.read_recipe(None)
-    session = build_experiment(configuration.resolve(tree, [*SMALL, *words, *more]))
+    session = small(*words, *more)
     assert 0 not in choose(key(4, "judged"), 8, MOST_EVALUATED)
     step(session.engine, session.server, 0)
     own = session.engine.states.on_host(0)["own"]
@@ -206,7 +171,7 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
     ("words", "fits", "few"),
     [
         # Four models, the global one and an untrained one; linear@40 has others.
-        (["algorithm.name=ditto"], 6, 6),
+        ([], 6, 6),
         (["algorithm.name=fedavg", "algorithm.norm_policy=local"], 6, 2),
         (["algorithm.name=standalone"], 5, 5),
     ],
@@ -215,27 +180,17 @@ def test_the_one_client_that_has_a_model_is_judged_with_its_own_probe(tmp_path: 
 def test_a_model_has_one_probe_for_both_protocols(
     words: list[str], fits: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = [*SMALL, *words, "evaluate.protocols=[linear,per-client,linear@40]"]
-    session = build_experiment(configuration.resolve(configuration.read_recipe(None), both))
+    session = small(*words, "evaluate.protocols=[linear,per-client,linear@40]")
+    evaluator = session.evaluator
     step(session.engine, session.server, 0)
-    fitted: list[linear.Head] = []
-    fit = linear.fit
-
-    def noted(*args: Any) -> linear.Head:
-        fitted.append(fit(*args))
-        return fitted[-1]
-
-    monkeypatch.setattr(linear, "fit", noted)
-    untrained, result = (
-        session.evaluator.evaluate_untrained(session.untrained()),
-        session.evaluator.evaluate_result(session.models),
-    )
+    fitted, fit = [], linear.fit
+    monkeypatch.setattr(linear, "fit", lambda *given: fitted.append(0) or fit(*given))
+    untrained = evaluator.evaluate_untrained(session.untrained())
+    result = evaluator.evaluate_result(session.models)
     assert len(fitted) == fits + few
-    alone = session.evaluator.evaluate_clients(
-        session.models
-    )  # every model again, with a probe of its own
+    alone = evaluator.evaluate_clients(session.models)  # every model again, with its own probe
     assert alone.items() <= result.items() and len({*alone.values()}) > 1
-    scores = session.evaluator._score_clients(session.trainer.initial)
+    scores = evaluator._score_clients(session.trainer.initial)
     assert untrained["per-client_top1"] == pytest.approx(float(scores.mean()))
     assert len(fitted) == 2 * fits + few
 
@@ -251,29 +206,26 @@ def test_a_client_that_joins_late_starts_its_own_model_at_the_beginning() -> Non
     expected = alone.client(np.array([2]), 2, remember=False)
     pull = Pull(0.5, server.weights)
     wanted = expected.train_from(alone.trainer.initial, {}, pull=pull).weights
-    cast(Any, engine.algorithm).personalize(client, server.weights)
-    assert relative(cast(Any, client.state["personal"])["weights"], wanted) < 1e-12
+    engine.algorithm.personalize(client, server.weights)
+    assert relative(client.state["personal"]["weights"], wanted) < 1e-12
 
 
 def test_the_global_row_and_file_are_those_of_fedavg(tmp_path: Path) -> None:
-    words = [
-        "partition.name=iid", "partition.clients=3", "cohort.size=null", "rounds=2",
-        "evaluate.baselines=[]", "evaluate.protocols=knn", "objective.projector=64,32",
-        "evaluate.every=1", "evaluate.monitor=knn", "engine.merge=off",
-    ]  # fmt: skip
+    words = (
+        "partition.clients=3", "rounds=2", "evaluate.protocols=knn", "evaluate.every=1",
+        "evaluate.monitor=knn", "engine.merge=off",
+    )  # fmt: skip
     summaries = {}
     for name in ("fedavg", "ditto"):
-        settings = configuration.resolve(
-            configuration.read_recipe(None), [*words, f"algorithm.name={name}"]
-        )
-        summaries[name] = loop.run(settings, tmp_path / name)
+        experiment = small(*words, f"algorithm.name={name}")
+        summaries[name] = loop.run(experiment.config, tmp_path / name)
     assert summaries["ditto"]["global_knn_top1"] == summaries["fedavg"]["knn_top1"]
     one, other = ((tmp_path / n / "encoder.safetensors").read_bytes() for n in summaries)
     assert one == other
     trained = load_file(tmp_path / "ditto" / "encoder.safetensors")
-    untrained = build_experiment(settings).tower().encoder.state_dict()
+    untrained = experiment.tower().encoder.state_dict()
     assert any(not torch.equal(trained[name], untrained[name]) for name in trained)
     lines = [json.loads(line) for line in (tmp_path / "ditto" / "metrics.jsonl").open()]
     assert all({"knn_top1", "global_knn_top1"} <= line.keys() for line in lines)
-    rows = format_result(summaries["ditto"], settings).splitlines()
+    rows = format_result(summaries["ditto"], experiment.config).splitlines()
     assert [line.split("  ")[0] for line in rows[2:]] == ["ditto, global", "ditto, personal"]

@@ -1,38 +1,25 @@
-"""The algorithms of examples/own run, on both engines, and do what their text says."""
+"""The algorithms of examples/own do what their text says; test_both_engines.py runs them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-from far import far_session, go, small
-from helpers import relative
+from far import small
+from rounds import go
 
-from fedssl.runs.build import build_experiment
+from fedssl.runs.build import Experiment, build_experiment
 
 OWN = Path(__file__).resolve().parents[2] / "examples/own"
-SIMCLR = ("objective.name=simclr", "objective.projector=[32,128]", "algorithm.local_steps=2")
-ALGORITHMS = {
-    "algorithm.py:Momentum": "algorithm.momentum=0.5",
-    "personal.py:Mixture": "server.momentum=0.5",
-    "features.py:Shared": "algorithm.batch=4",
-}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_examples_run_on_both_engines(name: str, tmp_path: Path) -> None:
-    config = small(*SIMCLR, f"algorithm.name={OWN / name}", ALGORITHMS[name])
-    near, (far, _) = build_experiment(config), far_session(config, tmp_path)
-    here, there = go(near, 3), go(far, 3)
-    assert relative(near.server.weights, near.trainer.initial) > 1e-3
-    assert relative(far.server.weights, near.server.weights) < 1e-10
-    assert [c.traffic.up for c in here] == [c.traffic.up for c in there]
-    assert [c.traffic.down for c in here] == [c.traffic.down for c in there]
+def example(name: str) -> Experiment:
+    words = ("objective.name=simclr", "objective.projector=[32,128]", "algorithm.local_steps=2")
+    return build_experiment(small(*words, f"algorithm.name={OWN}/{name}"))
 
 
 def test_the_personal_example_gives_each_client_a_model() -> None:
-    experiment = build_experiment(small(*SIMCLR, f"algorithm.name={OWN}/personal.py:Mixture"))
+    experiment = example("personal.py:Mixture")
     go(experiment, 2)
     models = experiment.models.personal_models()
     assert set(models) == set(range(5)) and experiment.models.result == "personal"
@@ -40,8 +27,7 @@ def test_the_personal_example_gives_each_client_a_model() -> None:
 
 
 def test_the_features_example_sends_each_client_the_features_of_all_others() -> None:
-    experiment = build_experiment(small(*SIMCLR, f"algorithm.name={OWN}/features.py:Shared"))
-    first, second = go(experiment, 2)
-    assert first.traffic.up["share"] == 30 * 128 * 8  # all images, float64
-    assert first.traffic.down["share"] == 0
-    assert second.traffic.down["share"] == 4 * first.traffic.up["share"]
+    first, second = (cohort.traffic for cohort in go(example("features.py:Shared"), 2))
+    assert first.up["share"] == 30 * 128 * 8  # all images, float64
+    assert first.down["share"] == 0
+    assert second.down["share"] == 4 * first.up["share"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, siamese, step
+from helpers import engine_of, groups_of, made_split, relative, siamese, step, train
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -27,11 +27,6 @@ def made(config: Config) -> tuple[LocalEngine, Server]:
     return engine_of(config, made_split(), groups_of(*SIZES))
 
 
-def session_of(config: Config, engine: LocalEngine, server: Server) -> Experiment:
-    """Enough of one for its weights: without a data set."""
-    return Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
-
-
 def norm_names(engine: LocalEngine) -> set[str]:
     """By the type of the layers, from the module itself."""
     kinds = (_BatchNorm, nn.GroupNorm)
@@ -43,6 +38,12 @@ def norm_names(engine: LocalEngine) -> set[str]:
     }
 
 
+def assert_norms_stay(engine: LocalEngine, server: Server) -> None:
+    """The server changes all but the normalization layers."""
+    start, now = (engine.trainer.flat.named(v) for v in (engine.trainer.initial, server.weights))
+    assert all(torch.equal(start[n], now[n]) == (n in norm_names(engine)) for n in now)
+
+
 def next_start(engine: LocalEngine, server: Server, k: int) -> dict[str, Tensor]:
     client = engine.client(np.array([k]), server.round + 1, remember=False)
     return engine.trainer.flat.named(client.full_weights(server.model))
@@ -51,7 +52,7 @@ def next_start(engine: LocalEngine, server: Server, k: int) -> dict[str, Tensor]
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_local_norms_are_not_sent(norm: str) -> None:
     engine, server = made(policy("local", f"encoder.norm={norm}"))
-    cohort = step(engine, server, 0)
+    step(engine, server, 0)
     cohort = step(engine, server, 1)
     norms = norm_names(engine)
     others = sum(t.numel() for n, t in engine.trainer.flat.named().items() if n not in norms)
@@ -60,16 +61,15 @@ def test_local_norms_are_not_sent(norm: str) -> None:
     assert dict(cohort.traffic.down) == {"train": clients * size * others}
     assert dict(cohort.traffic.up) == {"train": clients * size * (others + 1)}  # and the loss
     # The server's own copy of them stays as it was.
-    start, now = (engine.trainer.flat.named(v) for v in (engine.trainer.initial, server.weights))
-    assert all(torch.equal(start[n], now[n]) == (n in norms) for n in now)
+    assert_norms_stay(engine, server)
 
 
 def test_local_norms_continue_where_the_client_left_them() -> None:
     engine, server = made(policy("local"))
     step(engine, server, 0)
-    kept: Any = engine.states[1]["norm"]
+    kept = engine.states[1]["norm"]
     step(engine, server, 1, 0)  # client 1 is not asked
-    assert torch.equal(engine.states[1]["norm"], kept)  # type: ignore[arg-type]
+    assert torch.equal(engine.states[1]["norm"], kept)
     start = next_start(engine, server, 1)
     held = torch.cat([start[s.name].reshape(-1) for s in engine.trainer.flat.of(_BatchNorm)])
     assert torch.equal(held, kept)
@@ -82,55 +82,44 @@ def test_local_norms_of_two_clients_by_hand(norm: str, count: int) -> None:
     norms, own = norm_names(engine), {}
     assert len(norms) == count  # of 5 layers, with statistics or without
     for round in range(2):
-        starts = [
-            engine.client(np.array([k]), round, remember=False).full_weights(server.model)
-            for k in range(2)
-        ]
         ends = []
-        for k, start in enumerate(starts):
+        for k in range(2):
             client = engine.client(np.array([k]), round, remember=False)
-            ends.append(
-                engine.trainer.flat.named(client.train_from(start, dict(client.state)).weights)
-            )
+            start = client.full_weights(server.model)
+            trained = client.train_from(start, dict(client.state))
+            ends.append(engine.trainer.flat.named(trained.weights))
         step(engine, server, round)
         now = engine.trainer.flat.named(server.weights)
-        for name, tensor in now.items():
-            mean = (6 * ends[0][name] + 9 * ends[1][name]) / 15
-            if name not in norms:
-                assert relative(tensor, mean) < 1e-12
+        for name in now.keys() - norms:
+            assert relative(now[name], (6 * ends[0][name] + 9 * ends[1][name]) / 15) < 1e-12
         own = {k: next_start(engine, server, k) for k in range(2)}
         assert all(torch.equal(own[k][n], ends[k][n]) for k in range(2) for n in norms)
     assert all(torch.equal(own[0][n], own[1][n]) != (n in norms) for n in own[0])
 
 
-@pytest.mark.parametrize(("weight", "counts"), [("samples", SIZES), ("uniform", (1, 1))])
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ("algorithm.weight=samples", SIZES),
+        ("algorithm.weight=uniform", (1, 1)),
+        ("algorithm.name=gossip", (1, 1)),
+    ],
+)
 def test_the_global_model_of_local_norms_has_their_mean(
-    weight: str, counts: tuple[int, int]
+    words: str, counts: tuple[int, int]
 ) -> None:
-    config = policy("local", f"algorithm.weight={weight}")
+    config = policy("local", words)
     engine, server = made(config)
-    session = session_of(config, engine, server)
-    assert torch.equal(session.models.global_model(), engine.trainer.initial)
+    models = Experiment(config, None, engine.groups, [], engine, server).models
+    assert torch.equal(models.global_model(), engine.trainer.initial)
     step(engine, server, 0)
     first, second = (next_start(engine, server, k) for k in range(2))
-    for name, tensor in engine.trainer.flat.named(session.models.global_model()).items():
+    assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))
+    own = engine.trainer.flat.named(models.personal_model(1))
+    for name, tensor in engine.trainer.flat.named(models.global_model()).items():
         mean = (counts[0] * first[name] + counts[1] * second[name]) / sum(counts)
         torch.testing.assert_close(tensor, mean, rtol=1e-12, atol=1e-14)
-        own = session.models.personal_model(1)
-        assert own is not None
-        assert torch.equal(engine.trainer.flat.named(own)[name], second[name])
-
-
-def test_of_peers_the_mean_of_local_norms_is_of_all_alike() -> None:
-    config = policy("local", "algorithm.name=gossip")
-    engine, server = made(config)
-    step(engine, server, 0)
-    session = session_of(config, engine, server)
-    first, second = (next_start(engine, server, k) for k in range(2))
-    found = engine.trainer.flat.named(session.models.global_model())
-    for name in norm_names(engine):
-        assert relative(found[name], (first[name] + second[name]) / 2) < 1e-12
-    assert any(relative(first[name], second[name]) > 1e-3 for name in norm_names(engine))
+        assert torch.equal(own[name], second[name])
 
 
 @pytest.mark.parametrize("towers", [1, 2])
@@ -178,8 +167,7 @@ def test_reset_averages_parameters_as_average_does() -> None:
     results = []
     for name in ("average", "reset"):
         engine, server = made(policy(name))
-        for round in range(2):
-            step(engine, server, round)
+        train(engine, server, 2)
         results.append((server.weights, engine.trainer.flat.parameter_count))
     (average, n), (reset, _) = results
     assert torch.equal(average[:n], reset[:n])
@@ -191,16 +179,11 @@ def test_reset_averages_parameters_as_average_does() -> None:
 def test_policies_go_with_the_other_algorithms(algorithm: str, name: str) -> None:
     config = policy(name, f"algorithm.name={algorithm}")
     engine, server = made(config)
-    for round in range(3):
-        step(engine, server, round)
-    norms = norm_names(engine)
+    train(engine, server, 3)
     if name == "local":
-        start, now = (
-            engine.trainer.flat.named(v) for v in (engine.trainer.initial, server.weights)
-        )
-        assert all(torch.equal(start[n], now[n]) for n in norms)
+        assert_norms_stay(engine, server)
         first, second = (next_start(engine, server, k) for k in range(2))
-        assert not any(torch.equal(first[n], second[n]) for n in norms)
+        assert not any(torch.equal(first[n], second[n]) for n in norm_names(engine))
     else:
         variance = [t for n, t in engine.trainer.flat.named(server.weights).items() if "var" in n]
         assert all(bool((v > 0).all()) for v in variance)

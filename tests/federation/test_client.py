@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train
+from helpers import encode, engine_of, groups_of, made_split, relative, settings, step, train
 
 from fedssl.config import Config
 from fedssl.data.dataset import Groups
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
-from fedssl.federation.server import learning_rates
+from fedssl.federation.server import Server, learning_rates
 from fedssl.runs import build, loop
 from fedssl.runs.build import Experiment
 
+ORIGIN = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
 
-def views(engine: LocalEngine, round: int, step: int = 0) -> torch.Tensor:
-    """The encodings of client 0's first view: as good as its pixels."""
-    client = engine.client(np.array([0]), round, remember=False)
-    engine.trainer.load(engine.trainer.initial)
-    with torch.no_grad():
-        return client.encode_step(step).encodings[0]
+
+def made(*words: str, sizes: tuple[int, ...] = (4, 4)) -> tuple[LocalEngine, Server]:
+    return engine_of(settings(*words), made_split(), groups_of(*sizes))
+
+
+def experiment_of_twenty() -> Experiment:
+    engine, server = made("cohort.size=5", sizes=(2,) * 20)
+    return Experiment(engine.trainer.config, None, engine.groups, [], engine, server)
 
 
 def test_every_round_step_and_view_is_augmented_anew() -> None:
-    engine, _ = engine_of(settings("algorithm.local_steps=2"), made_split(), groups_of(4, 4))
-    first = views(engine, 0)
-    assert torch.equal(first, views(engine, 0))
-    for other in (views(engine, 1), views(engine, 0, step=1)):
-        assert relative(other, first) > 0.01
-    client = engine.client(np.array([0]), 0, remember=False)
-    with torch.no_grad():
-        f, g = client.encode_step(0).encodings
-    assert relative(f, g) > 0.01
+    engine, _ = made("algorithm.local_steps=2")
+    f, g = encode(engine, 0)
+    assert torch.equal(f, encode(engine, 0)[0])
+    for other in (g, encode(engine, 1)[0], encode(engine, 0, step=1)[0]):
+        assert relative(other, f) > 0.01
 
 
 def test_a_samples_random_state_is_its_clients_whoever_is_merged_with_it() -> None:
-    engine, _ = engine_of(settings(), made_split(), groups_of(3, 2, 4))
+    engine, _ = made(sizes=(3, 2, 4))
     for epoch in (5, 6):
         start = key(engine.trainer.config.seed, "augment", epoch)
         own = {c: [mix(mix(start, c), i) for i in range(n)] for c, n in enumerate((3, 2, 4))}
@@ -57,9 +56,8 @@ def test_a_samples_random_state_is_its_clients_whoever_is_merged_with_it() -> No
 def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = settings("cohort.size=5")
-    engine, server = engine_of(config, made_split(), groups_of(*[2] * 20))
-    session = Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
+    session = experiment_of_twenty()
+    engine = session.engine
     wanted = [session.draw_cohort(round).tolist() for round in range(3)]
     asked, events, real = [], [], build.draw_cohort
 
@@ -81,9 +79,7 @@ def test_the_next_cohort_is_drawn_before_the_loss_is_waited_for(
 
 
 def test_cohorts_differ_from_round_to_round_and_everyone_is_asked() -> None:
-    config = settings("cohort.size=5")
-    engine, server = engine_of(config, made_split(), groups_of(*[2] * 20))
-    session = Experiment(config, None, engine.groups, [], engine, server)  # type: ignore[arg-type]
+    session = experiment_of_twenty()
     cohorts = [session.draw_cohort(r) for r in range(40)]
     assert all(len(set(c.tolist())) == 5 for c in cohorts)
     assert len({tuple(c.tolist()) for c in cohorts}) > 30
@@ -91,19 +87,19 @@ def test_cohorts_differ_from_round_to_round_and_everyone_is_asked() -> None:
 
 
 def with_server(config: Config, **keys: object) -> Config:
-    return dataclasses.replace(config, server=dataclasses.replace(config.server, **keys))
+    return replace(config, server=replace(config.server, **keys))
 
 
 def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients() -> None:
-    config = dataclasses.replace(settings("client.lr=0.5"), schedule="cosine", rounds=4)
+    config = replace(settings("client.lr=0.5"), schedule="cosine", rounds=4)
     half = 2
     assert learning_rates(config, half) == pytest.approx((1.0, 0.25))
     adam = with_server(config, optimizer="adam", lr=0.1)
     assert learning_rates(adam, half) == pytest.approx((0.05, 0.5))
     assert learning_rates(with_server(config, momentum=0.9), half) == pytest.approx((0.5, 0.5))
-    constant = dataclasses.replace(adam, schedule="constant")
+    constant = replace(adam, schedule="constant")
     assert learning_rates(constant, half) == pytest.approx((0.1, 0.5))
-    steps = dataclasses.replace(adam, schedule="steps")
+    steps = replace(adam, schedule="steps")
     assert learning_rates(steps, half) == pytest.approx((0.009, 0.5))
     engine, server = engine_of(adam, made_split(), groups_of(4, 4))
     changes = []
@@ -117,110 +113,90 @@ def test_the_schedule_acts_on_the_server_or_where_that_only_adds_on_the_clients(
     assert float(changes[1] / changes[0]) == pytest.approx(0.5)
 
 
-def test_batch_norm_statistics_reach_the_server_as_a_mean() -> None:
-    config = settings("encoder.norm=batch", "algorithm.name=fedavg")
-    engine, server = engine_of(config, made_split(), groups_of(4, 12))
-    start, n = server.weights, engine.trainer.flat.parameter_count
-    own = []
-    for k in range(2):
-        client = engine.client(np.array([k]), 0, remember=False)
-        own.append(engine.algorithm.train(client, start)["change"][n:])
-    train(engine, server, rounds=1)
-    moved = server.weights[n:] - start[n:]
-    assert moved.norm() > 0.01
-    assert relative(moved, (4 * own[0] + 12 * own[1]) / 16) < 1e-12
-
-
-@pytest.mark.parametrize("objective", ["simclr", "cco"])
-@pytest.mark.parametrize(("weight", "shares"), [("samples", (0.25, 0.75)), ("uniform", (0.5, 0.5))])
+@pytest.mark.parametrize(
+    ("words", "merges", "shares"),
+    [
+        ("objective.name=simclr", True, (0.25, 0.75)),
+        ("objective.name=cco", True, (0.25, 0.75)),
+        ("objective.name=cco encoder.norm=batch", False, (0.25, 0.75)),  # with its statistics
+        ("objective.name=simclr algorithm.weight=uniform", False, (0.5, 0.5)),
+        ("objective.name=cco algorithm.weight=uniform", False, (0.5, 0.5)),
+    ],
+)
 def test_clients_count_by_their_samples_or_all_the_same(
-    objective: str, weight: str, shares: tuple[float, float]
+    words: str, merges: bool, shares: tuple[float, float]
 ) -> None:
     """One step each, where a cohort may be merged; with ``uniform`` it must not be."""
-    words = (f"objective.name={objective}", f"algorithm.weight={weight}")
-    config = settings("algorithm.name=fedavg", *words)
-    engine, server = engine_of(config, made_split(), groups_of(4, 12))
-    assert engine.merges == (weight == "samples")
+    engine, server = made("algorithm.name=fedavg", *words.split(), sizes=(4, 12))
+    assert engine.merges == merges
     start, own = server.weights, []
     for k in range(2):
         client = engine.client(np.array([k]), 0, remember=False)
         own.append(engine.algorithm.train(client, start)["change"])
-    train(engine, server, rounds=1)
-    expected = shares[0] * own[0] + shares[1] * own[1]
-    assert relative(server.weights - start, expected) < 1e-10
-    assert relative(own[0], own[1]) > 1e-3
+    moved, expected = train(engine, server, 1) - start, shares[0] * own[0] + shares[1] * own[1]
+    assert relative(moved, expected) < 1e-10 and relative(own[0], own[1]) > 1e-3
+    if "norm=batch" in words:
+        n = engine.trainer.flat.parameter_count
+        assert moved[n:].norm() > 0.01 and relative(moved[n:], expected[n:]) < 1e-12
 
 
 def test_the_centre_follows_the_encodings() -> None:
-    engine, server = engine_of(settings(), made_split(), groups_of(4, 4))
+    engine, server = made()
     train(engine, server, rounds=1)
-    before = {k: v.clone() for k, v in server.state["centre"].items()}
+    before = dict(server.state["centre"])
     everyone = engine.client(np.arange(2), 1, remember=False)
     with torch.no_grad():
         engine.trainer.load(server.weights)
         f, g = everyone.encode_step(0).encodings
-    server.round = 1
-    engine.algorithm.round(server, engine.cohort(np.arange(2), 1))
-    centre = server.state["centre"]
-    torch.testing.assert_close(centre["f"], f.mean(0), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(centre["g"], g.mean(0), rtol=1e-9, atol=1e-9)
-    assert relative(centre["f"], before["f"]) > 1e-6
+    step(engine, server, 1)
+    expected = {"f": f.mean(0), "g": g.mean(0)}
+    torch.testing.assert_close(server.state["centre"], expected, rtol=1e-9, atol=1e-9)
+    assert relative(expected["f"], before["f"]) > 1e-6
 
 
 def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None:
     """Clients of 1 and 8 with batches of 2: the moments are those of the 3 samples used."""
-    config = settings("algorithm.batch=2")
-    engine, server = engine_of(config, made_split(), groups_of(1, 8))
-    centre = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
-    moments = engine.cohort(np.arange(2), 0).mean(engine.algorithm.encode, server.weights, centre)  # type: ignore[attr-defined]
-    engine.trainer.load(server.weights)
-    with torch.no_grad():
-        parts = [engine.client(np.array([k]), 0, remember=False).encode_step(0) for k in range(2)]
-    union = tuple(torch.cat([p.encodings[i] for p in parts]) for i in range(2))
+    engine, server = made("algorithm.batch=2", sizes=(1, 8))
+    cohort = engine.cohort(np.arange(2), 0)
+    moments = cohort.mean(engine.algorithm.encode, server.weights, ORIGIN)
+    parts = [encode(engine, 0, client=k) for k in range(2)]
+    union = tuple(torch.cat(views) for views in zip(*parts, strict=True))
     assert len(union[0]) == 3
-    expected = engine.trainer.objective.moments(union, centre)
-    for name, value in expected.items():
-        torch.testing.assert_close(moments[name], value, rtol=1e-9, atol=1e-12)
+    expected = engine.trainer.objective.moments(union, ORIGIN)
+    torch.testing.assert_close(moments, expected, rtol=1e-9, atol=1e-12)
 
-    several = settings("algorithm.local_epochs=1", "algorithm.batch=2")
-    engine, server = engine_of(several, made_split(), groups_of(8))
+    engine, server = made("algorithm.local_epochs=1", "algorithm.batch=2", sizes=(8,))
     client = engine.client(np.array([0]), 0, remember=False)
     seen = client.mean(server.weights, lambda e: {"n": e.encodings[0][0, 0]})
-    with torch.no_grad():
-        engine.trainer.load(server.weights)
-        each = [client.encode_step(step).encodings[0][0, 0] for step in range(4)]
-    assert float(seen["n"]) == pytest.approx(float(sum(each) / 4))
+    each = [float(encode(engine, 0, step)[0][0, 0]) for step in range(4)]
+    assert float(seen["n"]) == pytest.approx(sum(each) / 4)
 
 
 def test_a_remembered_pass_is_not_used_for_other_weights() -> None:
-    config = settings()
-    engine, server = engine_of(config, made_split(), groups_of(4, 4))
-    algorithm = engine.algorithm
-    ids = np.arange(2)
-    centre = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
-    other = server.weights * 1.1
+    engine, server = made()
+    algorithm, ids, other = engine.algorithm, np.arange(2), server.weights * 1.1
 
     def update(disturb: bool, remember: bool) -> torch.Tensor:
         client = engine.client(ids, 0, remember)
-        moments = algorithm.encode(client, server.weights, centre)
+        moments = algorithm.encode(client, server.weights, ORIGIN)
         if disturb:  # someone else used the network in between
             engine.trainer.load(other)
-        return algorithm.descend(client, server.weights, centre, moments)["change"]
+        return algorithm.descend(client, server.weights, ORIGIN, moments)["change"]
 
     plain = update(disturb=False, remember=False)
     assert relative(update(disturb=False, remember=True), plain) < 1e-12
     assert relative(update(disturb=True, remember=True), plain) < 1e-12
     client = engine.client(ids, 0, remember=True)
-    moments = algorithm.encode(client, server.weights, centre)
-    moved = algorithm.descend(client, other, centre, moments)["change"]
+    moments = algorithm.encode(client, server.weights, ORIGIN)
+    moved = algorithm.descend(client, other, ORIGIN, moments)["change"]
     assert relative(moved, plain) > 1e-3
-    algorithm.descend(client, server.weights, centre, moments)
-    again = algorithm.descend(client, server.weights, centre, moments)["change"]
+    algorithm.descend(client, server.weights, ORIGIN, moments)
+    again = algorithm.descend(client, server.weights, ORIGIN, moments)["change"]
     assert relative(again, plain) < 1e-12
 
 
 def test_chunks_keep_to_their_limit() -> None:
-    engine, _ = engine_of(settings("engine.chunk=6"), made_split(), groups_of(4, 4, 1, 4, 7, 2))
+    engine, _ = made("engine.chunk=6", sizes=(4, 4, 1, 4, 7, 2))
     cohort = engine.cohort(np.arange(6), 0)
     assert [c.tolist() for c in cohort._chunks()] == [[0], [1, 2], [3], [4], [5]]
 
@@ -248,11 +224,9 @@ def test_momentum_does_nothing_in_one_local_step(words: str, rule: str) -> None:
     found: dict[tuple[int, float], list[torch.Tensor]] = {}
     for steps in (1, 2):
         for momentum in (0.0, 0.9):
-            more = (
-                f"client.optimizer={rule} client.momentum={momentum} algorithm.local_steps={steps}"
-            )
-            own = settings(*words.split(), "objective.projector=32,16", *more.split())
-            engine, server = engine_of(own, made_split(), groups_of(4, 4, 4))
+            more = (f"client.momentum={momentum}", f"algorithm.local_steps={steps}")
+            given = ("objective.projector=32,16", f"client.optimizer={rule}", *more)
+            engine, server = made(*words.split(), *given, sizes=(4, 4, 4))
             train(engine, server, 3)
             read = engine.algorithm.personal_weights
             states = [read(server, engine.states[k]) for k in range(3)]

@@ -1,70 +1,52 @@
-"""MAE: what is masked, what the loss looks at, lightly's and timm's parts, and whole rounds."""
+"""MAE: what is masked, what the loss looks at, lightly's and timm's parts."""
 
 from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings, train, without_code
+from helpers import engine_of, groups_of, made_split, settings
 from lightly.models.modules import MaskedVisionTransformerTIMM
 from lightly.models.utils import get_at_index, patchify, repeat_token, set_at_index
-from rounds import (
-    assert_both_engines_agree,
-    assert_merging_changes_nothing,
-    assert_refused,
-    epochs,
-    losses,
-    weights_after,
-)
+from rounds import epochs, losses
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from fedssl.config import Encoder
 from fedssl.data.dataset import Split
-from fedssl.federation.client import Client
-from fedssl.models import vit
-from fedssl.models.network import Backbone, Heads, Network, Tower, build
-from fedssl.models.norms import Norm
+from fedssl.models.network import Network, build
 from fedssl.models.vit import patches
-from fedssl.objectives import mae
 from fedssl.objectives.base import Networks
 from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.mae import MAE, Decoder, shuffled
+from fedssl.objectives.mae import MAE, shuffled
 
 EPS = functools.partial(nn.LayerNorm, eps=1e-6)
 MAE_ = ("objective.name=mae", "encoder.name=vit-tiny")
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
+OURS = MAE(MAE.Params("mae"))
 
 
-@pytest.fixture
-def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers and one: whole rounds are about what is around them."""
-    monkeypatch.setattr(vit, "LAYERS", 2)
-    monkeypatch.setattr(mae, "LAYERS", 1)
+def encode(network: Network, view: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    return OURS.encode(Networks(network, None, {}), (view,), state)
 
 
-def objective() -> MAE:
-    return MAE(MAE.Params("mae"))
+def loss_of(*encodings: Tensor) -> Tensor:
+    return OURS.loss(EncodedBatch(encodings))
 
 
-def tower_of(channels: int = 3, patch: int = 2, size: int = 8) -> tuple[Network, Tower]:
+def tower_of(channels: int = 3, patch: int = 2, size: int = 8) -> tuple[Network, Any]:
     """A network in float64 whose norms and mask token are not those of the start."""
     settings = Encoder("vit-tiny", patch=patch)
-
-    def heads(encoder: Backbone, norm: Norm) -> Heads:
-        return objective().heads(encoder, norm, 0)
-
+    heads = lambda encoder, norm: OURS.heads(encoder, norm, 0)  # noqa: E731
     network = build(settings, (channels,), size, heads, seed=0).double()
-    tower = cast(Tower, network.towers[0])
+    (tower,) = network.towers
     for norm in (m for m in network.modules() if isinstance(m, nn.LayerNorm)):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
-    nn.init.normal_(cast(Decoder, tower.head).mask)
+    nn.init.normal_(tower.head.mask)
     return network, tower
 
 
@@ -78,7 +60,7 @@ def test_exactly_three_quarters_are_masked(count: int, masked: int) -> None:
     side = math.isqrt(count)
     network, _ = tower_of(1, 2, 2 * side)
     view, state = images(3, 1, 2 * side), torch.arange(3)
-    rebuilt, pixels = objective().encode(Networks(network, None, {}), (view,), state)
+    rebuilt, pixels = encode(network, view, state)
     assert rebuilt.shape == pixels.shape == (3, masked, 4)
     order = shuffled(state, count)
     assert torch.equal(order.sort(1).values, torch.arange(count).expand(3, -1))
@@ -101,7 +83,7 @@ def test_masks_depend_on_round_client_and_sample() -> None:
     engine, _ = engine_of(settings(*MAE_, "algorithm.name=fedavg"), made_split(), groups_of(4, 4))
 
     def order(client: int, round: int) -> Tensor:
-        member: Client = engine.client(np.array([client]), round, remember=False)
+        member = engine.client(np.array([client]), round, remember=False)
         return shuffled(member._samples_of(0)[1], 16)
 
     assert torch.equal(order(0, 0), order(0, 0))
@@ -114,16 +96,16 @@ def test_the_loss_looks_at_masked_patches_only() -> None:
     network, _ = tower_of()
     network.requires_grad_(False)
     view, state = images(), torch.arange(5)
-    rebuilt, pixels = objective().encode(Networks(network, None, {}), (view,), state)
-    loss = objective().loss(EncodedBatch((rebuilt, pixels)))
+    rebuilt, pixels = encode(network, view, state)
+    loss = loss_of(rebuilt, pixels)
     order = shuffled(state, 16)
     for chosen, changes in ((order[:, 0], False), (order[:, 4], True), (order[:, -1], True)):
         other = view.clone()
         for sample, patch in enumerate(chosen.tolist()):
             row, column = 2 * (patch // 4), 2 * (patch % 4)
             other[sample, :, row : row + 2, column : column + 2] += 1
-        changed, target = objective().encode(Networks(network, None, {}), (other,), state)
-        again = objective().loss(EncodedBatch((rebuilt, target)))
+        changed, target = encode(network, other, state)
+        again = loss_of(rebuilt, target)
         assert (float((again - loss).abs()) > 1e-3) == changes
         # And the encoder sees the visible patches only.
         assert torch.equal(changed, rebuilt) == changes
@@ -133,9 +115,7 @@ def test_lightlys_encoder_and_timms_blocks_give_the_loss() -> None:
     """Encoder on kept tokens, decoder of all tokens in their places, the mean squared error."""
     network, tower = tower_of()
     view, state = images(), torch.arange(5) * 3 + 1
-    ours = objective().loss(
-        EncodedBatch(objective().encode(Networks(network, None, {}), (view,), state))
-    )
+    ours = loss_of(*encode(network, view, state))
     order = shuffled(state, 16)
     keep, mask = order[:, :4], order[:, 4:]
 
@@ -152,7 +132,7 @@ def test_lightlys_encoder_and_timms_blocks_give_the_loss() -> None:
     blocks = nn.Sequential(*(Block(192, 3, qkv_bias=True, norm_layer=EPS) for _ in range(4)))
     own = list(tower.head.layers.state_dict().values())
     blocks.double().load_state_dict(dict(zip(blocks.state_dict(), own, strict=True)))
-    head = cast(Decoder, tower.head)
+    head = tower.head
 
     with torch.no_grad():
         tokens = head.embed(encoder.encode(view, idx_keep=keep))
@@ -169,10 +149,7 @@ def test_lightlys_encoder_and_timms_blocks_give_the_loss() -> None:
 
 def test_gradients_reach_all_of_encoder_and_decoder() -> None:
     network, _ = tower_of()
-    loss = objective().loss(
-        EncodedBatch(objective().encode(Networks(network, None, {}), (images(),), torch.arange(5)))
-    )
-    loss.backward()
+    loss_of(*encode(network, images(), torch.arange(5))).backward()
     for name, weight in network.named_parameters():
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 
@@ -185,59 +162,3 @@ def test_it_learns_to_rebuild() -> None:
     words = ("client.optimizer=adamw", "client.lr=0.001", "client.momentum=0", "augment.name=none")
     first, second = losses(epochs(*MAE_, *words, "algorithm.local_epochs=4"), split)
     assert second < 0.5 * first
-
-
-@pytest.mark.usefixtures("shallow")
-def test_merged_is_client_by_client() -> None:
-    assert_merging_changes_nothing(*MAE_)
-
-
-@pytest.mark.usefixtures("shallow")
-@pytest.mark.parametrize("algorithm", ["fedavg", "centralized"])
-def test_two_rounds_give_the_same_twice(algorithm: str) -> None:
-    words = ("client.optimizer=adamw", "client.weight_decay=0.05", "client.momentum=0")
-    config = epochs(*MAE_, *words, "client.lr=2e-4", f"algorithm.name={algorithm}")
-    first, again = weights_after(config), weights_after(config)
-    assert torch.isfinite(first).all() and torch.equal(first, again)
-
-
-@pytest.mark.usefixtures("shallow")
-def test_in_bfloat16_the_loss_is_finite() -> None:
-    assert all(math.isfinite(x) for x in losses(epochs(*MAE_, "client.lr=0.005", "precision=bf16")))
-
-
-@pytest.mark.usefixtures("shallow")
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    if device == "cpu":
-        without_code(monkeypatch)
-    config, results = epochs(*MAE_, "client.lr=0.005"), []
-    for fast in (False, True):
-        engine, server = engine_of(config, made_split(), groups_of(9, 12, 10), device)
-        engine.trainer.compiles = fast
-        results.append(train(engine, server, 2))
-        assert len(engine.trainer.compiled_steps.by_shape) == fast
-    assert relative(results[1], results[0]) < 1e-12
-
-
-@pytest.mark.usefixtures("shallow")
-def test_both_engines_agree(tmp_path: Path) -> None:
-    pytest.importorskip("flwr")
-    assert_both_engines_agree(tmp_path, *MAE_, "data.size=8", "encoder.patch=4")
-
-
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("encoder.name=tiny", "objective.name"),
-        ("encoder.towers=2", ""),
-        ("encoder.patch=5", ""),
-        ("evaluate.protocols=head", ""),
-        ("algorithm.name=dcco", "objective.name"),
-        ("algorithm.name=fedca", "objective.name"),
-    ],
-)
-def test_what_is_refused(word: str, key: str) -> None:
-    assert_refused("data.size=8", *MAE_, word, key=key)

@@ -1,4 +1,4 @@
-"""SimSiam, BYOL and MoCo: losses and gradients against lightly's, the target against its sum."""
+"""SimCLR, SimSiam, BYOL, MoCo: losses against lightly's, the target against its sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, siamese, step
+from helpers import engine_of, groups_of, made_split, relative, siamese, train
 from lightly.loss import NegativeCosineSimilarity, NTXentLoss
 from lightly.models.utils import update_momentum
 from plain import flat_params
@@ -17,8 +17,9 @@ from torch import Tensor
 from fedssl.models.norms import Norm
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.byol import BYOL
-from fedssl.objectives.memory import Queue, Target
+from fedssl.objectives.memory import Target
 from fedssl.objectives.moco import MoCo
+from fedssl.objectives.simclr import SimCLR
 from fedssl.objectives.simsiam import SimSiam
 
 
@@ -29,14 +30,21 @@ def four(count: int = 7, width: int = 5) -> tuple[Tensor, ...]:
 
 
 def gradients(loss: Tensor, encodings: tuple[Tensor, ...]) -> list[Tensor]:
-    given = torch.autograd.grad(loss, encodings, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(e) if g is None else g for e, g in zip(encodings, given, strict=True)]
+    keep = {"allow_unused": True, "retain_graph": True, "materialize_grads": True}
+    return list(torch.autograd.grad(loss, encodings, **keep))
 
 
 def assert_same(ours: Tensor, theirs: Tensor, encodings: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     for a, b in zip(gradients(ours, encodings), gradients(theirs, encodings), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5])
+def test_simclr_agrees_with_lightly(temperature: float) -> None:
+    encodings = four()[:2]
+    ours = SimCLR(SimCLR.Params("simclr", temperature=temperature)).loss(EncodedBatch(encodings))
+    assert_same(ours, NTXentLoss(temperature=temperature)(*encodings), encodings)
 
 
 def test_byol_agrees_with_lightly() -> None:
@@ -90,42 +98,6 @@ def test_moco_never_sees_places_that_are_not_filled() -> None:
     assert_same(moco.loss(batch), expected, encodings)
 
 
-@pytest.mark.parametrize(
-    ("queue", "batch", "clients"),
-    [(16, 4, 1), (12, 4, 1), (5, 4, 1), (7, 3, 2), (1000, 4, 1), (1, 2, 1)],
-    ids=["divides", "does not divide", "smaller than a step", "two clients", "never full", "one"],
-)
-def test_the_queue_holds_exactly_the_last_keys_across_rounds(
-    queue: int, batch: int, clients: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = siamese("moco", f"objective.queue={queue}", f"algorithm.batch={batch}")
-    engine, server = engine_of(config, made_split(), groups_of(*[11] * clients))
-    keys: list[Tensor] = []
-    real = Queue.update
-
-    def update(self: Queue, memory: Any, encodings: tuple[Tensor, ...]) -> None:
-        each = torch.cat(encodings[2:]).detach()
-        keys.append(each / each.norm(dim=1, keepdim=True))
-        real(self, memory, encodings)
-
-    monkeypatch.setattr(Queue, "update", update)
-    of: dict[int, Tensor] = {k: torch.zeros(0, 16, dtype=torch.float64) for k in range(clients)}
-    for round in range(3):
-        keys.clear()
-        step(engine, server, round)
-        each = len(keys) // clients
-        for k in range(clients):
-            of[k] = torch.cat((of[k], *keys[k * each : (k + 1) * each]))
-            memory: Any = engine.states[k]["memory"]
-            assert int(memory["seen"]) == len(of[k])
-            held = memory["queue"][: int(memory["seen"])]
-            expected = of[k][-queue:]
-            assert held.shape == expected.shape
-            order, other = (rows[:, 0].argsort() for rows in (held, expected))
-            torch.testing.assert_close(held[order], expected[other], rtol=1e-12, atol=1e-14)
-            assert not memory["queue"][len(of[k]) :].any()
-
-
 @pytest.mark.parametrize("objective", ["byol", "moco"])
 @pytest.mark.parametrize("momentum", [0.0, 0.8, 1.0])
 def test_the_target_is_the_weighted_sum_of_all_online_networks(
@@ -143,19 +115,15 @@ def test_the_target_is_the_weighted_sum_of_all_online_networks(
         return result
 
     monkeypatch.setattr(type(trainer), "step", kept_step)
-    start, network = (
-        trainer.initial[: trainer.flat.parameter_count],
-        copy.deepcopy(trainer.network.towers),
-    )
-    slow = copy.deepcopy(network)
-    for round in range(3):
-        step(engine, server, round)
+    start = trainer.initial[: trainer.flat.parameter_count]
+    network, slow = (copy.deepcopy(trainer.network.towers) for _ in range(2))
+    train(engine, server, 3)
     n, size = len(path), sum(p.numel() for p in network.parameters())
     assert n == 12
     expected = momentum**n * start + sum(
         (1 - momentum) * momentum ** (n - i) * theta for i, theta in enumerate(path, start=1)
     )
-    target: Any = engine.states[0]["target"]
+    target = engine.states[0]["target"]
     assert len(target) == size
     assert relative(target, expected[:size]) < 1e-12
     for theta in path:

@@ -1,36 +1,24 @@
-"""SwAV: codes and losses against lightly's, the queues by hand, and whole rounds of it."""
+"""SwAV: codes and losses against lightly's, and the queues by hand."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import engine_of, groups_of, made_split, relative, settings, step
+from helpers import engine_of, groups_of, made_split, relative, step
 from lightly.loss import SwaVLoss
 from lightly.loss.swav_loss import sinkhorn as lightly_sinkhorn
-from rounds import (
-    assert_both_engines_agree,
-    assert_compiled_is_plain,
-    assert_merging_changes_nothing,
-    assert_refused,
-    epochs,
-    losses,
-    weights_after,
-)
-from torch import Tensor, nn
+from rounds import assert_first_statistics_are_of_both_views, epochs, losses
+from torch import Tensor
 
-from fedssl.models.norms import BatchNorm
 from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.memory import Queue
 from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
 
 WORDS = ("objective.name=swav", "objective.projector=32,16", "objective.prototypes=6")
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
 
 
 def objective(**keys: Any) -> SwAV:
@@ -132,44 +120,12 @@ def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
     assert weight.shape == (9, 16)
     client = engine.client(np.array([0]), 1, remember=False)
     first, second, queue1, queue2, z1, z2 = client.encode_step(0).encodings
-    memory: Any = engine.states[0]["memory"]
+    memory = engine.states[0]["memory"]
     assert relative(memory["queue"][0], memory["queue"][1]) > 0.01
     pairs = zip((first, second, queue1, queue2), (z1, z2, *memory["queue"]), strict=True)
     for scores, rows in pairs:
         expected = F.cosine_similarity(rows[:, None], weight[None], dim=2)
         torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("queue", [8, 7, 3, 1000], ids=["divides", "does not", "small", "never"])
-def test_each_queue_holds_the_last_of_its_view(queue: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, server = engine_of(
-        epochs(*WORDS, f"objective.queue={queue}"), made_split(), groups_of(11, 9)
-    )
-    entered: list[Tensor] = []
-    real = Queue.update
-
-    def update(self: Queue, memory: Any, encodings: tuple[Tensor, ...]) -> None:
-        entered.append(torch.stack(encodings[4:]).detach())
-        real(self, memory, encodings)
-
-    monkeypatch.setattr(Queue, "update", update)
-    all_of: list[list[Tensor]] = [[], []]
-    for round in range(2):
-        entered.clear()
-        step(engine, server, round)
-        for k in range(2):
-            all_of[k] += entered[4 * k : 4 * k + 4]  # 2 epochs of 2 batches of 4
-            rows = F.normalize(torch.cat(all_of[k], dim=1), dim=2)
-            memory: Any = engine.states[k]["memory"]
-            assert int(memory["seen"]) == rows.shape[1] == 16 * (round + 1)
-            expected = torch.zeros(2, queue, 16, dtype=torch.float64)
-            for i in range(rows.shape[1]):
-                expected[:, i % queue] = rows[:, i]
-            torch.testing.assert_close(memory["queue"], expected, rtol=1e-12, atol=1e-14)
-
-
-def test_without_a_queue_there_is_no_memory() -> None:
-    assert objective().memory.is_empty and not objective(queue=4).memory.is_empty
 
 
 def test_under_autocast_scores_are_float32() -> None:
@@ -183,35 +139,7 @@ def test_under_autocast_scores_are_float32() -> None:
 
 
 def test_statistics_of_a_round_are_those_of_both_views_as_one_batch() -> None:
-    """``norm_policy=reset``: after one step, the mean that batch norm saw, and nothing else."""
-    config = epochs(
-        *WORDS, "algorithm.local_epochs=1", "algorithm.batch=9", "algorithm.norm_policy=reset"
-    )
-    engine, server = engine_of(config, made_split(), groups_of(9))
-    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
-    state = client.random_state(0, slice(None))
-    views = [
-        trainer.augmentation.views(trainer.images[0][:9], state, v, trainer.dtype) for v in (0, 1)
-    ]
-    conv, norm = (
-        next((n, m) for n, m in trainer.network.named_modules() if isinstance(m, kind))
-        for kind in (nn.Conv2d, BatchNorm)
-    )
-    expected = conv[1](torch.cat(views)).detach()
-    step(engine, server, 0)
-    now = trainer.flat.named(server.weights)
-    torch.testing.assert_close(now[f"{norm[0]}.running_mean"], expected.mean((0, 2, 3)))
-    torch.testing.assert_close(now[f"{norm[0]}.running_var"], expected.var((0, 2, 3)))
-
-
-def test_merged_is_client_by_client() -> None:
-    assert_merging_changes_nothing(*WORDS, "objective.prototypes=6,3")
-
-
-def test_a_client_with_a_queue_is_not_merged() -> None:
-    config = settings("algorithm.name=fedavg", *WORDS, "objective.queue=4")
-    engine, _ = engine_of(config, made_split(), groups_of(4, 4))
-    assert not engine.merges
+    assert_first_statistics_are_of_both_views(*WORDS)
 
 
 def test_the_loss_falls() -> None:
@@ -219,41 +147,3 @@ def test_the_loss_falls() -> None:
     words = ("objective.queue=8", "objective.epsilon=0.02", "algorithm.local_epochs=6")
     first, *_, last = losses(epochs(*WORDS, *words), rounds=3)
     assert last < first and last < 0.9 * math.log(6)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "algorithm.name=fedavg objective.queue=8",
-        "algorithm.name=centralized",
-        "algorithm.name=standalone objective.queue=8",
-        "algorithm.name=ditto objective.queue=8",
-        "algorithm.name=fedavg encoder.towers=2 objective.queue=8",
-    ],
-)
-def test_every_algorithm_trains_it_the_same_in_any_order(words: str) -> None:
-    config = epochs(*WORDS, *words.split())
-    order = None if "centralized" in words else np.array([2, 0, 1])
-    first, again = weights_after(config), weights_after(config, order=order)
-    assert torch.isfinite(first).all() and torch.equal(first, again)
-
-
-def test_in_bfloat16_the_loss_is_finite() -> None:
-    config = epochs(*WORDS, "objective.queue=8", "precision=bf16")
-    assert all(math.isfinite(x) for x in losses(config))
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_compiled_is_plain(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two rounds of 16 samples a client: the queue is empty, in part full, and full."""
-    config = epochs(*WORDS, "objective.prototypes=6,3", "objective.queue=14")
-    assert_compiled_is_plain(config, monkeypatch, device)
-
-
-def test_both_engines_agree(tmp_path: Path) -> None:
-    pytest.importorskip("flwr")
-    assert_both_engines_agree(tmp_path, *WORDS, "objective.queue=5")
-
-
-def test_batches_of_one_image_are_refused() -> None:
-    assert_refused(*WORDS, "algorithm.batch=1")

@@ -15,41 +15,56 @@ from fedssl.algorithms.ccl import CCL
 from fedssl.training import compiled
 from fedssl.util.trees import flatten
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
-SIAMESE = {
-    "byol": ["objective.projector=32,16", "objective.predictor=32,16"],
-    "moco": ["objective.projector=32,16", "objective.queue=20"],
-    "simsiam": ["objective.projector=32,16", "objective.predictor=32,16"],
-    "simclr": ["objective.projector=32,16"],
-    "swav": ["objective.projector=32,16", "objective.prototypes=5,4", "objective.queue=12"],
-    "rotation": [],
-}
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+CUDA = pytest.param("cuda", marks=GPU)
+HEADS = "objective.projector=32,16"
+BYOL = f"objective.name=byol {HEADS} objective.predictor=32,16"
+SIMSIAM = f"objective.name=simsiam {HEADS} objective.predictor=32,16"
+MOCO = f"objective.name=moco {HEADS} objective.queue=20"
+CCL_WORDS = (
+    f"{MOCO} algorithm.name=ccl algorithm.neighbours=3 algorithm.features=9 objective.queue=8"
+)
+CASES = [
+    SIMSIAM,
+    BYOL,
+    MOCO,
+    f"objective.name=simclr {HEADS}",
+    f"objective.name=swav {HEADS} objective.prototypes=5,4 objective.queue=12",
+    "objective.name=rotation",
+    f"{BYOL} algorithm.name=fedema",
+    f"{BYOL} algorithm.name=ditto algorithm.lambda=0.5",
+    f"{BYOL} algorithm.norm_policy=local",
+    f"{BYOL} client.optimizer=adam client.momentum=0 client.lr=0.001",
+    f"{BYOL} objective.stop_gradient=false",
+    CCL_WORDS,
+    f"{CCL_WORDS} algorithm.lambda=0 algorithm.remote=only",
+]
 
 
 @pytest.fixture(autouse=True)
 def no_code_for_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    if request.node.callspec.params["device"] == "cpu":
+    # CCL is compiled from its second round on, when all banks have come and the queues are full.
+    monkeypatch.setattr(compiled, "RARE", 4)
+    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
+    if "cpu" in request.node.name:
         without_code(monkeypatch)
 
 
-def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor, dict[str, float]]:
+def trained(words: str, compiled: bool, device: str) -> tuple[torch.Tensor, dict[str, float]]:
     config = settings(
-        "algorithm.local_epochs=2",
-        "algorithm.batch=8",
-        "encoder.norm=batch",
-        "client.momentum=0.9",
+        *("algorithm.name=fedavg", "algorithm.local_epochs=2", "algorithm.batch=8"),
+        *("encoder.norm=batch", "client.momentum=0.9"),
         # Other parameters are drawn in float32, where a compiler rounds once and not twice.
         "augment.name=flip",
-        *words,
+        *words.split(),
     )
     engine, server = engine_of(config, made_split(64, 3, 16), groups_of(20, 24, 20), device)
     engine.trainer.compiles = compiled
     weights = train(engine, server, 3)
-    if compiled:
-        # Personal models take a step of their own; nothing is compiled again for a client.
-        assert len(engine.trainer.compiled_steps.by_shape) == (2 if "ditto" in words[0] else 1)
-    assert compiled or not engine.trainer.compiled_steps.by_shape
+    # Personal models take a step of their own; nothing is compiled again for a client.
+    steps = len(engine.trainer.compiled_steps.by_shape)
+    assert steps == compiled * (2 if "ditto" in words else 1)
     sums = {
         f"{client}/{name}": float(leaf.double().sum())
         for client in sorted(engine.states)
@@ -59,48 +74,12 @@ def trained(words: list[str], compiled: bool, device: str) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("objective", quick(SIAMESE, "simsiam"))
-def test_compiled_step_equals_the_plain_one(objective: str, device: str) -> None:
-    words = ["algorithm.name=fedavg", f"objective.name={objective}", *SIAMESE[objective]]
-    plain, states = trained(words, False, device)
-    fast, fast_states = trained(words, True, device)
-    assert relative(fast, plain) < 1e-12
-    assert fast_states == pytest.approx(states, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("device", [CUDA])
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        ["algorithm.name=fedema"],
-        ["algorithm.name=ditto", "algorithm.lambda=0.5"],
-        ["algorithm.name=fedavg", "algorithm.norm_policy=local"],
-        ["algorithm.name=fedavg", "client.optimizer=adam", "client.momentum=0", "client.lr=0.001"],
-        ["algorithm.name=fedavg", "objective.stop_gradient=false"],
-    ],
-    ids=lambda words: words[-1],
-)
-def test_compiled_step_in_every_algorithm(algorithm: list[str], device: str) -> None:
-    words = [*algorithm, "objective.name=byol", *SIAMESE["byol"]]
+@pytest.mark.parametrize("words", quick(CASES, SIMSIAM, CCL_WORDS))
+def test_compiled_step_equals_the_plain_one(words: str, device: str) -> None:
     plain, states = trained(words, False, device)
     fast, fast_states = trained(words, True, device)
     assert relative(fast, plain) < 1e-8  # Adam divides by tiny numbers in its first steps
     assert fast_states == pytest.approx(states, rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("words", quick([[], ["algorithm.lambda=0", "algorithm.remote=only"]], []))
-def test_compiled_ccl(words: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its second round on, when all banks have come and the queues are full."""
-    monkeypatch.setattr(compiled, "RARE", 4)
-    secret = lambda *_: np.random.default_rng(1)  # noqa: E731
-    monkeypatch.setattr(CCL, "secret", secret)
-    keys = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=9", *words]
-    moco = ["objective.name=moco", *SIAMESE["moco"], "objective.queue=8"]
-    plain, states = trained([*keys, *moco], False, device)
-    fast, fast_states = trained([*keys, *moco], True, device)
-    assert relative(fast, plain) < 1e-9
-    assert fast_states == pytest.approx(states, rel=1e-8, abs=1e-8)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -118,20 +97,18 @@ def test_compiled_passes_of_a_merged_cohort(chunk: int, device: str) -> None:
     assert relative(weights[1], weights[0]) < 1e-9
 
 
-@pytest.mark.parametrize("device", [CUDA])
-def test_compiled_augmentation(device: str) -> None:
-    words = ["algorithm.name=fedavg", "objective.name=byol", *SIAMESE["byol"]]
-    plain, _ = trained([*words, "augment.name=simclr"], False, device)
-    fast, _ = trained([*words, "augment.name=simclr"], True, device)
+@GPU
+def test_compiled_augmentation() -> None:
+    plain, fast = (trained(f"{BYOL} augment.name=simclr", c, "cuda")[0] for c in (False, True))
     assert relative(fast, plain) < 1e-4  # strengths are drawn in float32
 
 
-@pytest.mark.parametrize("device", [CUDA])
-@pytest.mark.parametrize("objective", ["byol", "moco"])
-def test_states_on_the_host_change_nothing(objective: str, device: str) -> None:
+@GPU
+@pytest.mark.parametrize("objective", [BYOL, MOCO])
+def test_states_on_the_host_change_nothing(objective: str) -> None:
     """The same run on the CPU, where nothing moves."""
-    words = ["algorithm.name=fedema", f"objective.name={objective}", *SIAMESE[objective]]
+    words = f"{objective} algorithm.name=fedema"
     here, states = trained(words, False, "cpu")
-    there, moved = trained(words, False, device)
+    there, moved = trained(words, False, "cuda")
     assert relative(there.cpu(), here) < 1e-8
     assert moved == pytest.approx(states, rel=1e-6, abs=1e-6)

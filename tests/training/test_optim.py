@@ -2,79 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import timm.optim
 import torch
+from torch import Tensor
 
 from fedssl.config import Optimizer
 from fedssl.training import optim
 
-
-def layers() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((4, 3), (4,), (2, 4))
-    return [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+SHAPES = ((4, 3), (4,), (2, 4))
 
 
-def walk(rule: Optimizer, steps: int = 6) -> torch.Tensor:
-    start = layers()
-    params = torch.cat([t.flatten() for t in start])
+def walk(rule: Optimizer) -> Tensor:
+    params = torch.cat([layer.flatten() for layer in layers()])
     state = optim.start(rule, params)
-    for step in range(steps):
+    for step in range(6):
         gradient = torch.sin(3 * params + step)
-        params = params + optim.step(
-            rule, state, params, gradient, rule.lr, [t.shape for t in start]
-        )
+        params = params + optim.step(rule, state, params, gradient, rule.lr, SHAPES)
     return params
 
 
-def walk_with(make: object, steps: int = 6) -> torch.Tensor:
-    params = [t.clone().requires_grad_() for t in layers()]
-    rule = make(params)  # type: ignore[operator]
-    for step in range(steps):
+def walk_with(make: Callable[[list[Tensor]], Any]) -> Tensor:
+    params = [layer.requires_grad_() for layer in layers()]
+    rule = make(params)
+    for step in range(6):
         for p in params:
             p.grad = torch.sin(3 * p.detach() + step)
         rule.step()
     return torch.cat([p.detach().flatten() for p in params])
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_sgd_is_torchs(momentum: float, decay: float) -> None:
-    ours = walk(Optimizer("sgd", 0.1, momentum, decay))
-    theirs = walk_with(lambda p: torch.optim.SGD(p, 0.1, momentum=momentum, weight_decay=decay))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+def layers() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, dtype=torch.float64, generator=generator) for s in SHAPES]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adam_is_torchs(decay: float) -> None:
-    theirs = walk_with(lambda p: torch.optim.Adam(p, 0.01, weight_decay=decay))
-    torch.testing.assert_close(
-        walk(Optimizer("adam", 0.01, 0.0, decay)), theirs, rtol=1e-12, atol=1e-12
-    )
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adamw_is_torchs(decay: float) -> None:
-    theirs = walk_with(lambda p: torch.optim.AdamW(p, 0.01, weight_decay=decay))
-    torch.testing.assert_close(
-        walk(Optimizer("adamw", 0.01, 0.0, decay)), theirs, rtol=1e-12, atol=1e-12
-    )
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (("sgd", 0.1), lambda p, decay: torch.optim.SGD(p, 0.1, weight_decay=decay)),
+        (("sgd", 0.1, 0.9), lambda p, decay: torch.optim.SGD(p, 0.1, 0.9, weight_decay=decay)),
+        (("adam", 0.01), lambda p, decay: torch.optim.Adam(p, 0.01, weight_decay=decay)),
+        (("adamw", 0.01), lambda p, decay: torch.optim.AdamW(p, 0.01, weight_decay=decay)),
+    ],
+    ids=["sgd", "momentum", "adam", "adamw"],
+)
+def test_rules_are_torchs(ours: tuple[Any, ...], theirs: Any, decay: float) -> None:
+    expected = walk_with(lambda params: theirs(params, decay))
+    rule = Optimizer(*ours, weight_decay=decay)
+    torch.testing.assert_close(walk(rule), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lars_is_timms(decay: float) -> None:
     """timm adapts every tensor of a group, so weights and biases are two groups for it."""
 
-    def make(params: list[torch.Tensor]) -> torch.optim.Optimizer:
-        weights = [p for p in params if p.ndim > 1]
-        biases = [p for p in params if p.ndim == 1]
-        groups = [
-            {"params": weights, "weight_decay": decay},
-            {"params": biases, "weight_decay": 0.0, "always_adapt": False},
-        ]
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        weights = {"params": [p for p in params if p.ndim > 1], "weight_decay": decay}
+        biases = {"params": [p for p in params if p.ndim == 1], "always_adapt": False}
         return timm.optim.Lars(
-            groups, lr=2.0, momentum=0.9, trust_coeff=optim.LARS_TRUST, always_adapt=True
+            [weights, biases], lr=2.0, momentum=0.9, trust_coeff=optim.LARS_TRUST, always_adapt=True
         )
 
     ours = walk(Optimizer("lars", 2.0, 0.9, decay))
@@ -104,6 +95,4 @@ def test_a_short_trial_starts_at_the_full_rate() -> None:
 
 
 def test_cosine_starts_at_one_and_ends_at_zero() -> None:
-    assert optim.cosine(0, 10) == 1
-    assert optim.cosine(5, 10) == pytest.approx(0.5)
-    assert optim.cosine(10, 10) == pytest.approx(0)
+    assert [optim.cosine(step, 10) for step in (0, 5, 10)] == pytest.approx([1, 0.5, 0])

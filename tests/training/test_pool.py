@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, settings, step, train
+from helpers import engine_of, groups_of, made_split, settings, step, train, without_compiler
 
 from fedssl.algorithms.ccl import CCL
 from fedssl.engines.local import LocalEngine
@@ -24,28 +24,35 @@ from fedssl.training.batches import Batches
 from fedssl.training.pool import TrainerPool
 from fedssl.util.trees import flatten
 
-BYOL = ["objective.name=byol", "objective.projector=32,16", "objective.predictor=32,16"]
-FEDAVG = ["algorithm.name=fedavg", *BYOL]
-MOCO = ["objective.name=moco", "objective.projector=32,16", "objective.queue=20"]
+BYOL = "objective.name=byol objective.projector=32,16 objective.predictor=32,16"
+FEDAVG = f"algorithm.name=fedavg {BYOL}"
+MOCO = "objective.name=moco objective.projector=32,16 objective.queue=20"
+CCL_WORDS = f"algorithm.name=ccl algorithm.neighbours=3 algorithm.features=4 {MOCO}"
+FEATARC = (
+    "algorithm.name=featarc algorithm.start=apart algorithm.norm_policy=local "
+    "objective.name=simclr objective.projector=32,16"
+)
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA"))
 SIZES = (20, 24, 5, 20, 16)  # one is smaller than a batch
 
 
 @pytest.fixture(autouse=True)
 def as_it_is_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiling gives is told elsewhere, and takes seconds for each network."""
+    """Other tests check what compiling gives; it takes seconds for each network."""
     torch.compiler.reset()
-    if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr(compiled, "compile_function", lambda function, **_: function)
+    monkeypatch.setattr(compiled, "RARE", 1)
+    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
+    if "cuda" not in request.node.name:
+        without_compiler(monkeypatch)
 
 
 def engine_with(
-    words: list[str], pool: int, device: str, rounds: int = 3
+    words: str, pool: int, device: str = "cpu", rounds: int = 3
 ) -> tuple[LocalEngine, torch.Tensor]:
     config = settings(
-        "algorithm.local_epochs=2", "algorithm.batch=8", "client.momentum=0.9",
-        "encoder.norm=batch", "augment.name=flip", *words,
-    )  # fmt: skip
+        *("algorithm.local_epochs=2", "algorithm.batch=8", "client.momentum=0.9"),
+        *("encoder.norm=batch", "augment.name=flip", *words.split()),
+    )
     engine, server = engine_of(config, made_split(sum(SIZES), 3, 8), groups_of(*SIZES), device)
     engine.trainer.compiles = True
     engine.pool = TrainerPool(engine.trainer, pool) if pool else None
@@ -54,102 +61,44 @@ def engine_with(
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(
-    "words",
-    [
-        FEDAVG,
-        ["algorithm.name=fedema", *BYOL],
-        ["algorithm.name=ditto", "algorithm.lambda=0.5", *MOCO],
-        ["algorithm.name=fedavg", "algorithm.norm_policy=local", *MOCO],
-        ["algorithm.name=fedavg", "precision=bf16", *BYOL],  # also of the client in plain steps
-    ],
-    ids=["fedavg", "fedema", "ditto", "norms", "bf16"],
-)
-def test_side_by_side_as_one_by_one(
-    words: list[str], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, str, int]] = []
-    made: list[str] = []
-    inner, first = Client.train_from, compiled.CompiledStep.__init__
-
-    def init(self: compiled.CompiledStep, *args: object) -> None:
-        made.append(threading.current_thread().name)
-        first(self, *args)
-
-    def train(self: Client, *args: object, **kwargs: object) -> object:
-        seen.append((self.round, threading.current_thread().name, id(self.trainer)))
-        return inner(self, *args, **kwargs)
-
-    alone, plain = engine_with(words, 0, device)
-    monkeypatch.setattr(Client, "train_from", train)
-    monkeypatch.setattr(compiled.CompiledStep, "__init__", init)
-    engine, fast = engine_with(words, 3, device)
-    close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
-    torch.testing.assert_close(fast, plain, rtol=close, atol=close)
-    for client in alone.states:
-        found, expected = (flatten(e.states[client]) for e in (engine, alone))
-        assert found.keys() == expected.keys()
-        for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=close, atol=close)
-    # The first round's clients compile everything, one after another; then there are 3 networks.
-    assert all(name.startswith("client") == (round > 0) for round, name, _ in seen)
-    networks = [{trainer for r, _, trainer in seen if r == round} for round in range(3)]
-    assert list(map(len, networks)) == [1, 3, 3]
-    assert set(made) == {"MainThread"}  # nothing is captured beside others
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_waves_are_even_and_a_watched_round_is_not_shared(device: str) -> None:
-    engine, _ = engine_with(FEDAVG, 5, device)
-    pool = engine.pool
-    assert pool is not None and pool.is_ready("train") and not pool.is_ready("other")
-    assert [pool.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
-    engine.trainer.watched = {}
-    assert not pool.is_ready("train")
-    engine.rest()
-    assert engine.pool is None and not engine.trainer.compiled_steps.is_complete
-
-
-CCL_WORDS = ["algorithm.name=ccl", "algorithm.neighbours=3", "algorithm.features=4", *MOCO]
-FEATARC = ["algorithm.name=featarc", "algorithm.start=apart", "algorithm.norm_policy=local"]
-SIMCLR = ["objective.name=simclr", "objective.projector=32,16"]
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize(
     ("words", "first"),
     [
+        (FEDAVG, 1),
+        (f"algorithm.name=fedema {BYOL}", 1),
+        (f"algorithm.name=ditto algorithm.lambda=0.5 {MOCO}", 1),
+        (f"algorithm.name=fedavg algorithm.norm_policy=local {MOCO}", 1),
+        (f"{FEDAVG} precision=bf16", 1),  # also of the client in plain steps
         (CCL_WORDS, 2),  # there are no banks in its first round
-        (["algorithm.name=ccl", "algorithm.remote=off", "algorithm.lambda=0", *MOCO], 1),
-        ([*FEATARC, *SIMCLR], 1),
-        ([*FEATARC, *SIMCLR, "precision=bf16"], 1),
+        (f"{CCL_WORDS} algorithm.remote=off algorithm.lambda=0", 1),
+        (FEATARC, 1),
+        (f"{FEATARC} precision=bf16", 1),
     ],
-    ids=["ccl", "cl", "featarc", "bf16"],
 )
-def test_steps_that_look_beyond_their_batch(
-    words: list[str], first: int, device: str, monkeypatch: pytest.MonkeyPatch
+def test_side_by_side_as_one_by_one(
+    words: str, first: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Side by side as soon as all that will come again is compiled; nothing is, beside others."""
-    monkeypatch.setattr(compiled, "RARE", 1)
-    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
-    alone, plain = engine_with(words, 0, device, rounds=4)
-    threads: dict[int, set[bool]] = {}
-    made: list[str] = []
+    networks: dict[int, set[tuple[bool, int]]] = {}
+    made: set[str] = set()
     inner, init = Client.train_from, compiled.CompiledStep.__init__
 
-    def train(self: Client, *args: object, **kwargs: object) -> object:
-        name = threading.current_thread().name
-        threads.setdefault(self.round, set()).add(name.startswith("client"))
-        return inner(self, *args, **kwargs)
+    def train_from(self: Client, *args: Any, **named: Any) -> Trained:
+        beside = threading.current_thread().name.startswith("client")
+        networks.setdefault(self.round, set()).add((beside, id(self.trainer)))
+        return inner(self, *args, **named)
 
-    def note(self: compiled.CompiledStep, *args: object) -> None:
-        made.append(threading.current_thread().name)
+    def note(self: compiled.CompiledStep, *args: Any) -> None:
+        made.add(threading.current_thread().name)
         init(self, *args)
 
-    monkeypatch.setattr(Client, "train_from", train)
+    alone, plain = engine_with(words, 0, device, rounds=4)
+    monkeypatch.setattr(Client, "train_from", train_from)
     monkeypatch.setattr(compiled.CompiledStep, "__init__", note)
     engine, fast = engine_with(words, 3, device, rounds=4)
-    assert threads == {round: {round >= first} for round in range(4)}
-    assert made == ["MainThread"] * 3 and engine.trainer.compiled_steps.may_capture
+    for round, seen in networks.items():  # one network, and then three
+        assert len(seen) == (1 if round < first else 3)
+        assert {beside for beside, _ in seen} == {round >= first}
+    assert made == {"MainThread"} and engine.trainer.compiled_steps.may_capture
     close = 0.0 if device == "cpu" else 1e-2 if "precision=bf16" in words else 1e-9
     torch.testing.assert_close(fast, plain, rtol=close, atol=close)
     for client in alone.states:
@@ -157,16 +106,21 @@ def test_steps_that_look_beyond_their_batch(
         torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_shapes_that_are_not_compiled_are_not_shared(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waves_are_even_and_a_watched_round_is_not_shared() -> None:
+    engine, _ = engine_with(FEDAVG, 5)
+    pool = engine.pool
+    assert pool.is_ready("train") and not pool.is_ready("other")
+    assert [pool.width(n) for n in (1, 2, 5, 6, 7, 8, 11, 100)] == [1, 2, 5, 3, 4, 4, 4, 5]
+    engine.trainer.watched = {}
+    assert not pool.is_ready("train")
+    engine.rest()
+    assert engine.pool is None and not engine.trainer.compiled_steps.is_complete
+
+
+def test_shapes_that_are_not_compiled_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while one waits for it, nor is one captured that comes up beside others."""
-    monkeypatch.setattr(compiled, "RARE", 1)
-    engine, _ = engine_with(CCL_WORDS, 3, device)
-    assert (
-        engine.pool is not None and engine.pool.is_ready("train") and engine.pool.is_ready("share")
-    )
+    engine, _ = engine_with(CCL_WORDS, 3)
+    assert engine.pool.is_ready("train") and engine.pool.is_ready("share")
     trainer, steps = engine.trainer, next(iter(engine.trainer.compiled_steps.by_shape.values()))
     loss = SimpleNamespace(function=steps.function, recurs=True)
     other = tuple(torch.cat((i, i)) for i in steps.inputs)
@@ -178,18 +132,13 @@ def test_shapes_that_are_not_compiled_are_not_shared(
     assert engine.pool.is_ready("train")
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_shape_may_come_up_between_two_waves(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shape_may_come_up_between_two_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     """While CCL's banks grow, those who are in them see one less than newcomers do."""
-    monkeypatch.setattr(CCL, "secret", lambda *_: np.random.default_rng(1))
-    monkeypatch.setattr(compiled, "RARE", 1)
-    words = ["algorithm.local_epochs=2", "algorithm.batch=8", "augment.name=flip", *CCL_WORDS]
+    words = ("algorithm.local_epochs=2", "algorithm.batch=8", "augment.name=flip")
+    config = settings(*words, *CCL_WORDS.split())
     known, found = [], []
     for pool in (0, 2):
-        made = engine_of(settings(*words), made_split(96, 3, 8), groups_of(*[16] * 6), device)
-        engine, server = made
+        engine, server = engine_of(config, made_split(96, 3, 8), groups_of(*[16] * 6))
         engine.trainer.compiles = True
         engine.pool = TrainerPool(engine.trainer, pool) if pool else None
         for ids in ([2, 3, 4, 5], [2, 3, 4, 5], [0, 1, 2, 3]):
@@ -201,31 +150,21 @@ def test_a_shape_may_come_up_between_two_waves(
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize(("ids", "expected"), [([2], False), ([2, 1], True), ([1], True)])
 def test_a_task_is_known_when_a_client_that_fills_a_batch_has_answered(
-    ids: list[int], expected: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, _ = engine_with(FEDAVG, 3, device)
-    fresh = engine.pool = TrainerPool(engine.trainer, 3)
+    engine, _ = engine_with(FEDAVG, 3)
     server = Server(engine.trainer)
-    step(engine, server, 0, *ids)
-    assert fresh.is_ready("train") == expected
-    seen: list[str] = []
-    real = Client.train_from
-
-    def train_from(client: Client, *rest: Any, **named: Any) -> Trained:
-        seen.append(threading.current_thread().name)
-        return real(client, *rest, **named)
-
-    monkeypatch.setattr(Client, "train_from", train_from)
-    step(engine, server, 1, 0)
-    assert seen == ["MainThread"]  # one client alone
+    for ids, expected in (([2], False), ([2, 1], True), ([1], True)):
+        engine.pool = TrainerPool(engine.trainer, 3)
+        step(engine, server, 0, *ids)
+        assert engine.pool.is_ready("train") == expected
+    monkeypatch.setattr(engine.pool, "run", None)
+    step(engine, server, 1, 0)  # one client alone is not sent to a thread
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = engine_with(FEDAVG, 3, device)
+def test_what_fails_beside_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_with(FEDAVG, 3)
 
     def broken(trainer: training.Trainer) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -236,19 +175,14 @@ def test_what_fails_beside_others_is_told(device: str, monkeypatch: pytest.Monke
         time.sleep(0.3)
         ended.append(True)
 
-    assert engine.pool is not None
     with pytest.raises(torch.OutOfMemoryError):
         engine.pool.run([broken, slow])
     assert ended  # nobody is left in a network
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_who_interrupts_does_not_wait_for_the_others(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _ = engine_with(FEDAVG, 3, device)
+def test_who_interrupts_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_with(FEDAVG, 3)
     server, pool = Server(engine.trainer), engine.pool
-    assert pool is not None
 
     started: list[Future[object]] = []
 
@@ -268,13 +202,10 @@ def test_who_interrupts_does_not_wait_for_the_others(
         engine.trainer.halted.set()  # else a test that failed would never end
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_without_memory_there_are_fewer_networks(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _ = engine_with(FEDAVG, 2, device)
+def test_without_memory_there_are_fewer_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = engine_with(FEDAVG, 2)
     pool, twin = engine.pool, engine.trainer.twin
-    assert pool is not None and pool.width(4) == 2
+    assert pool.width(4) == 2
 
     def full() -> training.Trainer:
         if len(pool._trainers) == 3:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from helpers import engine_of, groups_of, made_split, relative, settings
+from helpers import encode, engine_of, groups_of, made_split, relative, settings
 
 from fedssl import config
-from fedssl.engines.local import LocalEngine
 from fedssl.training.trainer import precision_on
-
-
-def views(engine: LocalEngine, round: int) -> torch.Tensor:
-    """The encodings of client 0's first view: as good as its pixels."""
-    client = engine.client(np.array([0]), round, remember=False)
-    engine.trainer.load(engine.trainer.initial)
-    with torch.no_grad():
-        return client.encode_step(0).encodings[0]
 
 
 def test_clients_side_by_side_share_no_cache_of_casts() -> None:
@@ -30,7 +20,7 @@ def test_bf16_is_computed_in_bf16() -> None:
     results = []
     for precision in ("fp32", "bf16"):
         engine, _ = engine_of(settings(f"precision={precision}"), made_split(), groups_of(4, 4))
-        results.append(views(engine, 0))
+        results.append(encode(engine, 0)[0])
         assert results[-1].dtype == torch.float32
     assert 1e-4 < relative(*results) < 0.2
 

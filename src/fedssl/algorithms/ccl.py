@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedssl.algorithms.false_negatives import count_banks, log_ratios
 from fedssl.algorithms.instahide import Key, encrypt
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
@@ -153,7 +154,6 @@ class CCL(Algorithm):
         start = server.model[: server.flat.parameter_count]
         momentum = server.state.get("momentum", start)
         banks = server.state.get("banks", {})
-        classes = server.state.get("classes", {})
         # Q_s,c = {Q̄_l,i | i ≠ c} (Eq. 2). Banks travel with the models, and count as shared.
         remote = {
             int(k): join_features(banks, self.width, server.weights, without=int(k))
@@ -163,38 +163,14 @@ class CCL(Algorithm):
         server.apply(update)
         server.state["momentum"] = momentum + update["momentum"]
         if server.census is not None:
-            self.log_false_negatives(server, cohort, classes)
+            log_ratios(server, cohort.gather(self.census), self.params.remote == "only")
         if not self.shares:
             return
         cohort.minimum = 0  # the round counts; a missing bank is not renewed
         new = accept_features(server, cohort.gather(self.share))
         server.state["banks"] = {**banks, **new}
-        if server.census is not None:  # a mixed image counts as the one that was encrypted
-            counts = dict(classes)
-            for client in new:
-                members = server.census.groups[int(client)]
-                state = random_key(server.config.seed, "share", server.round, int(client))
-                chosen = members[choose(state, len(members), self.features)]
-                counts[client] = server.census.count(chosen)
-            server.state["classes"] = counts
-
-    def log_false_negatives(
-        self, server: Server, cohort: Cohort, classes: Mapping[str, Tensor]
-    ) -> None:
-        """Log R_FN (Eq. 4, or Eq. 5), the mean over a client's samples at the end of its round."""
-        census = server.census
-        assert census is not None
-        ratios: dict[int, dict[str, Tensor]] = {}
-        for client, local in cohort.gather(self.census).items():
-            counts = census.count(census.groups[client])
-            others = sum(
-                (n for k, n in classes.items() if int(k) != client), torch.zeros_like(counts)
-            )
-            alike, held = counts @ others / counts.sum(), others.sum()
-            if self.params.remote != "only" or not held:
-                alike, held = alike + local["alike"].to(counts), held + local["held"].to(counts)
-            ratios[client] = {"false_negatives": alike / held}
-        server.log_clients(ratios)
+        if server.census is not None:
+            count_banks(server, new, self.features)
 
     @client_task(seen="mean", reveals="update", reply=_update_like)
     def train(self, client: Client, model: Tensor, momentum: Tensor, remote: Tensor) -> Reply:
@@ -287,40 +263,37 @@ class Step(Steps):
         self.function = ccl.loss
         self.recurs = len(remote) > 0 or ccl.params.remote == "off"  # none only in round 1
         self.number = 0
+        self.places = ccl.objective.params.queue
         # Read once: reading from the device in every step would wait.
         self.seen = int(client.state.get("memory", {"seen": 0})["seen"])
-        # Which images the queue's keys are of.
-        none = torch.zeros(ccl.objective.params.queue, dtype=torch.int64, device=remote.device)
-        self.origins = client.state.get("origins", none).clone()
+        # The images that the queue's keys are of.
+        self.origins = client.state.get("origins", client.members[:0])
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
-        client, there = self.client, len(self.remote) + min(self.seen, len(self.origins))
+        client, there = self.client, len(self.remote) + min(self.seen, self.places)
         drawn = random_key(client.seed, "neighbours", client.round, client.id, self.number)
         most = self.ccl.features if self.ccl.params.lambda_ else 0
         return self.remote, to_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
-        """Note that the keys of both views enter the queue, as MoCo's ``remember`` has it."""
-        client, size = self.client, len(self.origins)
+        """Note that the keys of both views enter the queue."""
+        client = self.client
         if client.trainer.census is not None:
             _, chosen = client.positions(self.number)
             entering = client.members[chosen].repeat(2)
-            skipped = max(0, len(entering) - size)
-            arrival = torch.arange(skipped, len(entering), device=entering.device) + self.seen
-            self.origins.index_copy_(0, arrival % size, entering[skipped:])
+            self.origins = torch.cat((self.origins, entering))[-self.places :]
         self.number += 1
         self.seen += sum(map(len, encodings[2:]))
 
     def count_false_negatives(self) -> Reply:
         """Count the queue's keys: all, and those of a sample's class, on average over samples."""
-        census, client = self.client.trainer.census, self.client
+        census = self.client.trainer.census
         if census is None:
             return {}
-        held = min(self.seen, len(self.origins))
-        classes, queue = census.count(client.members), census.count(self.origins[:held])
-        alike = classes @ queue / classes.sum()
-        return {"origins": self.origins, "alike": alike, "held": torch.tensor(float(held))}
+        classes, queue = census.count(self.client.members), census.count(self.origins)
+        alike, held = classes @ queue / classes.sum(), torch.tensor(float(len(self.origins)))
+        return {"origins": self.origins, "alike": alike, "held": held}
 
 
 def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: float) -> Tensor:

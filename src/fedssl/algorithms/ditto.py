@@ -24,8 +24,7 @@ class Ditto(FedAvg):
     its own target network and memory.
     """
 
-    result = Result("personal")
-    uses_initial = True
+    result = Result("personal", uses_initial=True)
 
     @dataclass(frozen=True)
     class Params(FedAvg.Params):

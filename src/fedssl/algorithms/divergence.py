@@ -72,6 +72,15 @@ class DivergenceAware(Algorithm):
         return torch.linalg.vector_norm(network[:n] - client.state["network"][:n]).cpu()
 
 
+def mix(client: Client, network: Tensor, encoder: float, predictor: float) -> Tensor:
+    """Return μ · own + (1 − μ) · global, with a μ for each part; buffers are the global ones."""
+    own, mixed, flat = client.state["network"], network.clone(), client.trainer.flat
+    n = count_tower_parameters(flat)
+    for part, mu in ((slice(n), encoder), (slice(n, flat.parameter_count), predictor)):
+        mixed[part] = mu * own[part] + (1 - mu) * network[part]
+    return mixed
+
+
 def count_tower_parameters(flat: FlatWeights) -> int:
     """Count the parameters of encoders and projectors; the predictors' come after them."""
     predictors = flat.module.predictors

@@ -27,7 +27,7 @@ from fedssl.objectives.batch import EncodedBatch, Steps
 from fedssl.objectives.mae import MAE
 from fedssl.training import optim
 from fedssl.training.trainer import State, Trainer
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, refuse
 
 SHOWN = 20  # clients named when clusters are shown
 
@@ -84,23 +84,16 @@ class FeatARC(Algorithm):
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
         """Refuse more clusters than clients, and robust means, which zeros would mislead."""
-        if self.params.clusters > clients:
-            raise UserError(
-                f"there are only {clients} clients",
-                key="algorithm.clusters",
-                value=self.params.clusters,
-                fix=f"Take at most {clients}.",
-            )
-        average, noise = config.cohort.average, config.privacy.noise
-        if average != "mean" or noise is not None:
-            robust = average != "mean"
-            raise UserError(
-                "featarc needs exact sums, to divide each cluster's by its members",
-                key="cohort.average" if robust else "privacy.noise",
-                value=average if robust else noise,
-                fix=f"Set {'cohort.average=mean' if robust else 'privacy.noise=null'}, or use "
-                "another algorithm.",
-            )
+        problem = "featarc needs exact sums, to divide each cluster's by its members"
+        many, robust = self.params.clusters > clients, config.cohort.average != "mean"
+        noisy, other = config.privacy.noise is not None, "or use another algorithm."
+        few = f"there are only {clients} clients"
+        refuse(
+            config,
+            (many, "algorithm.clusters", few, f"Take at most {clients}."),
+            (robust, "cohort.average", problem, f"Set cohort.average=mean, {other}"),
+            (noisy, "privacy.noise", problem, f"Set privacy.noise=null, {other}"),
+        )
         return ()
 
     def round(self, server: Server, cohort: Cohort) -> None:

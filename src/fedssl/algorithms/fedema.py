@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, count_tower_parameters
+from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
 from fedssl.algorithms.fedu import require_predictor
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
@@ -113,11 +113,7 @@ class FedEMA(DivergenceAware):
         for name, value in zip(("mu", "mu_predictor"), mu, strict=True):
             client.state[name] = torch.tensor(value, dtype=torch.float64)
         client.state["divergence"] = divergence
-        n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
-        mixed = network.clone()
-        for part, weight in ((slice(0, n), mu[0]), (slice(n, end), mu[1])):
-            mixed[part] = weight * client.state["network"][part] + (1 - weight) * network[part]
-        return mixed
+        return mix(client, network, *mu)
 
     def mu(self, client: Client, divergence: float) -> tuple[float, float]:
         """Eq. 3, for the encoder and for the predictor."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, count_tower_parameters
+from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
 from fedssl.config import AlgorithmParams, key
 from fedssl.federation.client import Client
 from fedssl.federation.task import client_task
@@ -49,8 +49,7 @@ class FedU(DivergenceAware):
         if float(divergence) < self.params.threshold:
             return network
         client.state["kept_predictor"] = torch.tensor(1.0)
-        n, end = count_tower_parameters(client.trainer.flat), client.trainer.flat.parameter_count
-        return torch.cat((network[:n], client.state["network"][n:end], network[end:]))
+        return mix(client, network, encoder=0, predictor=1)
 
     @client_task(seen="log", reveals="numbers", reply=("divergence", "kept_predictor"))
     def report(self, client: Client) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.task import Reply, client_task
 from fedssl.federation.traffic import per_client
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, refuse
 
 Graph: TypeAlias = Any  # networkx has no types
 TOPOLOGIES = ("star", "cycle", "tree", "random", "complete")
@@ -65,31 +65,29 @@ class Gossip(Algorithm):
         """Draw the graph; refuse one that is not connected, and rules without effect."""
         import networkx as nx
 
-        rule, name = config.server, self.params.name
-        if (rule.optimizer, rule.lr, rule.momentum, rule.weight_decay) != ("sgd", 1, 0, 0):
-            raise UserError(
+        rule, name, kind = config.server, self.params.name, self.params.topology
+        plain = (rule.optimizer, rule.lr, rule.momentum, rule.weight_decay) == ("sgd", 1, 0, 0)
+        refuse(
+            config,
+            (
+                not plain,
+                "server.optimizer",
                 f"algorithm.name={name} has no server's model to update",
-                key="server.optimizer",
-                value=rule.optimizer,
-                fix="Use server.optimizer=sgd server.lr=1 server.momentum=0 server.weight_decay=0.",
-            )
-        if config.cohort.average != "mean":
-            raise UserError(
+                "Use server.optimizer=sgd server.lr=1 server.momentum=0 server.weight_decay=0.",
+            ),
+            (
+                config.cohort.average != "mean",
+                "cohort.average",
                 f"with algorithm.name={name} neighbours mix by the graph's weights",
-                key="cohort.average",
-                value=config.cohort.average,
-                fix="Use cohort.average=mean.",
-            )
+                "Use cohort.average=mean.",
+            ),
+        )
         graph = self.graph(clients, config.seed)
-        if not nx.is_connected(graph):
-            kind, parts = self.params.topology, nx.number_connected_components(graph)
-            fix = "Raise algorithm.edge_probability, or change seed."
-            raise UserError(
-                f"the graph has {parts} parts that never meet",
-                key="algorithm.topology",
-                value=kind,
-                fix=fix if kind == "random" else "Add edges that connect them.",
-            )
+        parts = nx.number_connected_components(graph)
+        draw = "Raise algorithm.edge_probability, or change seed."
+        fix = draw if kind == "random" else "Add edges that connect them."
+        problem = f"the graph has {parts} parts that never meet"
+        refuse(config, (parts > 1, "algorithm.topology", problem, fix))
         self.weights = metropolis(graph)
         return ["gossip: models go through the server, which does the mixing; peers do not connect"]
 

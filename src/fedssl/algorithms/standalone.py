@@ -20,8 +20,7 @@ class Standalone(Algorithm):
     averaged, so ``norm_policy`` has no effect.
     """
 
-    result = Result("personal", has_global=False)
-    uses_initial = True
+    result = Result("personal", has_global=False, uses_initial=True)
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Ask clients to train; no model is exchanged."""

@@ -146,7 +146,7 @@ def check_initial_weights(config: Config) -> None:
     init, params = config.encoder.init, config.algorithm
     if init is None:
         return
-    uses_initial = configuration.variant("algorithm", params.name).uses_initial
+    uses_initial = configuration.variant("algorithm", params.name).result.uses_initial
     word = f"name={params.name}" if uses_initial else f"norm_policy={params.norm_policy}"
     missing = "no such file or folder on the server"
     no_copy = f"with algorithm.{word} each site needs these weights, and has no copy"

@@ -27,6 +27,7 @@ class Result:
 
     evaluated: Literal["global", "personal"] = "global"
     has_global: bool = True
+    uses_initial: bool = False  # clients start their own models from the initial weights
     description: str = "global"  # of the exported encoder, in encoder.json
 
 
@@ -34,16 +35,15 @@ class Algorithm(ABC):
     """Both halves of a method: :meth:`round` runs at the server, its tasks run at clients.
 
     A task is a method with the decorator :func:`~fedssl.federation.task.client_task`. Subclasses
-    may also set ``Params``, ``result``, ``weight``, ``pools_data`` and ``uses_initial``, and
-    override :meth:`validate`, :attr:`minimum_images`, :meth:`exact_on_union`,
-    :meth:`server_model` and :meth:`personal_weights`.
+    may also set ``Params``, ``result``, ``weight`` and ``pools_data``, and override
+    :meth:`validate`, :attr:`minimum_images`, :meth:`exact_on_union`, :meth:`server_model` and
+    :meth:`personal_weights`.
     """
 
     Params: ClassVar[type[AlgorithmParams]] = AlgorithmParams
     result: ClassVar[Result] = Result()
     weight: Weight = "samples"  # how clients count in every mean
     pools_data: ClassVar[bool] = False  # the server has all data: nothing is federated
-    uses_initial: ClassVar[bool] = False  # clients start their own models from the initial weights
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         self.params = params

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class Trained:
     loss: Tensor
 
 
+@dataclass(eq=False, repr=False)
 class Client:
     """One client as an algorithm's tasks see it, or a merged cohort that acts as one.
 
@@ -44,26 +45,19 @@ class Client:
     none.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        members: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        round: int,
-        lr: float,
-        state: State,
-        remember: bool = False,
-    ) -> None:
-        self.trainer = trainer
-        self.members = to_device(members, trainer.device)
-        self.sizes = sizes
-        self.round = round
-        self.lr = lr
-        self.state = state
-        self.remember = remember  # reuse a round's only forward pass in its next exchange
+    trainer: Trainer
+    images: InitVar[NDArray[np.int64]]
+    ids: InitVar[NDArray[np.int64]]
+    sizes: NDArray[np.int64]  # of the clients that it acts for
+    round: int
+    lr: float
+    state: State
+    remember: bool = False  # reuse a round's only forward pass in its next exchange
+
+    def __post_init__(self, images: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+        self.members = to_device(images, self.trainer.device)
         self.id = int(ids[0])
-        self._owners = (ids, sizes)  # of the samples, for their random numbers
+        self._owners = (ids, self.sizes)  # of the samples, for their random numbers
         self._epoch_states: tuple[int, Tensor] | None = None  # an epoch, and its random states
         self._first: tuple[Tensor, int, EncodedBatch] | None = None  # see ``_encoded_batches``
 

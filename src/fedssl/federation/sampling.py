@@ -11,30 +11,22 @@ from numpy.typing import NDArray
 from fedssl.config import Config
 from fedssl.data.random import choose, key
 from fedssl.federation.algorithm import Algorithm
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, refuse
 from fedssl.util.text import name_client
 
 
 def cohort_size(config: Config, clients: int) -> int:
     """Return how many clients take part in a round, or refuse impossible numbers."""
     cohort = config.cohort
-    if cohort.size is not None and cohort.size > clients:
-        raise UserError(
-            f"there are only {clients} clients",
-            key="cohort.size",
-            value=cohort.size,
-            fix=f"Use at most {clients}.",
-        )
     size = cohort.size or clients
     if cohort.fraction is not None:
         size = max(1, round(cohort.fraction * clients))
-    if cohort.minimum > size:
-        raise UserError(
-            f"a round has only {size} clients",
-            key="cohort.minimum",
-            value=cohort.minimum,
-            fix=f"Use at most {size}.",
-        )
+    few, fewer = f"there are only {clients} clients", f"a round has only {size} clients"
+    refuse(
+        config,
+        (size > clients, "cohort.size", few, f"Use at most {clients}."),
+        (cohort.minimum > size, "cohort.minimum", fewer, f"Use at most {size}."),
+    )
     return size
 
 

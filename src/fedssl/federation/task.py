@@ -119,8 +119,6 @@ def get_task(
 
 
 def _misuse(method: object, problem: str, fix: str) -> UserError:
-    owner = getattr(method, "__self__", None)  # the algorithm
-    if owner is None:
-        return UserError(problem, key="algorithm.name", fix=fix)
-    name = owner.params.name if hasattr(owner, "params") else type(owner).__name__
-    return UserError(problem, key="algorithm.name", value=name, fix=fix)
+    params = getattr(getattr(method, "__self__", None), "params", None)
+    value = {} if params is None else {"value": params.name}
+    return UserError(problem, key="algorithm.name", fix=fix, **value)
