@@ -167,9 +167,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert not (tmp_path / "runs").exists(), "nothing may be left behind"
 
 
-def test_an_out_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *SMALL, "--out", "/proc/fedssl"]) == 2
-    assert "--out /proc/fedssl: cannot be written" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/proc/fedssl", "--out /proc/fedssl: cannot be written"),
+        ("/tmp/" + 300 * "a", "File name too long. Use a shorter name."),
+        ("/tmp/caf\udce9", r"'/tmp/caf\udce9' is not UTF-8. Use another name."),
+    ],
+    ids=["not writable", "too long", "not UTF-8"],
+)
+def test_an_out_that_cannot_be_written(
+    out: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *SMALL, "--out", out]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_file_that_may_not_be_read_is_named(

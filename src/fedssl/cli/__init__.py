@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -54,10 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif error.errno in FULL:
             then = "continue with --resume" if hasattr(options, "resume") else "try again"
             fix = f"Make room, then {then}."
+        elif error.errno == errno.ENAMETOOLONG:
+            fix = "Use a shorter name."
         else:
             raise
         where = f"{error.filename}: " if error.filename else ""
         print(f"fedssl: {where}{error.strerror}. {fix}", file=sys.stderr)
+        return 2
+    except UnicodeEncodeError as error:  # run folders and the screen are UTF-8
+        print(f"fedssl: {error.object!a} is not UTF-8. Use another name.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fedssl: stopped", file=sys.stderr)

@@ -129,6 +129,7 @@ def check_folder(settings: Config, out: Path, resume: bool, *, is_final: bool = 
 
 def check_kind(out: Path, resume: bool, file: str) -> None:
     """Check that a folder is free for a run or a sweep, or holds one to resume."""
+    str(out).encode()  # refuse a name that cannot stand in files, which are UTF-8
     held, kinds = find_config(out), {RUN: "run", SWEEP: "sweep"}
     if held is None:
         if resume:
