@@ -36,7 +36,7 @@ def test_batch_norm_resnets_have_torchvisions_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "features"), [("tiny", 96), ("resnet14", 2048), ("resnet18", 512), ("resnet50", 2048)]
+    ("name", "features"), [("tiny", 96), ("resnet14", 256), ("resnet18", 512), ("resnet50", 2048)]
 )
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_any_image_size_and_both_norms(name: str, features: int, norm: str) -> None:
@@ -50,13 +50,19 @@ def test_any_image_size_and_both_norms(name: str, features: int, norm: str) -> N
         assert (BatchNorm in kinds) == (norm == "batch")
 
 
-def test_resnet14_is_one_bottleneck_a_stage_with_the_small_stem() -> None:
+def test_resnet14_is_the_small_image_form_with_two_blocks_in_three_stages() -> None:
+    """6n + 2 layers with n = 2 (He et al. 2016, section 4.2)."""
     net = encoder(Encoder("resnet14"), 3, 32)
-    convolutions = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
-    names = [n for n, m in net.named_modules() if isinstance(m, nn.Conv2d)]
-    assert sum("shortcut" not in n for n in names) == 13  # and the classifier makes 14
-    assert convolutions[0].kernel_size == (3, 3) and convolutions[0].stride == (1, 1)
-    assert all(isinstance(m, StandardizedConv2d) for m in convolutions)
+    layers = [
+        (m.kernel_size[0], m.out_channels, m.stride[0])
+        for n, m in net.named_modules()
+        if isinstance(m, nn.Conv2d) and "shortcut" not in n
+    ]
+    stages = (
+        [(3, 64, 1)] * 5 + [(3, 128, 2)] + [(3, 128, 1)] * 3 + [(3, 256, 2)] + [(3, 256, 1)] * 3
+    )
+    assert layers == stages  # 13, and the classifier makes 14
+    assert all(isinstance(m, StandardizedConv2d) for m in net.modules() if isinstance(m, nn.Conv2d))
     assert encoder(Encoder("resnet14"), 3, 224).stem[0].kernel_size == (7, 7)
 
 

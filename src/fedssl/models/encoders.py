@@ -86,7 +86,7 @@ class ResNet(nn.Module):
                 self.features = block.outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features ``[B, 512]`` or ``[B, 2048]``."""
+        """Return features ``[B, self.features]``."""
         return self.stages(self.stem(group_norm.layout(x))).mean(dim=(2, 3))
 
 
@@ -192,7 +192,7 @@ def _error(name: str, problem: str, fix: str = OTHER) -> UserError:
 
 
 RESNETS = {  # depths, and whether blocks are bottlenecks
-    "resnet14": ((1, 1, 1, 1), True),  # the DCCO paper's, see section 4.2
+    "resnet14": ((2, 2, 2), False),  # 6n + 2 layers with n = 2 (He et al., section 4.2)
     "resnet18": ((2, 2, 2, 2), False),
     "resnet50": ((3, 4, 6, 3), True),
 }
