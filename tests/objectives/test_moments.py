@@ -115,6 +115,26 @@ def test_a_constant_component_gives_finite_numbers() -> None:
     assert correlation(moments)[0].abs().max() < 1e-6
 
 
+def test_cco_does_not_depend_on_the_scale_of_encodings() -> None:
+    """Eq. 2 divides by standard deviations; a floor that is not relative would break this."""
+    cco, (f, g) = CCO(CCO.Params("cco")), encodings(count=6)
+    results = []
+    for scale in (1.0, 1e-5):
+        leaf = f.clone().requires_grad_()
+        loss = cco.loss(EncodedBatch((scale * leaf, scale * g)))
+        results.append((loss, *torch.autograd.grad(loss, leaf)))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constant_encodings_correlate_with_nothing(dtype: torch.dtype) -> None:
+    cco = CCO(CCO.Params("cco"))
+    f = torch.ones(4, 3, dtype=dtype, requires_grad=True)
+    loss = cco.loss(EncodedBatch((f, f)))
+    assert loss.item() == 3
+    assert torch.isfinite(torch.autograd.grad(loss, f)[0]).all()
+
+
 def test_cco_agrees_with_lightly() -> None:
     """lightly: no 1/(d − 1), and variances with batch norm's ε = 1e-5 under the root."""
     f, g = encodings(count=256)

@@ -16,7 +16,8 @@ from fedssl.objectives.moments import (
     off_diagonal_square,
 )
 
-VARIANCE_FLOOR = 1e-6
+RELATIVE_FLOOR = 1e-6  # of the mean variance
+SMALLEST = 1e-20  # the variance of constant encodings, so that they correlate with nothing
 
 
 class CCO(MomentObjective):
@@ -47,9 +48,18 @@ class CCO(MomentObjective):
 
 
 def correlation(moments: Moments) -> Tensor:
-    """Return C of Eq. 2. Variances have a floor: a constant component correlates with nothing."""
+    """Return C of Eq. 2, which does not depend on the scale of the encodings.
+
+    A component that is constant beside the others correlates with nothing.
+    """
     f, g = moments["f"], moments["g"]
-    variance_f = (moments["f2"] - f.square()).clamp_min(VARIANCE_FLOOR)
-    variance_g = (moments["g2"] - g.square()).clamp_min(VARIANCE_FLOOR)
     covariance = moments["fg"] - torch.outer(f, g)
-    return covariance * variance_f.rsqrt()[:, None] * variance_g.rsqrt()
+    inverse_f = _inverse_deviation(f, moments["f2"])
+    inverse_g = _inverse_deviation(g, moments["g2"])
+    return covariance * inverse_f[:, None] * inverse_g
+
+
+def _inverse_deviation(mean: Tensor, mean_square: Tensor) -> Tensor:
+    variance = mean_square - mean.square()
+    floor = RELATIVE_FLOOR * variance.detach().clamp_min(0).mean()
+    return variance.clamp_min(floor.clamp_min(SMALLEST)).rsqrt()
