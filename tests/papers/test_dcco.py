@@ -9,6 +9,7 @@ from helpers import HEADS, engine_of, groups_of, made_split, refused, relative, 
 
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
+from fedssl.federation.client import Client
 from fedssl.federation.sampling import check_client_sizes
 from fedssl.federation.server import Server
 
@@ -119,31 +120,57 @@ def test_naive_fedavg_of_cco_is_not_centralized_unless_a_client_has_everything()
     assert apart(3, 5, 2, 7) > 0.1 and apart(12) < 1e-9
 
 
-def test_several_local_steps_use_combined_statistics_at_every_step() -> None:
-    """By hand: two SGD steps on ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k), the aggregate staying as it was sent."""
-    engine, server = made("algorithm.local_steps=2", sizes=(4, 6))
+@pytest.mark.parametrize("fresh", ["true", "false"])
+def test_two_local_steps_by_hand(fresh: str) -> None:
+    """SGD on ⟨⟩_A + share · (⟨⟩_k − ⟨⟩_k as sent), and without the second term if not fresh."""
+    words = ("algorithm.local_steps=2", "algorithm.radius=1e9", "client.lr=1e-5")
+    engine, server = made(*words, f"algorithm.fresh={fresh}", sizes=(4, 6))
     objective, trainer = engine.trainer.objective, engine.trainer
     clients = [engine.client(np.array([k]), 0, remember=False) for k in range(2)]
     centre = server.state["centre"] = {k: torch.zeros(16, dtype=torch.float64) for k in "fg"}
 
-    def moments_of(client, step):
+    def moments_of(client: Client, step: int) -> dict[str, torch.Tensor]:
         return objective.moments(client.encode_step(step).encodings, centre)
 
     trainer.load(server.weights)
     with torch.no_grad():
-        sent = [moments_of(client, 0) for client in clients]
-    total = {k: (4 * sent[0][k] + 6 * sent[1][k]) / 10 for k in sent[0]}
+        sent = [[moments_of(client, step) for step in range(2)] for client in clients]
+    total = {k: (4 * sent[0][0][k] + 6 * sent[1][0][k]) / 10 for k in sent[0][0]}
+    share = 0.5 if fresh == "true" else 0.0  # one of two clients
     expected = torch.zeros_like(server.weights)
-    for client, weight in zip(clients, (0.4, 0.6), strict=True):
+    for client, before, weight in zip(clients, sent, (0.4, 0.6), strict=True):
         trainer.load(server.weights)
         for step in range(2):
             trainer.flat.gradient.zero_()
             own = moments_of(client, step)
-            combined = {k: own[k] + (total[k] - own[k]).detach() for k in own}
+            moved = {k: share * (own[k] - before[step][k]).detach() for k in own}
+            combined = {k: own[k] + (total[k] + moved[k] - own[k].detach()) for k in own}
             objective.loss_of(combined, centre).backward()
             trainer.flat.params.add_(trainer.flat.gradient, alpha=-trainer.config.client.lr)
         expected += weight * (trainer.flat.vector - server.weights)
     assert relative(change(engine, server), expected) < 1e-9
+    assert server.log["local_loss"] != server.log["loss"] or fresh == "false"
+
+
+def test_a_local_step_beyond_the_radius_is_undone() -> None:
+    steps = ("algorithm.local_steps=4", "client.momentum=0.5")
+    none = change(*made(*steps, "algorithm.radius=1e-9"))
+    assert relative(none, change(*made("client.momentum=0.5"))) < 1e-12
+    assert relative(change(*made(*steps, "client.lr=1e-6")), none) > 0.1
+
+
+def test_fresh_moments_stay_finite_where_stale_ones_run_away() -> None:
+    words = ("algorithm.local_steps=3", "client.lr=0.05")
+    assert change(*made(*words, "algorithm.fresh=false")).norm() > 1e6
+    one, several = change(*made("client.lr=0.05")), change(*made(*words))
+    assert several.norm() < 3 * one.norm()
+
+
+def test_stale_moments_are_warned_about() -> None:
+    engine, _ = made("algorithm.local_steps=2", "algorithm.fresh=false")
+    assert "algorithm.fresh=false" in next(
+        iter(engine.algorithm.validate(engine.trainer.config, 6))
+    )
 
 
 def test_dcco_learns_where_the_centre_matters() -> None:

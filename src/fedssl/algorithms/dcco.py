@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams
+from fedssl.config import AlgorithmParams, Config, key
 from fedssl.federation.algorithm import Algorithm, is_one_plain_step, wrong_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
-from fedssl.federation.task import Reply, client_task
+from fedssl.federation.task import Reply, client_task, update_like
 from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import Centre, MomentObjective, Moments
+from fedssl.training.batches import Batches
 from fedssl.training.trainer import Trainer
 from fedssl.util.trees import Tree
 
@@ -24,6 +29,12 @@ def _centre_like(dcco: DCCO, trainer: Trainer) -> Reply:
 def _moments_like(dcco: DCCO, trainer: Trainer) -> Reply:
     encodings = dcco.two_encodings(trainer.initial)
     return dict(dcco.objective.moments(encodings, dcco.objective.centre(encodings)))
+
+
+def _update_like(dcco: DCCO, trainer: Trainer) -> Reply:
+    update = update_like(trainer)
+    several = not trainer.batches.is_one_step
+    return update | {"local_loss": update["loss"]} if several else update
 
 
 def _few_images(dcco: DCCO) -> int:
@@ -44,8 +55,29 @@ class DCCO(Algorithm):
     Clients send the moments of their encodings. The server returns the moments of the whole cohort.
     Each client then descends the large-batch loss through its own samples only. With one local
     step, a round equals a centralized step on the union of the cohort's samples (appendix A).
+    With several, a client keeps its own share of the moments up to date (docs/papers/dcco.md).
     """
 
+    @dataclass(frozen=True)
+    class Params(AlgorithmParams):
+        """Keys of DCCO, for several local steps."""
+
+        fresh: bool = key(
+            True,
+            kw_only=True,
+            help="With several local steps: update the client's own share of the moments after "
+            "each step. `false`: keep the round's moments, as the paper's formula does; the "
+            "change of the model can grow without bound.",
+        )
+        radius: float = key(
+            1.0,
+            gt=0,
+            kw_only=True,
+            help="With several local steps and `fresh`: how far a client's ⟨FG⟩ may move in a "
+            "round, as a share of the norm of the cohort's. A step beyond it is undone.",
+        )
+
+    params: Params
     objective: MomentObjective
     minimum_images = 1  # statistics are over the whole cohort
 
@@ -67,6 +99,8 @@ class DCCO(Algorithm):
             server.state["centre"] = cohort.mean(self.locate, server.model) if asks else origin
         centre = server.state["centre"]
         moments = cohort.mean(self.encode, server.model, centre)
+        if self.params.fresh and not server.trainer.batches.is_one_step:
+            moments["share"] = torch.tensor(1 / len(cohort.ids), dtype=torch.float64)
         update = cohort.mean(self.descend, server.model, centre, moments)
         server.apply(update)
         if not self.is_bounded:
@@ -112,22 +146,58 @@ class DCCO(Algorithm):
         """
         return client.mean(model, lambda encoded: self.objective.moments(encoded.encodings, centre))
 
-    @client_task(seen="mean", reveals="update", stateless=True)
+    @client_task(seen="mean", reveals="update", reply=_update_like, stateless=True)
     def descend(self, client: Client, model: Tensor, centre: Centre, moments: Moments) -> Reply:
         """The change of the network's weights that local training makes.
 
-        On ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at every step.
+        On ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at the first step; later, see ``docs/papers/dcco.md``.
         """
+        share = moments.get("share")  # of the client in the cohort; None: moments stay ⟨⟩_A
+        sent = [] if share is None else self._sent(client, model, centre)
+        values: list[Tensor] = []
 
         def loss(encoded: EncodedBatch) -> Tensor:
             local = self.objective.moments(encoded.encodings, centre)
-            # Summed in this order the value is exactly ⟨⟩_A, however far ⟨⟩_k has moved.
-            combined = {
-                name: moments[name] + (local[name] - local[name].detach()) for name in local
-            }
-            return self.objective.loss_of(combined, centre)
+            here = {name: value.detach() for name, value in local.items()}
+            value_of = dict(moments)
+            if share is not None and values:
+                before = sent[len(values)]
+                value_of = {n: moments[n] + share * (here[n] - before[n]) for n in here}
+            # Summed in this order the value is exactly ⟨⟩_A at the first step.
+            combined = {n: value_of[n] + (local[n] - here[n]) for n in local}
+            value = self.objective.loss_of(combined, centre)
+            values.append(value.detach())
+            return value
 
-        return client.train(model, loss)
+        def is_near(step: int) -> bool:
+            with torch.no_grad():
+                now = self.objective.moments(client.encode_step(step).encodings, centre)
+            moved = torch.linalg.vector_norm(now["fg"] - sent[step]["fg"])
+            if moved <= self.params.radius * torch.linalg.vector_norm(moments["fg"]):
+                return True
+            values.pop()
+            return False
+
+        reply = client.train(model, loss, None if share is None else is_near)
+        if client.trainer.batches.is_one_step:
+            return reply
+        return reply | {"loss": values[0], "local_loss": values[-1]}
+
+    def _sent(self, client: Client, model: Tensor, centre: Centre) -> list[Moments]:
+        """Return the moments of each step's batch with the weights that the server sent."""
+        client.load(client.full_weights(model))
+        with torch.no_grad():
+            batches = (client.encode_step(step) for step in range(client.steps))
+            return [self.objective.moments(batch.encodings, centre) for batch in batches]
+
+    def validate(self, config: Config, clients: int) -> Iterable[str]:
+        """Warn about stale moments."""
+        one_step = Batches.from_config(config.algorithm, config.seed).is_one_step
+        if not (one_step or self.params.fresh):
+            yield (
+                "algorithm.fresh=false: with several local steps, stale moments can let the loss "
+                "diverge. Use algorithm.fresh=true or algorithm.local_steps=1."
+            )
 
     def exact_on_union(self, trainer: Trainer) -> bool:
         """Return whether appendix A applies."""

@@ -21,6 +21,8 @@ from fedssl.util.device import to_device
 from fedssl.util.errors import UserError
 from fedssl.util.trees import Tree, mean
 
+Accept = Callable[[int], bool]  # whether a step's result may stay
+
 MAX_WATCHED = 10  # clients of a round whose local models are kept for a comparison
 
 
@@ -72,6 +74,11 @@ class Client:
         return self.trainer.config.seed
 
     @property
+    def steps(self) -> int:
+        """How many local steps a round has."""
+        return self.trainer.batches.per_round(self.samples)
+
+    @property
     def batches_per_epoch(self) -> int:
         """How many batches one epoch of its samples has."""
         return self.trainer.batches.per_epoch(self.samples)
@@ -90,9 +97,10 @@ class Client:
             each = self._encoded_batches(self.full_weights(model), steps)
             return mean((len(e.encodings[0]), function(e)) for e in each)[0]
 
-    def train(self, model: Tensor, loss: Loss | None = None) -> Reply:
+    def train(self, model: Tensor, loss: Loss | None = None, accept: Accept | None = None) -> Reply:
         """Train the model that the server sent for the round's local steps; return the reply."""
-        return self.reply(self.train_from(self.full_weights(model), self.state, loss), model)
+        start = self.full_weights(model)
+        return self.reply(self.train_from(start, self.state, loss, accept=accept), model)
 
     def full_weights(self, model: Tensor) -> Tensor:
         """Complete the model that the server sent (``algorithm.norm_policy``).
@@ -133,7 +141,7 @@ class Client:
         trainer, n = self.trainer, self.trainer.flat.parameter_count
         inputs = 1 if trainer.network.joint else trainer.objective.views
         passes = -(-inputs // len(trainer.network.towers))
-        left = (1 - STATISTICS_MOMENTUM) ** (passes * trainer.batches.per_round(self.samples))
+        left = (1 - STATISTICS_MOMENTUM) ** (passes * self.steps)
         return (trained.weights[n:] - left * trained.start[n:]) / (1 - left)
 
     def numbers(self, *names: str) -> dict[str, Tensor]:
@@ -144,19 +152,25 @@ class Client:
     # Local training.
 
     def train_from(
-        self, start: Tensor, state: State, loss: Loss | None = None, pull: Pull | None = None
+        self,
+        start: Tensor,
+        state: State,
+        loss: Loss | None = None,
+        pull: Pull | None = None,
+        accept: Accept | None = None,
     ) -> Trained:
         """Train for the round's local steps from ``start`` (FedEMA, lines 19 to 22).
 
         The optimizer starts afresh. Target network and memory come from ``state`` and return there.
+        With ``accept``, a step after the first that it refuses is undone and ends the training.
         """
-        trainer, steps = self.trainer, self.trainer.batches.per_round(self.samples)
+        trainer, steps = self.trainer, self.steps
         loss = loss or trainer.objective.round_loss(self, start)
         trainer.begin(start, state)
         if self._can_compile(loss):
             change, total = None, self._compiled_steps(start, steps, loss, pull)
         else:
-            change, total = self._steps(start, steps, loss or self.batch_loss, pull)
+            change, total, steps = self._steps(start, steps, loss or self.batch_loss, pull, accept)
         trainer.end(state)
         trainer.loads += 1  # the network no longer holds `start`
         weights = trainer.flat.vector.clone()
@@ -166,17 +180,22 @@ class Client:
         return Trained(start, weights, difference, total / steps)
 
     def _steps(
-        self, start: Tensor, steps: int, loss: Loss, pull: Pull | None
-    ) -> tuple[Tensor, Tensor]:
-        """Train step by step; return the last step's change and the sum of the losses."""
+        self, start: Tensor, steps: int, loss: Loss, pull: Pull | None, accept: Accept | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """Train step by step; return the last step's change, and the losses' sum and number."""
         trainer, total = self.trainer, start.new_zeros(())
-        for batch in self._encoded_batches(start, steps):
+        for step, batch in enumerate(self._encoded_batches(start, steps)):
             value = loss(batch)
             if not (isinstance(value, Tensor) and value.requires_grad):
                 raise self._no_loss("nothing that has a gradient")
-            change = trainer.step(value, batch.encodings, self.lr, pull)
-            total += value.detach()
-        return change, total
+            before = trainer.flat.vector.clone() if accept and step else None
+            latest = trainer.step(value, batch.encodings, self.lr, pull)
+            if accept and before is not None and not accept(step):
+                trainer.flat.vector.copy_(before)
+                steps = step
+                break
+            change, total = latest, total + value.detach()
+        return change, total, steps
 
     def _can_compile(self, loss: Loss | None) -> bool:
         """Return whether the steps have full batches and a loss that can be compiled."""

@@ -103,9 +103,8 @@ class Server:
         return name_client(self.client_names, client)
 
     def apply(self, update: Reply) -> None:
-        """Update the model by the clients' mean change, and log their mean loss if they sent it."""
-        if "loss" in update:
-            self.log["loss"] = update["loss"]
+        """Update the model by the clients' mean change, and log the mean losses that they sent."""
+        self.log |= {name: value for name, value in update.items() if name.endswith("loss")}
         self.weights = self.step(self.weights, self.rule_state, update["change"])
 
     def step(self, weights: Tensor, state: optim.State, change: Tensor) -> Tensor:

@@ -83,12 +83,12 @@ class Noisy(Aggregator):
     ) -> tuple[float, Tree]:
         """Return the capped weight, and the reply scaled so that their product is within the clip.
 
-        The loss stays with the client: it would be one more release.
+        Losses stay with the client: each would be one more release.
         """
         most = self.privacy.most_samples
         share = min(samples, most) / most if weight == "samples" else 1.0
         if isinstance(reply, Mapping):
-            reply = {name: leaf for name, leaf in reply.items() if name != "loss"}
+            reply = {name: leaf for name, leaf in reply.items() if not name.endswith("loss")}
         each, clip = list(leaves(reply)), self.clip(task)
         norms = [float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) for leaf in each]
         limit = clip * (1 - ROUNDINGS * max(torch.finfo(leaf.dtype).eps for leaf in each))

@@ -94,12 +94,12 @@ def krum(replies: list[Tree], hostile: int) -> int:
 
 
 def distances(replies: list[Tree]) -> Tensor:
-    """Compute squared L2 distances ``[n, n]`` without the loss; the diagonal is infinite."""
+    """Compute squared L2 distances ``[n, n]`` without losses; the diagonal is infinite."""
     n = len(replies)
     squares = torch.zeros(n, n, dtype=torch.float64)
     each = [flatten(reply) for reply in replies]
     for name in each[0]:
-        if name.split("/")[-1] == "loss":
+        if name.endswith("loss"):
             continue
         for values in slices([flat[name] for flat in each]):
             for i in range(n):

@@ -34,9 +34,14 @@ class Batches:
         return cls(steps, algorithm.local_epochs, algorithm.batch, seed, device)
 
     @property
+    def is_one_step(self) -> bool:
+        """True if a round is one step of every client."""
+        return self.steps == 1 or (self.epochs == 1 and self.size is None)
+
+    @property
     def is_one_full_step(self) -> bool:
         """True if a round is one step on all samples of a client."""
-        return (self.steps == 1 or self.epochs == 1) and self.size is None
+        return self.is_one_step and self.size is None
 
     def per_epoch(self, samples: int) -> int:
         """Batches in an epoch; a partial last batch is dropped unless it is the only one."""
