@@ -242,7 +242,7 @@ def _stop_on_signals() -> Iterator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        print("stopping after this round (again: at once)", file=sys.stderr)
+        print("Stopping after this round. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     try:
