@@ -86,8 +86,27 @@ def lock(
         yield
 
 
+def create_config(settings: Config, out: Path) -> None:
+    """Write the configuration of a new run, unless another run has come first.
+
+    Some network disks have no locks, so only this file keeps two runs out of one folder.
+    """
+    path = out / RUN
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        check_kind(out, False, RUN)
+        raise
+    try:
+        with file:
+            file.write(config.dump(config.with_absolute_paths(settings)))
+    except OSError:
+        path.unlink()  # half of it would look like a run
+        raise
+
+
 def write_config(settings: Config, out: Path) -> None:
-    """Write the configuration that a run starts or continues with."""
+    """Write the configuration that a run continues with."""
     write_text(out / RUN, config.dump(config.with_absolute_paths(settings)))
 
 
