@@ -25,7 +25,10 @@ def list_runs(tree: Recipe) -> dict[str, Config]:
     for values in config.combine_values(tree):
         name = ",".join(f"{key}={_format(value)}" for key, value in values.items())
         with name_in_errors(name):
-            runs[name] = config.build(config.with_values(tree, values))
+            settings = config.build(config.with_values(tree, values))
+        if runs.setdefault(name, settings) != settings:
+            fix = "Use values that give different names (a / becomes a -)."
+            raise UserError(f"two values give the folder {name}", fix=fix)
         if len(name.encode()) > LONGEST:
             fix = "Use shorter values, or fewer keys with lists."
             raise UserError(f"{name[:60]}… is too long a name for a run's folder", fix=fix)
