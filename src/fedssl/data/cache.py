@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.util.files import explain_write_errors, write_json
+from fedssl.util.files import explain_write_errors, write_text
 
 Array = NDArray[Any]
 Meta = dict[str, Any]
@@ -45,8 +45,9 @@ def load_or_build(
     if cached and not is_stale(cached.meta):
         return cached
     with replace_folder(folder, cache) as new:
-        meta = build(new)
-        write_json(new / "meta.json", {**meta, "arrays": [path.stem for path in new.glob("*.npy")]})
+        meta = {**build(new), "arrays": [path.stem for path in new.glob("*.npy")]}
+        # As ASCII: names of images need not be UTF-8.
+        write_text(new / "meta.json", json.dumps(meta, indent=2) + "\n")
         # Opened before it is moved, so that it stays whatever another process does to the folder.
         built = _open(new)
     assert built is not None

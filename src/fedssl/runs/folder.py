@@ -16,6 +16,7 @@ from fedssl.config import Config, Recipe
 from fedssl.runs.reader import LOCK, RunReader
 from fedssl.util.errors import UserError, format_resume
 from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.text import printable
 
 RUN, SWEEP = "config.yaml", "sweep.yaml"
 TRACES = ("metrics.jsonl", SWEEP)  # of a run and of a sweep; others have a config.yaml too
@@ -148,7 +149,11 @@ def check_folder(settings: Config, out: Path, resume: bool, *, is_final: bool = 
 
 def check_kind(out: Path, resume: bool, file: str) -> None:
     """Check that a folder is free for a run or a sweep, or holds one to resume."""
-    str(out).encode()  # refuse a name that cannot stand in files, which are UTF-8
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:  # the name could not stand in the run's files
+        fix = "Use another name."
+        raise UserError("not UTF-8", key="--out", value=printable(out), fix=fix) from None
     held, kinds = find_config(out), {RUN: "run", SWEEP: "sweep"}
     if held is None:
         if resume:
