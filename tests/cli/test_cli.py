@@ -172,7 +172,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     [
         ("/proc/fedssl", "--out /proc/fedssl: cannot be written"),
         ("/tmp/" + 300 * "a", "File name too long. Use a shorter name."),
-        ("/tmp/caf\udce9", r"'/tmp/caf\udce9' is not UTF-8. Use another name."),
+        ("/tmp/caf\udce9", r"--out /tmp/caf\xe9: not UTF-8. Use another name."),
     ],
     ids=["not writable", "too long", "not UTF-8"],
 )

@@ -153,6 +153,8 @@ REFUSED = [
     ("algorithm", "class Own: pass", "not a subclass of fedssl.federation.algorithm.Algorithm"),
     ("objective", "Own = 3", "not a subclass of fedssl.objectives.base.Objective"),
     ("algorithm", "\n\nraise ValueError('two\\nlines')", "line 3: ValueError: two lines. Correct"),
+    ("algorithm", "import sys\nsys.exit()", "line 2: SystemExit. Correct it."),
+    ("objective", "import sys\nsys.exit(0)", "line 2: SystemExit: 0. Correct it."),
     ("algorithm", "import no_such_module", "line 1: ModuleNotFoundError: No module named"),
     ("algorithm", "a = 1\ndef (:", "SyntaxError: invalid syntax (mine.py, line 2)"),
     (

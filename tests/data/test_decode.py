@@ -119,6 +119,18 @@ def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(root: Path) -> No
     assert len(images) == 2 and not unreadable
 
 
+def test_unreadable_files_are_named_where_their_folders_are_not_utf8(root: Path) -> None:
+    for name in ("a.png", "b.png"):
+        save(root / name)
+    (root / "caf\udce9").mkdir()
+    (root / "a.png").rename(root / "caf\udce9/a.png")
+    (root / "caf\udce9/c.png").write_text("no")
+    for _ in range(2):  # decoded, then from the cache
+        images, unreadable = load(root)
+        assert len(images) == 2 and list(unreadable) == ["caf\udce9/c.png"]
+    assert decode.list_failures(unreadable).startswith("caf\\xe9/c.png (")
+
+
 def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(
     root: Path, cache: Path
 ) -> None:

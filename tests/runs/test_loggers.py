@@ -114,7 +114,7 @@ def test_a_logger_gets_every_round_then_the_result(
 ) -> None:
     recorder, out = Recorder(), tmp_path / "run"
     use(monkeypatch, recorder)
-    assert main(["run", *SMALL, "log=wandb", "--out", str(out)]) == 0
+    assert main(["run", *SMALL, "log=[wandb,wandb]", "--out", str(out)]) == 0
     assert [round for round, _ in recorder.got] == [1, 2, 3, 4, 4] and recorder.ended == [True]
     for (_, numbers), line in zip(recorder.got, lines_of(out), strict=False):
         assert numbers["loss"] == line["loss"] and "exchanges" not in numbers

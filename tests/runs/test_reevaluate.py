@@ -217,6 +217,8 @@ def test_a_run_of_unlabeled_sites_is_judged_on_classes(
         made(tmp_path / f"photos/{('east', 'west')[k % 2]}/{k}.png", k)
         made(tmp_path / f"lab/{'test' if k >= 8 else 'train'}/{('cat', 'dog')[k % 2]}/{k}.png", k)
         made(tmp_path / f"flat/{k}.png", k)
+        site, label = ("east", "north")[k % 2], k // 2 % 2
+        made(tmp_path / f"later/{'test' if k >= 8 else 'train'}/{site}/{label}/{k}.png", k)
     words = [word for word in of_two(tmp_path) if not word.startswith("partition.")]
     words += ["data.levels=client", "partition.name=folder", "evaluate.protocols=null"]
     loop.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
@@ -236,6 +238,10 @@ def test_a_run_of_unlabeled_sites_is_judged_on_classes(
     assert "knn_top1" in rows["result"] and taken[:20] not in capsys.readouterr().err
     with refused("data.levels"):
         judged("flat")
+    like = "named like the run's clients (east). Say what the folders are, as in data.levels=client"
+    with refused("data.root", tmp_path / "later", like):
+        judged("later", knn)
+    assert judged("later", knn, "data.levels=client,class")[0] == {"knn_top1"}
 
 
 def of_two(root: Path) -> list[str]:
@@ -267,6 +273,14 @@ def test_an_encoder_alone_is_judged_by_a_run_without_rounds(simple: Path, tmp_pa
     unlabeled = ["evaluate.protocols=unlabeled"]
     ours, theirs = (evaluate(path, unlabeled) for path in (tmp_path / "run", simple))
     assert ours["result"] == theirs["result"] != ours["untrained"]
+
+
+def test_a_folder_with_one_training_image_is_refused(simple: Path, tmp_path: Path) -> None:
+    for name in ("train/0/a.png", "test/0/b.png"):
+        made(tmp_path / "few" / name, 1)
+    said = "holds 1 training image, and evaluation needs two. Use a folder with more."
+    with refused("data.root", tmp_path / "few", said):
+        evaluate(simple, [f"data.root={tmp_path / 'few'}"])
 
 
 def test_another_data_set_is_not_in_the_runs_folder(

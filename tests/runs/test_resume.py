@@ -382,11 +382,11 @@ def test_a_run_of_folders_says_what_it_takes_them_for(
     sites: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again(sites)
-    said = "folders: no classes, 3 clients (east, north, south); data.levels says what folders mean"
+    said = "Folders: no labels, 3 clients (east, north, south)."
     assert said in capsys.readouterr().err
     words = (f"data.root={sites / 'photos'}", f"data.cache={sites / 'cache'}", "partition.name=iid")
     made = build_experiment(of_sites(*words, "partition.clients=2", "data.levels=class"))
-    said = "folders: 3 classes (east, north, south), 2 made clients; data.levels says"
+    said = "Folders: 3 classes (east, north, south). partition.name=iid makes 2 simulated clients."
     assert next(note for note in list_warnings(made) if note.startswith(said))
 
 

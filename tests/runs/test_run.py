@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -248,6 +249,28 @@ def test_a_run_holds_its_folder_while_it_works(
         pass
 
 
+def test_without_locks_the_second_of_two_runs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network disks may have none, and both have found the folder free."""
+    out = tmp_path / "run"
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def meanwhile(*_: object) -> bool:
+        out.joinpath("config.yaml").write_text("seed: 7")
+        return False
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr(loop, "is_started", meanwhile)
+    monkeypatch.setattr(loop, "check_kind", lambda *_: None)
+    with refused("--out", out, "holds a run. Choose another folder"):
+        loop.run(small(), out)
+    assert (out / "config.yaml").read_text() == "seed: 7"
+    assert not (out / "clients.json").exists()
+
+
 @pytest.mark.parametrize("words", [[], ["seed=[0,1]"]])
 def test_a_folder_of_other_runs_is_left_alone(
     words: list[str], tmp_path: Path, refusal: Callable[..., str]
@@ -297,9 +320,10 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_leaves_no_half_configuration(tmp_path: Path) -> None:
-    with largest_file(5), pytest.raises(OSError, match="File too large"):
-        run_folder.write_config(small(), tmp_path)
-    assert not any(tmp_path.iterdir())
+    for write in (run_folder.create_config, run_folder.write_config):
+        with largest_file(5), pytest.raises(OSError, match="File too large"):
+            write(small(), tmp_path)
+        assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_clients_with_norm_layers_of_their_own_get_their_models(
 
 def test_a_partition_that_ignores_the_folders_is_said(folder: Path, tmp_path: Path) -> None:
     words = ["partition.name=iid", "partition.clients=2", "evaluate.protocols=knn"]
-    said = "folders of 3 clients, and partition.name=iid makes 2 others"
+    said = "partition.name=iid: your 3 client folders are ignored."
     warnings = list_warnings(build_experiment(settings(folder, tmp_path, *words)))
     assert any(said in warning for warning in warnings)
 

@@ -46,6 +46,14 @@ def test_every_combination_is_a_run() -> None:
         assert (settings.partition.alpha, settings.seed) == (alpha, seed)  # type: ignore[attr-defined]
 
 
+def test_values_that_give_the_same_folder_are_refused_unless_they_are_equal() -> None:
+    """Otherwise one of the runs would be lost."""
+    folder = "two values give the folder encoder.init=a-b.safetensors"
+    with refused(None, says=folder):
+        sweep.list_runs(tree("encoder.init=[a/b.safetensors,a-b.safetensors]"))
+    assert list(sweep.list_runs(tree("seed=[0,0]"))) == ["seed=0"]
+
+
 @pytest.mark.parametrize(
     ("words", "keys"),
     [

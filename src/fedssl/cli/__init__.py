@@ -62,9 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"fedssl: {where}{error.strerror}. {fix}", file=sys.stderr)
         return 2
-    except UnicodeEncodeError as error:  # run folders and the screen are UTF-8
-        print(f"fedssl: {error.object!a} is not UTF-8. Use another name.", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("fedssl: stopped", file=sys.stderr)
         return 130

@@ -99,8 +99,8 @@ def _embed(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    from fedssl.encoder.embed import printable
     from fedssl.encoder.search import search
+    from fedssl.util.text import printable
 
     nearest = search(
         options.run, options.query, options.images, options.top, options.html,

@@ -124,11 +124,14 @@ def translate_errors(place: Place | None = None, can_resume: bool = False) -> It
     ``place`` names the code if every error is the user's, as while a file is imported. Otherwise
     the innermost frame that is fedssl's or the user's decides: that code called torch.
     """
+    caught: tuple[type[BaseException], ...] = (Exception,)
+    if place is not None:  # a file that calls sys.exit would end fedssl without an error
+        caught += (SystemExit,)
     try:
         yield
     except (UserError, TrainingError):
         raise
-    except Exception as error:
+    except caught as error:
         frames = traceback.extract_tb(error.__traceback__)
         known = [f for f in frames if f.filename in _FILES or _is_ours(f.filename)]
         theirs = [f for f in known if f.filename in _FILES]

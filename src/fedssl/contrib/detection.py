@@ -84,10 +84,14 @@ class CocoSplit:
             if not (self.images / image["file_name"]).is_file():
                 raise UserError(f"{self.file}: no image {self.images / image['file_name']}")
         for note in self.coco.dataset["annotations"]:
-            where, polygons = f"{self.file}: annotation {note['id']}", note["segmentation"]
-            if len(note["bbox"]) != 4:
-                raise UserError(f"{where}: bbox={note['bbox']} is not x, y, width and height")
-            if isinstance(polygons, list) and min(map(len, polygons)) < 6:
+            where = f"{self.file}: annotation {note['id']}"
+            box, polygons = note["bbox"], note["segmentation"]
+            is_box = isinstance(box, list) and len(box) == 4
+            if not is_box or not all(isinstance(value, int | float) for value in box):
+                raise UserError(f"{where}: bbox={box} is not x, y, width and height")
+            if isinstance(polygons, list) and not all(
+                isinstance(polygon, list) and len(polygon) >= 6 for polygon in polygons
+            ):
                 raise UserError(f"{where}: a polygon has less than three points")
 
     def __len__(self) -> int:

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedssl.util.files import explain_write_errors, write_json
+from fedssl.util.errors import UserError
+from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.text import printable
 
 Array = NDArray[Any]
 Meta = dict[str, Any]
@@ -45,8 +47,9 @@ def load_or_build(
     if cached and not is_stale(cached.meta):
         return cached
     with replace_folder(folder, cache) as new:
-        meta = build(new)
-        write_json(new / "meta.json", {**meta, "arrays": [path.stem for path in new.glob("*.npy")]})
+        meta = {**build(new), "arrays": [path.stem for path in new.glob("*.npy")]}
+        # As ASCII: names of images need not be UTF-8.
+        write_text(new / "meta.json", json.dumps(meta, indent=2) + "\n")
         # Opened before it is moved, so that it stays whatever another process does to the folder.
         built = _open(new)
     assert built is not None
@@ -67,7 +70,7 @@ def _open(folder: Path) -> Cached | None:
 def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
     """Yield a new empty folder that takes the place of ``folder`` if the block succeeds.
 
-    Errors of the disk, the block's included, name ``cache``.
+    Errors of the disk name ``cache``, also in the block unless they are about another file.
     """
     new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
@@ -75,7 +78,8 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
         new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
         try:
-            yield new
+            with _name_other_files(new):
+                yield new
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(old)
             try:
@@ -86,6 +90,19 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
         finally:
             for left in (new, old):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _name_other_files(new: Path) -> Iterator[None]:
+    """Turn an error about a file that is not in the folder ``new`` into one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(new):
+            raise
+        problem = f"{printable(error.filename)} cannot be read ({error.strerror})"
+        fix = "Replace the file, or change its permissions."
+        raise UserError(problem, "a file with images cannot be read", fix=fix) from None
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from fedssl.data.cache import Meta, grow_array, load_or_build
 from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.util.errors import UserError
-from fedssl.util.text import shorten_list
+from fedssl.util.text import printable, shorten_list
 
 CHUNK = 32  # images that a thread decodes in one go
 MOST_NAMED = 3  # files named in a message; the rest is a count
@@ -83,7 +83,8 @@ def describe_failure(error: Exception) -> str:
 
 def list_failures(files: Mapping[str, str]) -> str:
     """Name the first few files with their reasons, and count the others."""
-    return shorten_list([f"{path} ({reason})" for path, reason in files.items()], MOST_NAMED)
+    named = [f"{printable(path)} ({reason})" for path, reason in files.items()]
+    return shorten_list(named, MOST_NAMED)
 
 
 @contextlib.contextmanager

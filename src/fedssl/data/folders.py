@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from fedssl.data.decode import Pixels, decode_splits, list_failures
 from fedssl.data.image_files import File, Row, digest_names, find_images, image_extensions
 from fedssl.data.places import cache_folder, data_root, root_error
 from fedssl.util.errors import UserError
-from fedssl.util.text import shorten_list
+from fedssl.util.text import printable, shorten_list
 
 UNUSED = ("val", "valid", "validation")  # folders for neither training nor evaluation
 MOST_EMPTIED = 20  # clients without a readable image that a warning names
@@ -284,7 +283,7 @@ def _report_unreadable(
             fix="Replace them, or leave such files out with data.corrupt=skip.",
         )
     emptied = _list_parents(before) - _list_parents(after)
-    topmost = sorted(str(folder) for folder in emptied if folder.parent not in emptied)
+    topmost = sorted(printable(folder) for folder in emptied if folder.parent not in emptied)
     gone = f"; no image is left in {shorten_list(topmost, MOST_EMPTIED)}" if topmost else ""
     _warn_once(f"left out {count} below {data_root(data).resolve()}: {names}{gone}")
 
@@ -342,5 +341,5 @@ def _folder_names(
 
 
 def _to_text(names: Iterable[str]) -> tuple[str, ...]:
-    """Write bytes of folder names that are not UTF-8 as ``\\xe9``, so that files can hold them."""
-    return tuple(os.fsencode(name).decode(errors="backslashreplace") for name in names)
+    """Return folder names that a UTF-8 file can hold."""
+    return tuple(map(printable, names))

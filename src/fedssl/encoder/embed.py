@@ -6,7 +6,6 @@ import contextlib
 import csv
 import glob
 import itertools
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from fedssl.encoder.load import ImageEncoder, load_encoder
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 from fedssl.util.files import replace_output
+from fedssl.util.text import printable
 
 Rows = NDArray[np.float32]
 Write = Callable[[Sequence[str], Rows], object]  # appends paths and their embeddings to a file
@@ -163,8 +163,3 @@ def report_skipped(images: str, count: int, skipped: dict[str, str]) -> None:
         raise UserError(f"no image can be read ({failures})", key="IMAGES", value=images)
     if skipped:
         print(f"fedssl: {len(skipped)} of {count + len(skipped)} files skipped", file=sys.stderr)
-
-
-def printable(path: Path) -> str:
-    """Return a file's name as text, also where its bytes are not text."""
-    return os.fsencode(path).decode(errors="backslashreplace")

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedssl.data.decode import decode_file
-from fedssl.encoder.embed import embed_files, find_files, printable, report_skipped
+from fedssl.encoder.embed import embed_files, find_files, report_skipped
 from fedssl.encoder.load import load_encoder
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 from fedssl.util.files import check_suffix, replace_output
 from fedssl.util.templates import load_templates
+from fedssl.util.text import printable
 
 THUMBNAIL = 192  # pixels per side
 TEMPLATES = Path(__file__).with_name("templates")

@@ -21,6 +21,7 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
 
     target = _choose_file(runs) if out is None else out
     files.check_suffix(target, "--out", ".html", ".htm")
+    found = find_runs(runs)
     files.make_output_folder(target.parent, "--out")
     started = time.monotonic()
 
@@ -29,7 +30,7 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
             print(f"report: {text}", file=sys.stderr)
 
     with files.replace_output(target, "--out", private=True) as new:  # it shows images
-        new.write_text(build_page(find_runs(runs), say), encoding="utf-8")
+        new.write_text(build_page(found, say), encoding="utf-8")
     return target
 
 

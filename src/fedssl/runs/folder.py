@@ -16,6 +16,7 @@ from fedssl.config import Config, Recipe
 from fedssl.runs.reader import LOCK, RunReader
 from fedssl.util.errors import UserError, format_resume
 from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.text import printable
 
 RUN, SWEEP = "config.yaml", "sweep.yaml"
 TRACES = ("metrics.jsonl", SWEEP)  # of a run and of a sweep; others have a config.yaml too
@@ -40,7 +41,10 @@ def make_folder(name: str) -> Path:
     stem = out = Path("runs", f"{label}-{time.strftime('%Y%m%d-%H%M%S')}")
     number = 1
     with explain_write_errors("--out", stem):
-        stem.parent.mkdir(exist_ok=True)
+        try:
+            stem.parent.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise UserError("runs is not a folder", fix="Give --out DIR.") from None
         while True:
             try:
                 out.mkdir()
@@ -86,8 +90,27 @@ def lock(
         yield
 
 
+def create_config(settings: Config, out: Path) -> None:
+    """Write the configuration of a new run, unless another run has come first.
+
+    Some network disks have no locks, so only this file keeps two runs out of one folder.
+    """
+    path = out / RUN
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError:
+        check_kind(out, False, RUN)
+        raise
+    try:
+        with file:
+            file.write(config.dump(config.with_absolute_paths(settings)))
+    except OSError:
+        path.unlink()  # half of it would look like a run
+        raise
+
+
 def write_config(settings: Config, out: Path) -> None:
-    """Write the configuration that a run starts or continues with."""
+    """Write the configuration that a run continues with."""
     write_text(out / RUN, config.dump(config.with_absolute_paths(settings)))
 
 
@@ -129,7 +152,11 @@ def check_folder(settings: Config, out: Path, resume: bool, *, is_final: bool = 
 
 def check_kind(out: Path, resume: bool, file: str) -> None:
     """Check that a folder is free for a run or a sweep, or holds one to resume."""
-    str(out).encode()  # refuse a name that cannot stand in files, which are UTF-8
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:  # the name could not stand in the run's files
+        fix = "Use another name."
+        raise UserError("not UTF-8", key="--out", value=printable(out), fix=fix) from None
     held, kinds = find_config(out), {RUN: "run", SWEEP: "sweep"}
     if held is None:
         if resume:

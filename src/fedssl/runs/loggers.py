@@ -234,7 +234,7 @@ def open_loggers(config: Config, out: Path, round: int) -> list[Logger]:
     loggers: list[Logger] = []
     if installed("tensorboard"):
         loggers.append(TensorBoard(out, round))
-    for name in config.log:
+    for name in dict.fromkeys(config.log):  # a logger that is named twice logs once
         try:
             loggers.append(Behind(name, NAMED[name](config, out)))
         except Exception as error:

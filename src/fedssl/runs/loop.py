@@ -32,6 +32,7 @@ from fedssl.runs.folder import (
     RUN,
     check_folder,
     check_kind,
+    create_config,
     is_started,
     lock,
     remove_unused,
@@ -100,9 +101,11 @@ class RunInFolder:
         with explain_write_errors("--out", out):
             out.mkdir(parents=True, exist_ok=True)
             check_kind(out, resume and is_started(out), RUN)  # another may have come first
-            if not is_started(out):
+            if is_started(out):
+                write_config(settings, out)
+            else:
+                create_config(settings, out)
                 write_json(out / "clients.json", list_clients(experiment))
-            write_config(settings, out)
         experiment.engine.open(out)
         if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
             print(f"fedssl: no checkpoint in {out}: it starts at round 1", file=sys.stderr)
@@ -242,7 +245,7 @@ def _stop_on_signals() -> Iterator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        print("stopping after this round (again: at once)", file=sys.stderr)
+        print("Stopping after this round. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     try:

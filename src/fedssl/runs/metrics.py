@@ -41,13 +41,15 @@ def totals(out: Path, overhead: Mapping[str, float]) -> dict[str, Any]:
     lines = list(read(out))
     others: dict[str, float] = defaultdict(float, overhead)
     for line in lines:
-        for purpose, taken in line.get("overhead", {}).items():
-            others[purpose] += taken
+        taken = line.get("overhead")
+        if isinstance(taken, Mapping):  # a user's algorithm may log a number of this name
+            for purpose, seconds in taken.items():
+                others[purpose] += seconds
     seconds = sum(line["seconds"] for line in lines)
     images = sum(line["images"] for line in lines)
     return {
         "seconds": round(seconds, 3),
-        "overhead": {purpose: round(taken, 3) for purpose, taken in sorted(others.items())},
+        "overhead": {purpose: round(each, 3) for purpose, each in sorted(others.items())},
         "images": images,
         "images_per_second": round(images / seconds, 1) if seconds else 0.0,
         "bytes_up": sum(line["bytes_up"] for line in lines),

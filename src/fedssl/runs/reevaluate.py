@@ -124,9 +124,11 @@ def _use_other_data(
     if dataset is None or data.levels != levels:
         dataset = load_dataset(data, settings.seed)
     key, value = name_images(data)
+    if len(dataset.train) < 2:
+        problem = f"holds {len(dataset.train)} training image, and evaluation needs two"
+        raise UserError(problem, key=key, value=value, fix="Use a folder with more.")
     if is_same and data.levels != levels and dataset.classes:
-        taken = f"are taken for classes ({shorten_list(dataset.classes, 3)})"
-        _warn(f"{key}={value}: the folders in train/ {taken}, as with data.levels=class")
+        _check_folder_names(run, data, dataset.classes)
     # A run that has not ended has no encoder.json; its checkpoint reports a difference.
     channels = RunReader(run).read_json("encoder.json", {}).get("channels")
     if channels and channels[0] != dataset.train.images[0].shape[1]:
@@ -145,6 +147,19 @@ def _use_other_data(
         privacy=whole.privacy,
     )
     return settings, convert_channels(dataset, channels) if channels else dataset
+
+
+def _check_folder_names(run: Path, data: config.Data, classes: tuple[str, ...]) -> None:
+    """Warn that folders are taken for classes; refuse folders that are named like clients."""
+    key, value = name_images(data)
+    names = {row["name"] for row in RunReader(run).clients if row["name"] != str(row["client"])}
+    clients = sorted(set(classes) & names)
+    if clients:
+        problem = f"folders in train/ are named like the run's clients ({shorten_list(clients, 3)})"
+        fix = "Say what the folders are, as in data.levels=client,class."
+        raise UserError(problem, key=key, value=value, fix=fix)
+    taken = f"the folders in train/ are taken for classes ({shorten_list(classes, 3)})"
+    _warn(f"{key}={value}: {taken}, as with data.levels=class")
 
 
 def _leave_out_head(

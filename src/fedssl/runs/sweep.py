@@ -25,7 +25,10 @@ def list_runs(tree: Recipe) -> dict[str, Config]:
     for values in config.combine_values(tree):
         name = ",".join(f"{key}={_format(value)}" for key, value in values.items())
         with name_in_errors(name):
-            runs[name] = config.build(config.with_values(tree, values))
+            settings = config.build(config.with_values(tree, values))
+        if runs.setdefault(name, settings) != settings:
+            fix = "Use values that give different names (a / becomes a -)."
+            raise UserError(f"two values give the folder {name}", fix=fix)
         if len(name.encode()) > LONGEST:
             fix = "Use shorter values, or fewer keys with lists."
             raise UserError(f"{name[:60]}… is too long a name for a run's folder", fix=fix)
@@ -53,8 +56,9 @@ def sweep(
             before = config.read_yaml(out / SWEEP)
         tree = _reorder(tree, before)
         settings = list_runs(tree)
-        for name in (name for name in list_runs(before) if before and name not in settings):
-            problem = f"has the run {name}, and no list has these values"
+        lost = [name for name in list_runs(before) if name not in settings] if before else []
+        if lost:
+            problem = f"has the run {lost[0]}, and no list has these values"
             fix = "Keep the lists as they were. You may add values."
             raise UserError(problem, key="--out", value=out, fix=fix)
         runs = [PlannedRun(name, each, out / name) for name, each in settings.items()]

@@ -167,7 +167,7 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
     name, evaluator = config.algorithm.name, experiment.evaluator
     if gathered := algorithm.asked(config.privacy.secure, "each"):
         tasks = ", ".join(task.name for task in gathered)
-        yield f"{name}: the server sees each client's reply to {tasks} (docs/privacy.md)"
+        yield f"Privacy: with {name}, the server sees each reply to {tasks}. See docs/privacy.md."
     sizes = experiment.engine.groups.sizes.tolist()
     if leaks := describe_leaks(config, algorithm, sizes, experiment.names):
         yield leaks
@@ -196,8 +196,8 @@ def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
     partition, folders = config.partition.name, experiment.dataset.clients
     if folders and partition != "folder" and not experiment.algorithm.pools_data:
         yield (
-            f"the data has folders of {len(folders)} clients, and partition.name={partition} makes "
-            f"{len(clients)} others of it; partition.name=folder follows the folders"
+            f"partition.name={partition}: your {len(folders)} client folders are ignored. Use them "
+            "with partition.name=folder."
         )
     yield from describe_imbalance(config.partition, clients.sizes)
 
@@ -205,9 +205,11 @@ def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
 def _describe_folders(experiment: Experiment) -> str:
     """Describe how the user's folders were read."""
     classes, names = experiment.dataset.classes, experiment.names
-    is_split = isinstance(experiment.config.partition, Folder.Params)
-    clients = f"{len(names)} {'' if is_split else 'made '}clients"
-    if names != list(map(str, range(len(names)))):
-        clients += f" ({shorten_list(names, 5)})"
-    labels = f"{len(classes)} classes ({shorten_list(classes, 5)})" if classes else "no classes"
-    return f"folders: {labels}, {clients}; data.levels says what folders mean"
+    labels = f"{len(classes)} classes ({shorten_list(classes, 5)})" if classes else "no labels"
+    if isinstance(experiment.config.partition, Folder.Params):
+        return f"Folders: {labels}, {len(names)} clients ({shorten_list(names, 5)})."
+    partition = experiment.config.partition.name
+    text = f"Folders: {labels}. partition.name={partition} makes {len(names)} simulated clients."
+    if experiment.dataset.clients:
+        return text
+    return f"{text} If your folders are sites, set data.levels=client partition.name=folder."

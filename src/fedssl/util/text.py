@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 NOT_PERCENT = ("effective_rank", "alignment", "uniformity")  # measures of unlabeled
@@ -11,6 +12,11 @@ def shorten_list(texts: Sequence[str], most: int) -> str:
     """Join the first ``most`` texts, and count the others."""
     shown = ", ".join(texts[:most])
     return f"{shown} and {len(texts) - most} more" if len(texts) > most else shown
+
+
+def printable(path: str | os.PathLike[str]) -> str:
+    """Return a path as text, with ``\\xe9`` for a byte that is not UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def format_bytes(count: float) -> str:
