@@ -243,6 +243,11 @@ def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
         ("perfcl/table1/fedsimsiam/cifar100", "linear_top1", 43.59),
         ("perfcl/table2/fedbyol/lambda-0.5", "per-client_personal_top1", 79.36),
         ("perfcl/table3/fedsimclr/lambda-0", "per-client_global_top1", 54.16),
+        ("dcco/table1/dcco/noniid-1", "finetune@5000_top1", 51.5),
+        ("dcco/table1/contrastive-fedavg/iid-8", "linear@500_top1", 27.8),
+        ("dcco/table1/cco-fedavg/noniid-16", "linear@5000_top1", 30.7),
+        ("dcco/table1/centralized/pooled", "linear@500_top1", 34.0),
+        ("dcco/table1/supervised-500/pooled", "head_top1", 13.1),
         ("dcco/appendix-c/byol/group-norm", "linear@5000_top1", 3),
         ("fedema/table5/resnet50-fedca/cifar100-noniid", "linear_top1", 42.34),
         ("decssl/table2-top/featarc/noniid", "per-client_personal_top1", 84.63),
@@ -302,6 +307,13 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("fedema/table1/fedmocov1/cifar10-noniid", {"augment.name": "moco-v1"}),
         ("fedema/table8/fedbyol/100-classes", {"partition.classes": 100, "data.name": "cifar100"}),
         ("fedema/table4/fedu/cifar10-1pct", {"data.holdout": 0.01, "evaluate.head": "mlp"}),
+        (
+            "dcco/table1/dcco/iid-8",
+            {"partition.samples": 8, "partition.alpha": 1000, "cohort.size": 64},
+        ),
+        ("dcco/table1/standalone/noniid-16", {"partition.alpha": 0, "partition.clients": 5}),
+        ("dcco/table1/supervised-500/pooled", {"data.labels": 500, "rounds": 200}),
+        ("dcco/table2/contrastive-fedavg/clients-256", {"server.lr": 0.6, "cohort.size": 256}),
         ("ccl/table2/fedsimclr/cifar10-iid", {"evaluate.head": "linear"}),
         ("ccl/figure4/cl/cifar10-noniid1", {"evaluate.head": "linear"}),
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
@@ -386,13 +398,25 @@ def test_mistakes_in_a_table(tmp_path: Path, old: str, new: str, sentence: str) 
         ("fedema/table3", "a table of 22 recipes. Name one, such as fedema/table3/standalone/"),
         ("fedema/table3/fedbyol", "did you mean fedema/table3/fedbyol/"),
         ("fedema/table3/fedbyol/cifar10-nonid", "did you mean fedema/table3/fedbyol/cifar10-"),
-        ("dcco/cifar100-iid-4/x", "no such recipe or file"),
+        ("dcco/halves-fashion-mnist/x", "no such recipe or file"),
     ],
 )
 def test_names_that_are_no_recipe(name: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         config.read_recipe(name)
     assert sentence in str(error.value)
+
+
+def test_earlier_names_mean_the_recipes_of_today() -> None:
+    earlier = config.read_yaml(Path(config.__file__).parent / "recipes" / "_renamed.yaml")
+    assert set(earlier.values()) <= TREES.keys() and not set(earlier) & TREES.keys()
+    for old, new in earlier.items():
+        assert config.read_recipe(old) == TREES[new]
+        assert config.match_recipes(old) == [new]
+    assert config.read_recipe("dcco/derm-64.yaml") == TREES["dcco/table2/dcco/clients-64"]
+    assert len(config.match_recipes("dcco/cifar100-*")) == 23
+    folder = {"dcco/cifar100-iid-8-cco-fedavg": "dcco/table1/cco-fedavg/iid-8"}
+    assert folder.items() <= earlier.items()
 
 
 def test_a_prefix_is_a_whole_part_of_the_name() -> None:
