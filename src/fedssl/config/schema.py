@@ -258,6 +258,13 @@ class Cohort:
         None, gt=0, le=1, help="Share of clients in a round, as an alternative to `cohort.size`."
     )
     minimum: int = key(1, gt=0, help="Skip a round with fewer replies.")
+    dropout: float = key(
+        0.0,
+        ge=0,
+        lt=1,
+        help="Probability that a client leaves the round before an exchange, drawn from `seed`. "
+        "Simulates replies that do not come.",
+    )
     average: Literal["mean", "median", "trimmed", "krum"] = key(
         "mean",
         help="Average of the replies. All but `mean` withstand some hostile clients and give "
