@@ -131,6 +131,31 @@ def test_what_is_not_measured_is_listed_beside_the_papers_numbers(page: Page) ->
     assert "Every run" not in text and "Settings" not in text
 
 
+def test_a_papers_page_opens_with_all_its_tables_and_figures(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    papers, rows = tmp_path / "papers.yaml", tmp_path / "rows.jsonl"
+    papers.write_text(
+        "dcco:\n"
+        "  Figure 2: A diagram.\n"
+        "  Table 1: {recipes: [dcco/table1/dcco, dcco/table1/cco-fedavg], departs: The rate.}\n"
+        "perfcl: {}\n"
+    )
+    monkeypatch.setattr(generate, "PAPERS", papers)
+    monkeypatch.setattr(generate, "ROWS", rows)
+    write(rows, four(30.0), line("noniid-16", 20.0, rounds=100), line("noniid-8", None))
+    table = generate.contents("dcco").splitlines()
+    assert table[2] == "| Figure 2 | – | – | A diagram. |"
+    recipes = "`dcco/table1/dcco`, `dcco/table1/cco-fedavg`"
+    shown = "2 of 13: digits (JPEG), 10% to 100% of the rounds"
+    assert table[3] == f"| Table 1 | {recipes} | {shown} | The rate. |"
+    # Recipes that no entry names are not lost; their table may be named in part.
+    assert [cells.split(" | ")[1] for cells in table[4:]] == [
+        "`dcco/appendix-c`", "`dcco/halves-fashion-mnist`", "`dcco/table1`", "`dcco/table2`",
+    ]  # fmt: skip
+    assert "| Table I | `perfcl/table1` | no |" in generate.contents("perfcl")
+
+
 def test_under_a_table_stands_where_its_recipes_depart(page: Page) -> None:
     text = page(table=TABLE + "  departs: Its rate is ours.\n").partition("from the paper:")[2]
     assert text.startswith("\n\n- Its rate is ours.\n- Where the paper is silent")
