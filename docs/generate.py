@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "results" / "measured.jsonl"
 ROWS = ROOT / "results" / "rows.jsonl"  # by `fedssl reproduce`, put there by results/add.py
 TABLES = ROOT / "results" / "tables.yaml"
+PAPERS = ROOT / "results" / "papers.yaml"
 SHOWN = ("rounds", "data.name", "evaluate.")  # settings that other columns are about
 RATES = ("server.lr", "client.lr")  # may be searched, for each seed anew
 NEAR = 2.0  # points that two rows may differ by where a paper says that they are about the same
@@ -266,6 +267,66 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 
 # Papers
+
+
+def contents(paper: str) -> str:
+    """Every table and figure of a paper: its recipes, what was measured, and what departs."""
+    entries = yaml.safe_load(PAPERS.read_text(encoding="utf-8"))[paper]
+    rows, named = [], set()
+    for title, entry in entries.items():
+        if isinstance(entry, str):
+            rows.append([title, "–", "–", entry])
+            continue
+        found = [name for each in entry["recipes"] for name in config.match_recipes(each)]
+        named |= set(found)
+        patterns = ", ".join(f"`{each}`" for each in entry["recipes"])
+        rows.append([title, patterns, _count_measured(found), _departure(entry, found)])
+    files: dict[str, list[str]] = {}
+    for name in (name for name in config.match_recipes(paper) if name not in named):
+        table = config.find_table(name)
+        files.setdefault(name if table is None else table.file, []).append(name)
+    for file, names in files.items():
+        table = config.find_table(names[0])
+        title = describe_recipe(file)[1] if table is None else table.title
+        title = re.sub(rf"^{NAMES[paper]} ", "", title)
+        rows.append([title, f"`{file}`", _count_measured(names), _departure({}, names)])
+    return _grid(["in the paper", "recipes", "measured", "departs"], rows)
+
+
+def _departure(entry: dict[str, Any], names: Sequence[str]) -> str:
+    """What an entry says of its departures, and the remark of its tables of recipes."""
+    tables = (config.find_table(name) for name in names)
+    notes = dict.fromkeys(str(t.tree["note"]) for t in tables if t and "note" in t.tree)
+    return " ".join([*([entry["departs"]] if "departs" in entry else []), *map(_stop, notes)])
+
+
+def _stop(text: str) -> str:
+    """A remark as a sentence."""
+    return f"{_sentence(text)}."
+
+
+def _count_measured(names: Sequence[str]) -> str:
+    """How many recipes have results, on which images, and with what share of the rounds."""
+    lines = [line for line in read_lines(ROWS) if line["recipe"] in names and line["ours"]]
+    trials = {name for line in _lines() for name in _named_recipes(line)} & set(names)
+    if not lines:
+        return "trials, below" if trials else "no"
+    images = ", ".join(dict.fromkeys(line["data"].partition(": ")[0] for line in lines))
+    shares: dict[str, float] = {}
+    for line in lines:
+        share = line["rounds"] / max(1, line["paper_rounds"])
+        shares[line["recipe"]] = max(share, shares.get(line["recipe"], 0.0))
+    ends = dict.fromkeys(
+        f"{100 * share:.0f}%" for share in (min(shares.values()), max(shares.values()))
+    )
+    rounds = "" if list(ends) == ["100%"] else f", {' to '.join(ends)} of the rounds"
+    return f"{len(shares)} of {len(names)}: {images}{rounds}"
+
+
+def _named_recipes(line: Line) -> list[str]:
+    """The recipes that a measured line's command names."""
+    recipe = _read_recipe(line)
+    return config.match_recipes(recipe) if recipe else []
 
 
 def recipes(paper: str) -> str:
@@ -857,6 +918,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands,
     "compared": compared,
     "configuration": configuration,
+    "contents": contents,
     "exchanges": exchanges,
     "file": file,
     "measured": measured,

@@ -25,6 +25,8 @@ FEATARC = f"{FEDBYOL} algorithm.name=featarc server.momentum=0.5"
 GOSSIP = f"{FEDBYOL} algorithm.name=gossip algorithm.topology=tree"
 MINE = "objective.name=simclr objective.projector=[32,128] algorithm.local_steps=2"
 CASES = [
+    "cohort.dropout=0.3",
+    f"{GOSSIP} cohort.dropout=0.2",
     f"{SIMCLR} algorithm.name=fedprox algorithm.mu=2 algorithm.local_epochs=2 algorithm.batch=3",
     FEDCA,
     f"{FEDCA} cohort.size=3 algorithm.norm_policy=local",

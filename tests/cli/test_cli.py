@@ -58,7 +58,7 @@ def test_run_evaluate_partition_recipes(tmp_path: Path, capsys: pytest.CaptureFi
     assert "179" in capsys.readouterr().out  # 1,438 training digits make 179 clients of 8
 
     assert main(["recipes"]) == 0
-    assert "dcco/cifar100-noniid-4" in capsys.readouterr().out
+    assert "dcco/table1 " in capsys.readouterr().out
     assert main(["recipes", "fedema/table3/fedbyol"]) == 0
     assert "fedema/table3/fedbyol/cifar10-noniid" in capsys.readouterr().out
 

@@ -43,7 +43,7 @@ def complete(line: str) -> list[str]:
         return answer.read().split("\n")
 
 
-ENDS = ("", "6", "6-cco-fedavg", "6-contrastive-fedavg")
+ENDS = ("", "6")
 ENGINE = [f"engine.compile={choice}" for choice in ("auto", "on", "off")]
 
 
@@ -56,7 +56,10 @@ ENGINE = [f"engine.compile={choice}" for choice in ("auto", "on", "off")]
         ("fedssl run default engine.compile=", ENGINE),
         ("fedssl run algorithm.name=fede", ["algorithm.name=fedema"]),
         ("fedssl evaluate x evaluate.pre", ["evaluate.preset="]),
-        ("fedssl recipes dcco/cifar100-noniid-1", [f"dcco/cifar100-noniid-1{end}" for end in ENDS]),
+        (
+            "fedssl recipes dcco/table1/dcco/noniid-1",
+            [f"dcco/table1/dcco/noniid-1{end}" for end in ENDS],
+        ),
     ],
 )
 def test_a_shell_is_told(line: str, expected: list[str]) -> None:

@@ -28,10 +28,10 @@ mine:
   data: digits (
   measures: [linear@5000_top1, knn_top1]
   rows:
-    dcco-4: dcco/cifar100-noniid-4
-    dcco-16: dcco/cifar100-noniid-16
-    fedavg: dcco/cifar100-noniid-16-cco-fedavg
-    supervised: dcco/cifar100-supervised-5000
+    dcco-4: dcco/table1/dcco/noniid-4
+    dcco-16: dcco/table1/dcco/noniid-16
+    fedavg: dcco/table1/cco-fedavg/noniid-16
+    supervised: dcco/table1/supervised-5000/pooled
   heads: {supervised: linear@5000_top1}
   claims: [dcco-4 > dcco-16, dcco-4 ~ dcco-16, fedavg fails, dcco-16 > supervised]
 """
@@ -64,7 +64,8 @@ def line(recipe: str, linear: float | None, **other: Any) -> Line:
     """A line as a run writes it."""
     ours = {} if linear is None else {"linear@5000_top1": linear, "knn_top1": 7.0}
     known = {
-        "recipe": f"dcco/cifar100-{recipe}", "data": "digits (JPEG)", "ours": ours, "seed": 0,
+        "recipe": config.match_recipes(f"dcco/cifar100-{recipe}")[0], "data": "digits (JPEG)",
+        "ours": ours, "seed": 0,
         "untrained": {"linear@5000_top1": 5.0}, "round": 10, "rounds": 10, "paper_rounds": 100,
         "heldout": None, "changed": {}, "seconds": 90.0, "command": "fedssl reproduce x",
         "device": "cpu", "precision": "fp32", "commit": "abc", "date": "today",
@@ -130,13 +131,38 @@ def test_what_is_not_measured_is_listed_beside_the_papers_numbers(page: Page) ->
     assert "Every run" not in text and "Settings" not in text
 
 
+def test_a_papers_page_opens_with_all_its_tables_and_figures(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    papers, rows = tmp_path / "papers.yaml", tmp_path / "rows.jsonl"
+    papers.write_text(
+        "dcco:\n"
+        "  Figure 2: A diagram.\n"
+        "  Table 1: {recipes: [dcco/table1/dcco, dcco/table1/cco-fedavg], departs: The rate.}\n"
+        "perfcl: {}\n"
+    )
+    monkeypatch.setattr(generate, "PAPERS", papers)
+    monkeypatch.setattr(generate, "ROWS", rows)
+    write(rows, four(30.0), line("noniid-16", 20.0, rounds=100), line("noniid-8", None))
+    table = generate.contents("dcco").splitlines()
+    assert table[2] == "| Figure 2 | – | – | A diagram. |"
+    recipes = "`dcco/table1/dcco`, `dcco/table1/cco-fedavg`"
+    shown = "2 of 13: digits (JPEG), 10% to 100% of the rounds"
+    assert table[3] == f"| Table 1 | {recipes} | {shown} | The rate. |"
+    # Recipes that no entry names are not lost; their table may be named in part.
+    assert [cells.split(" | ")[1] for cells in table[4:]] == [
+        "`dcco/appendix-c`", "`dcco/halves-fashion-mnist`", "`dcco/table1`", "`dcco/table2`",
+    ]  # fmt: skip
+    assert "| Table I | `perfcl/table1` | no |" in generate.contents("perfcl")
+
+
 def test_under_a_table_stands_where_its_recipes_depart(page: Page) -> None:
     text = page(table=TABLE + "  departs: Its rate is ours.\n").partition("from the paper:")[2]
     assert text.startswith("\n\n- Its rate is ours.\n- Where the paper is silent")
     assert "[DCCO's page](docs/papers/dcco.md)" in text
-    failing = TABLE.replace("noniid-16-cco-fedavg", "noniid-4-cco-fedavg")
+    failing = TABLE.replace("cco-fedavg/noniid-16", "cco-fedavg/noniid-4")
     assert "- `fedavg`: the paper reports that training failed." in page(table=failing)
-    spread = TABLE.replace("dcco/cifar100-noniid-16\n", "fedema/table3/fedu/cifar10-noniid\n")
+    spread = TABLE.replace("dcco/table1/dcco/noniid-16\n", "fedema/table3/fedu/cifar10-noniid\n")
     assert "±" not in page(table=spread)  # ± 0.21 is no departure
     alone = "rows: {one: decssl/figure6/dec-ssl/epochs-1, two: decssl/figure6/dec-sl/epochs-1}"
     text = page(table=re.sub(r"rows:.*", alone, TABLE, flags=re.DOTALL))
@@ -418,12 +444,12 @@ def test_rows_of_a_file_run_one_after_another(
     command: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main, out = load("results/measure.py").main, tmp_path / "out"
-    rates = "dcco/cifar100-noniid-16-cco-fedavg 'server.lr=[0.1,0.01]' # two rows"
-    given = command("# not a row", "", rates, "dcco/cifar100-noniid-4 objective.projector=[16]")
+    rates = "dcco/table1/cco-fedavg/noniid-16 'server.lr=[0.1,0.01]' # two rows"
+    given = command("# not a row", "", rates, "dcco/table1/dcco/noniid-4 objective.projector=[16]")
     assert main([*given, "--until", "-1"]) == 1
     assert capsys.readouterr().out.count("not finished: dcco/") == 3 and not out.exists()
     assert main(given) == 0
-    found = [json.loads(row) for row in (out / "dcco/table.jsonl").read_text().splitlines()]
+    found = [json.loads(row) for row in (out / "dcco/table1/table.jsonl").read_text().splitlines()]
     assert [row["choice"] for row in found] == ["server.lr=0.1", "server.lr=0.01", ""]
     assert found[2]["changed"]["objective.projector"] == [16]  # a line's own key wins
     assert capsys.readouterr().err.count(" s dcco/") == 3
@@ -450,7 +476,7 @@ def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     main, ran = load("results/measure.py").main, []
-    given = command("dcco/cifar100-noniid-4", "dcco/cifar100-noniid-16")
+    given = command("dcco/table1/dcco/noniid-4", "dcco/table1/dcco/noniid-16")
 
     def fails(settings: config.Config, out: Path, resume: bool) -> None:
         ran.append(out.name)
@@ -458,24 +484,30 @@ def test_a_row_that_breaks_off_does_not_keep_the_others_waiting(
 
     monkeypatch.setattr(loop, "run", fails)
     assert main(given) == code
-    assert ran == ["cifar100-noniid-4", "cifar100-noniid-16"][:tried]
+    assert ran == ["noniid-4", "noniid-16"][:tried]
     told = capsys.readouterr()
     assert said in told.err and (told.out.startswith("not finished: dcco/")) == (code == 1)
     if code == 0:  # rows that diverged are not run again
-        found = (tmp_path / "out/dcco/table.jsonl").read_text().splitlines()
+        found = (tmp_path / "out/dcco/table1/table.jsonl").read_text().splitlines()
         assert [json.loads(row)["failed"] for row in found] == ["round 1: the loss is nan"] * 2
         assert main(given) == 0 and len(ran) == 2
-        assert "dcco/cifar100-noniid-4: diverged before\n" in capsys.readouterr().err
+        assert "dcco/table1/dcco/noniid-4: diverged before\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["# two", "dcco/cifar100-noniid-4", "dcco/cifar100-noniid-4 seed=1"], "line 3: dcco/"),
-        (["dcco/cifar100-noniid-4 'seed=1"], "line 1: No closing quotation"),
+        (
+            ["# two", "dcco/table1/dcco/noniid-4", "dcco/table1/dcco/noniid-4 seed=1"],
+            "line 3: dcco/",
+        ),
+        (["dcco/table1/dcco/noniid-4 'seed=1"], "line 1: No closing quotation"),
         (["dcco/nothing"], "line 1: recipe=dcco/nothing"),
-        (["dcco/cifar100-noniid-4 rounds=x"], "line 1: rounds=x"),
-        (["dcco/cifar100-noniid-4", "dcco/cifar100-noniid-1 encoder.groups=5"], "encoder.groups=5"),
+        (["dcco/table1/dcco/noniid-4 rounds=x"], "line 1: rounds=x"),
+        (
+            ["dcco/table1/dcco/noniid-4", "dcco/table1/dcco/noniid-1 encoder.groups=5"],
+            "encoder.groups=5",
+        ),
         (None, "No such file"),
     ],
 )

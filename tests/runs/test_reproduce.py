@@ -181,6 +181,33 @@ def test_scaled(rounds: int, every: int, share: float, expected: tuple[int, int]
     assert (settings.rounds, settings.evaluate.every) == expected
 
 
+def test_a_key_that_a_row_lacks_is_left_out_there(table: str) -> None:
+    words = ["objective.temperature=0.3", "seed=3"]
+    *simclr, cco = reproduce.plan(table, words, "1", Path("a"))
+    assert [job.settings.objective.temperature for job in simclr] == [0.3, 0.3]
+    assert cco.settings.objective.name == "cco" and cco.settings.seed == 3
+    assert "temperature" in simclr[0].command and "temperature" not in cco.command
+    said = "\nobjective.temperature=0.3: left out for cco, without this key\n"
+    assert said in format_tables([*simclr, cco], words) and cco.left_out == (words[0],)
+    assert "left out" not in format_tables(simclr, words)
+
+
+def test_the_protocols_that_were_asked_for_are_compared(table: str) -> None:
+    """The paper has kNN; every accuracy that was measured is shown, and nothing else."""
+    shown = {}
+    for asked in ("linear", "linear,knn"):
+        (job,) = reproduce.plan("mine.yaml/cco", [f"evaluate.protocols={asked}"], "1", Path(asked))
+        job.folder.mkdir(parents=True)
+        result = {f"{name}_top1": 50.0 + len(name) for name in asked.split(",")}
+        summary = {**result, "result": result, "rounds": 20}
+        (job.folder / "summary.json").write_text(json.dumps(summary))
+        shown[asked] = format_tables([job])
+        assert "not comparable" not in shown[asked]
+    assert "noniid, linear" in shown["linear"] and "56.00 (–)" in shown["linear"]
+    assert "70.5" not in shown["linear"]
+    assert "53.00 (70.5)" in shown["linear,knn"] and "56.00 (–)" in shown["linear,knn"]
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -188,7 +215,8 @@ def test_scaled(rounds: int, every: int, share: float, expected: tuple[int, int]
         (["mine.yaml/nothing"], "mine.yaml/nothing"),
         *((["mine.yaml", "--scale", share], "--scale") for share in ("0", "1.5", "nan", "a tenth")),
         (["mine.yaml", "bogus=1"], "bogus"),
-        (["mine.yaml", "objective.temperature=1"], "objective.temperature"),
+        (["mine.yaml/cco", "objective.temperature=1"], "objective.temperature"),
+        (["mine.yaml", "objective.temprature=1"], "objective.temprature"),
     ],
 )
 def test_mistakes_are_found_before_the_first_run(

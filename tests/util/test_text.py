@@ -17,7 +17,7 @@ def test_rows_with_different_measures() -> None:
 
 
 def test_the_papers_number_is_shown_beside_ours_where_the_protocol_is_the_same() -> None:
-    settings = config.resolve(config.read_recipe("dcco/cifar100-noniid-4"))
+    settings = config.resolve(config.read_recipe("dcco/table1/dcco/noniid-4"))
     rows = {"linear@5000_top1": 40.0, "knn_top1": 30.0, "uniformity": -1.0}
     text = format_result({**rows, "untrained": rows, "result": rows}, settings)
     assert text.splitlines()[-1].split() == ["paper,", "its", "data", "49.6", "%", "–", "–"]

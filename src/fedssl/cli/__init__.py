@@ -25,7 +25,7 @@ from fedssl.util.tuning import shorten_thread_waits
 EXAMPLES = """examples:
   fedssl run                                  DCCO on scikit-learn's digits, in under a minute
   fedssl run rounds=50 seed=1 --out runs/a    the same with other keys
-  fedssl run dcco/cifar100-noniid-4           a row of a paper's table
+  fedssl run dcco/table1/dcco/noniid-4        a row of a paper's table
   fedssl run --resume --out runs/a            continue after Ctrl-C or a crash
   fedssl run folder data.root=DIR             your own images
   fedssl recipes fedema/table3                a table's recipes, with the paper's numbers

@@ -38,6 +38,7 @@ from fedssl.config.schema import Privacy as Privacy
 from fedssl.config.sweeps import combine_values as combine_values
 from fedssl.config.sweeps import find_omissions as find_omissions
 from fedssl.config.sweeps import find_sweep as find_sweep
+from fedssl.config.sweeps import section_types as section_types
 from fedssl.config.variants import BASE_PARAMS as BASE_PARAMS
 from fedssl.config.variants import VARIANTS as VARIANTS
 from fedssl.config.variants import AlgorithmParams as AlgorithmParams

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fedssl.config.recipe_tables import Table
 from fedssl.util.errors import UserError, suggest
 
 LIST = "`fedssl recipes` lists them."
+_ROOT = Path(__file__).parent / "recipes"
 
 
 def list_recipes(prefix: str = "") -> list[str]:
@@ -28,7 +30,7 @@ def list_recipes(prefix: str = "") -> list[str]:
     return [
         recipe
         for name, path in _list_files().items()
-        if "/_" not in name and (name.startswith(prefix) or prefix.startswith(name))
+        if "/_" not in f"/{name}" and (name.startswith(prefix) or prefix.startswith(name))
         for recipe in _recipes_in(name, path)
     ]
 
@@ -36,13 +38,15 @@ def list_recipes(prefix: str = "") -> list[str]:
 def match_recipes(pattern: str) -> list[str]:
     """Return recipes by name, by their table or folder, or by a pattern such as ``a/*/b``.
 
-    A user's table is given by its path: ``mine.yaml``, ``mine.yaml/row``.
+    A user's table is given by its path: ``mine.yaml``, ``mine.yaml/row``. Earlier names of recipes
+    match too; the names of today are returned.
     """
     file, path, _ = _locate(pattern)
     is_users = path is not None and path not in _list_files().values()
     names = _recipes_in(file, path) if is_users and path is not None else list_recipes()
     below = pattern.rstrip("/") + "/"
     matches = [n for n in names if n == pattern or n.startswith(below) or fnmatchcase(n, pattern)]
+    matches = matches or [new for old, new in _list_renamed().items() if fnmatchcase(old, pattern)]
     if not matches:
         prefixes = {parent for n in names for parent in (n, *map(str, Path(n).parents))}
         hint = suggest(pattern, sorted(prefixes))
@@ -57,10 +61,15 @@ def find_table(name: str) -> Table | None:
 
 
 @functools.cache
+def _list_renamed() -> Mapping[str, str]:
+    """Return earlier names of recipes, with those of today."""
+    return read_yaml(_ROOT / "_renamed.yaml")
+
+
+@functools.cache
 def _list_files() -> dict[str, Path]:
     """Return all files by name: those without a folder first, and table2 before table10."""
-    root = Path(__file__).parent / "recipes"
-    files = {p.relative_to(root).with_suffix("").as_posix(): p for p in root.rglob("*.yaml")}
+    files = {p.relative_to(_ROOT).with_suffix("").as_posix(): p for p in _ROOT.rglob("*.yaml")}
 
     def place(name: str) -> tuple[bool, list[tuple[int, str]]]:
         parts = re.findall(r"(\d*)(\D*)", name)
@@ -92,7 +101,8 @@ def _locate(name: str) -> tuple[str, Path | None, str]:
         path = files.get(file.removesuffix(".yaml")) or Path(file)
         if path.is_file():
             return file, path, "/".join(parts[end:])
-    return name, None, ""
+    renamed = _list_renamed().get(name.removesuffix(".yaml"))
+    return (name, None, "") if renamed is None else _locate(renamed)
 
 
 def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Recipe:

@@ -46,6 +46,11 @@ class Data:
         needs="name=folder|paired|tiny-imagenet",
         help="What happens with an image that cannot be read: stop, or leave it out.",
     )
+    val: bool = key(
+        False,
+        needs="name=folder",
+        help="Read the validation images in `val/`, on which `evaluate.preset=derm` chooses.",
+    )
     halves: bool = key(False, help="Use the left and right half of each image as two modalities.")
     labels: int | None = key(
         None,
@@ -258,6 +263,13 @@ class Cohort:
         None, gt=0, le=1, help="Share of clients in a round, as an alternative to `cohort.size`."
     )
     minimum: int = key(1, gt=0, help="Skip a round with fewer replies.")
+    dropout: float = key(
+        0.0,
+        ge=0,
+        lt=1,
+        help="Probability that a client leaves the round before an exchange, drawn from `seed`. "
+        "Simulates replies that do not come.",
+    )
     average: Literal["mean", "median", "trimmed", "krum"] = key(
         "mean",
         help="Average of the replies. All but `mean` withstand some hostile clients and give "
@@ -297,11 +309,12 @@ class Evaluate:
         help="Accuracies in percent. The run records the first round that reaches each (FedEMA, "
         "Table 11).",
     )
-    preset: Literal["logistic", "dcco", "fedema", "ccl"] = key(
+    preset: Literal["logistic", "dcco", "derm", "fedema", "ccl"] = key(
         "logistic",
         affects="evaluation",
         help="Training of linear probe and fine-tuning. `logistic`: logistic regression; others: "
-        "as in the paper.",
+        "as in the paper. `derm`: fine-tuning as for DCCO's Table 2, with rate and steps chosen on "
+        "validation images (`data.val=true`), and labelled cases drawn regardless of their class.",
     )
     head: Literal["mlp", "linear"] = key(
         "mlp", affects="evaluation", help="Classifier of `semi`: as in FedEMA or as in CCL."

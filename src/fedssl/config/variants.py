@@ -22,6 +22,13 @@ class PartitionParams:
         kw_only=True,
         help="Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).",
     )
+    minimum: int = key(
+        1,
+        gt=0,
+        kw_only=True,
+        help="Leave out clients with fewer images, such as cases of one photo: contrastive losses "
+        "and CCO within a client need two.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,3 +111,4 @@ class Dataset:
     # A digest of each split, wherever its files lie: of their names and lengths or, for files that
     # hold arrays, of the arrays (Fashion-MNIST's files have the names and lengths of MNIST's).
     files: Mapping[str, str] = field(default_factory=dict)
+    val: Split | None = None  # validation images, if ``data.val`` asks for them

@@ -37,7 +37,13 @@ class SplitFiles:
 def load_folder(data: config.Data) -> Dataset:
     """Load the images below ``data.root``, or below its ``train`` and ``test``."""
     root = data_root(data)
-    files = {split: find_split(root, below) for split, below in _find_splits(root).items()}
+    below = _find_splits(root)
+    if data.val:
+        if "test" not in below or not (root / "val").is_dir():
+            fix = "Add val/ beside train/ and test/, or set data.val=false."
+            raise UserError("there are no validation images", key="data.val", value=True, fix=fix)
+        below["val"] = "val"
+    files = {split: find_split(root, folder) for split, folder in below.items()}
     return load_files(data, files, _levels(data, files["train"], (root / "train").is_dir()))
 
 
@@ -130,7 +136,7 @@ def describe_unused(data: config.Data) -> Iterator[str]:
     has_test = (root / "test").is_dir()
     rest = "Evaluation uses test/." if has_test else "Rename it to test to evaluate with it."
     for name in UNUSED if (root / "train").is_dir() else ():
-        if (root / name).is_dir():
+        if (root / name).is_dir() and not (data.val and name == "val"):
             yield f"data.root={root}: {name}/ is not used. {rest}"
 
 
@@ -208,10 +214,12 @@ def load_files(
     for split, part in files.items():
         _check_files(data, split, part, levels)
     classes = _folder_names("class", levels, [files["train"]])
-    unknown = set(_folder_names("class", levels, files.values())) - set(classes)
-    if unknown:
-        problem = f"test/ has classes that train/ lacks: {', '.join(sorted(unknown))}"
-        raise root_error(data.root, problem, "Add them to train/, or remove them from test/.")
+    for split, part in files.items():
+        unknown = set(_folder_names("class", levels, [part])) - set(classes)
+        if unknown:
+            problem = f"{split}/ has classes that train/ lacks: {', '.join(sorted(unknown))}"
+            fix = f"Add them to train/, or remove them from {split}/."
+            raise root_error(data.root, problem, fix)
     rows = {split: part.rows for split, part in files.items()}
     decoded = decode_splits(
         data_root(data), rows, data.size, cache_folder(data), data.name, unpaired
@@ -228,8 +236,8 @@ def load_files(
         for split, part in read.items()
     }
     digests = {split: digest_names(part.rows) for split, part in read.items()}
-    train, test = splits["train"], splits.get("test")
-    return Dataset(data.name, train, test, _to_text(classes), _to_text(clients), digests)
+    train, test, val = splits["train"], splits.get("test"), splits.get("val")
+    return Dataset(data.name, train, test, _to_text(classes), _to_text(clients), digests, val)
 
 
 def _check_files(data: config.Data, split: str, part: SplitFiles, levels: tuple[str, ...]) -> None:

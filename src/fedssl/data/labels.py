@@ -49,6 +49,19 @@ def draw_labels(
     return torch.from_numpy(np.sort(chosen))
 
 
+def draw_any(labels: Tensor, count: int, seed: int, *, key: str, value: object) -> Tensor:
+    """Draw ``count`` labelled samples regardless of their class; return their sorted indices.
+
+    Nested, as in ``draw_labels``. DERM's classes are far from equal in size (DCCO, section 4.1).
+    """
+    labelled = np.flatnonzero(labels.cpu().numpy() >= 0)
+    if count > len(labelled):
+        problem = f"there are only {len(labelled)} labelled samples"
+        raise UserError(problem, key=key, value=value, fix=f"Use at most {len(labelled)}.")
+    order = random.permutation(random.key(seed, "labels"), len(labelled))
+    return torch.from_numpy(np.sort(labelled[order[:count]]))
+
+
 def draw_share(
     labels: Tensor,
     share: float,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedssl import config
-from fedssl.data.dataset import Dataset
+from fedssl.data.dataset import Dataset, Split
 from fedssl.data.folders import load_folder, load_paired
 from fedssl.data.labels import draw_labels
 from fedssl.data.places import check_root
@@ -85,12 +85,11 @@ def convert_channels(dataset: Dataset, channels: Sequence[int]) -> Dataset:
 
 
 def _change_images(dataset: Dataset, change: Callable[[Images], Images]) -> Dataset:
-    train, test = dataset.train, dataset.test
-    return dataclasses.replace(
-        dataset,
-        train=dataclasses.replace(train, images=change(train.images)),
-        test=test and dataclasses.replace(test, images=change(test.images)),
-    )
+    def changed(split: Split) -> Split:
+        return dataclasses.replace(split, images=change(split.images))
+
+    test, val = dataset.test and changed(dataset.test), dataset.val and changed(dataset.val)
+    return dataclasses.replace(dataset, train=changed(dataset.train), test=test, val=val)
 
 
 def _to_channels(pixels: Tensor, channels: int) -> Tensor:

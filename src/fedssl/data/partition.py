@@ -26,7 +26,19 @@ def partition(params: PartitionParams, split: Split, classes: int, seed: int) ->
         groups = chosen(params).split(split, classes, seed)
     if params.name not in VARIANTS["partition"]:
         _check_groups(groups, len(split), params.name)
-    return groups if params.fraction == 1 else _keep_fraction(groups, params.fraction, seed)
+    if params.fraction < 1:
+        groups = _keep_fraction(groups, params.fraction, seed)
+    return groups if params.minimum == 1 else _leave_out_small(params, groups)
+
+
+def _leave_out_small(params: PartitionParams, groups: Groups) -> Groups:
+    """Leave out the clients with fewer samples than the loss needs."""
+    large = np.flatnonzero(groups.sizes >= params.minimum)
+    if not len(large):
+        most = groups.sizes.max()
+        raise key_error(params, "minimum", "no client has so many images", f"Use at most {most}.")
+    members, sizes = groups.select(large)
+    return Groups(members, np.concatenate(([0], np.cumsum(sizes))))
 
 
 def _keep_fraction(groups: Groups, fraction: float, seed: int) -> Groups:

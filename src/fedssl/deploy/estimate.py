@@ -68,7 +68,7 @@ class _IdleCohort(RemoteCohort):
 
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
         super().__init__(engine, ids, round)
-        self.minimum = 0
+        self.minimum, self.dropout = 0, 0.0
         # No noise, which one site's weight might not outweigh.
         self.aggregator = Aggregator() if engine.aggregator.allows_client_logs else SumsOnly()
         self.responded = self.ids.tolist()

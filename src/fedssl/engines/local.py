@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedssl.data.random import key
 from fedssl.engines.base import Engine
 from fedssl.engines.host_states import HostStates
 from fedssl.engines.remote.codec import MalformedError, check_like, describe_tree
@@ -88,13 +89,15 @@ class LocalCohort(Cohort):
     """A cohort whose clients all live in this process."""
 
     def __init__(self, engine: LocalEngine, ids: NDArray[np.int64], round: int) -> None:
-        algorithm = engine.algorithm
+        algorithm, config = engine.algorithm, engine.trainer.config
         super().__init__(
             ids,
-            engine.trainer.config.cohort.minimum,
+            config.cohort.minimum,
             algorithm.weight,
             engine.aggregator,
             counts_traffic=not algorithm.pools_data,
+            dropout=config.cohort.dropout,
+            draw=key(config.seed, "dropout", round),
         )
         self.engine = engine
         self.round = round
@@ -160,7 +163,7 @@ class LocalCohort(Cohort):
         chunks = self._chunks() if merge else np.split(self.ids, len(self.ids))
         if merge and len(chunks) == 1:
             # One merged client for all exchanges of the round: it remembers its forward pass.
-            if self._merged is None:
+            if self._merged is None or len(self._merged.sizes) != len(self.ids):
                 self._merged = self.engine.client(self.ids, self.round, remember=True)
             yield self.ids, self._merged
             return

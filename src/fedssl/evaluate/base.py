@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedssl.config import Config, Evaluate
 from fedssl.data.dataset import Dataset, Groups, Split
-from fedssl.data.labels import draw_labels, draw_share
+from fedssl.data.labels import draw_any, draw_labels, draw_share
 from fedssl.engines.base import Engine
 from fedssl.evaluate import linear
 from fedssl.evaluate.features import Labelled, extract, pool_cases, units
@@ -115,6 +115,12 @@ class EvaluatedModel:
         return self._split(self.data.train)
 
     @cached_property
+    def val(self) -> SplitFeatures:
+        """The validation images."""
+        assert self.data.dataset.val is not None
+        return self._split(self.data.dataset.val)
+
+    @cached_property
     def test(self) -> SplitFeatures:
         """The test images."""
         assert self.data.test is not None
@@ -199,6 +205,9 @@ class Protocol(ABC):
             return np.arange(len(labels))
         keywords: dict[str, Any] = {"classes": len(classes), "seed": data.config.seed}
         keywords |= {"key": self.key, "value": self.spec, "names": classes}
+        if isinstance(self.amount, int) and data.settings.preset == "derm":
+            place: dict[str, Any] = {"key": self.key, "value": self.spec}
+            return draw_any(labels, self.amount, data.config.seed, **place).numpy()
         if isinstance(self.amount, int):
             return draw_labels(labels, self.amount, **keywords).numpy()
         if train.cases is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 
 from fedssl.config import Optimizer
 from fedssl.data import random
-from fedssl.evaluate.base import EvaluatedModel, Protocol
+from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import (
     Labelled,
     average,
@@ -27,6 +29,12 @@ from fedssl.evaluate.features import (
 from fedssl.evaluate.linear import FEW, Training, batches, make_step, zero_head
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.training import optim
+from fedssl.util.errors import UserError
+
+DERM_RATES = (3e-4, 1e-4)
+DERM = Training(Optimizer("adam", 3e-4), steps=100_000, batch=128, schedule=optim.constant)
+LOOK_EVERY = 500  # steps between looks at the validation cases
+PATIENCE = 20  # looks
 
 
 class FineTuned(Protocol):
@@ -39,10 +47,22 @@ class FineTuned(Protocol):
         """Fine-tune a copy of the encoder; flips are the only augmentation (appendix B)."""
         data, encoder = model.data, model.encoder
         train = model.train.labelled.take(self.draw(data))
+        if data.settings.preset == "derm":
+            tuned = search(encoder, data.classes, train, model.val.labelled, data.config.seed)
+            return {self.measure: score(tuned, model.test.labelled)}
         training = choose_training(len(train.groups), data.settings.preset)
         head = new_head(encoder, data.classes)
         tuned = fine_tune(encoder, head, train, training, data.config.seed)
         return {self.measure: score(tuned, model.test.labelled)}
+
+    def check(self, data: EvaluationData) -> None:
+        """Check that there are validation images if the preset chooses on them."""
+        super().check(data)
+        val = data.dataset.val
+        if data.settings.preset == "derm" and (val is None or not (val.full_labels >= 0).any()):
+            fix = "Put labelled images into val/ and set data.val=true, or use the preset dcco."
+            problem = "there are no labelled validation images to choose the training on"
+            raise UserError(problem, key="evaluate.preset", value="derm", fix=fix)
 
 
 def choose_training(count: int, preset: str) -> Training:
@@ -54,6 +74,35 @@ def choose_training(count: int, preset: str) -> Training:
     rule = Optimizer("adam", 5e-3 if preset == "dcco" else 1e-3)
     steps, batch = (40, 128) if count < FEW else (100, 256)
     return Training(rule, steps=steps, batch=batch)
+
+
+def search(
+    encoder: nn.Module, classes: int, train: Labelled, val: Labelled, seed: int
+) -> Classifier:
+    """Fine-tune with each of DERM's rates; return the model that is best on validation cases.
+
+    DCCO, appendix B: Adam with batches of 128, the best of two rates and of up to 100,000 steps.
+    The paper names no schedule, so the rate is constant: fewer steps are the same training cut
+    short. Training stops where ``PATIENCE`` looks in a row bring nothing better.
+    """
+    best, chosen = -1.0, None
+    for rate in DERM_RATES:
+        training = replace(DERM, rule=replace(DERM.rule, lr=rate)).over(len(train.groups))
+        worse = 0
+
+        def look(step: int, model: Classifier, steps: int = training.steps) -> bool:
+            nonlocal best, chosen, worse
+            if step % LOOK_EVERY and step != steps:
+                return False
+            found = score(model, val)
+            worse = 0 if found > best else worse + 1
+            if found > best:
+                best, chosen = found, copy.deepcopy(model)
+            return worse == PATIENCE
+
+        fine_tune(encoder, new_head(encoder, classes), train, training, seed, look=look)
+    assert chosen is not None
+    return chosen
 
 
 def new_head(encoder: nn.Module, classes: int) -> nn.Linear:
@@ -88,8 +137,12 @@ def fine_tune(
     training: Training,
     seed: int,
     flips: bool = True,
+    look: Callable[[int, Classifier], bool] | None = None,
 ) -> Classifier:
-    """Train a head and a copy of the encoder on the labelled cases, batch norm included."""
+    """Train a head and a copy of the encoder on the labelled cases, batch norm included.
+
+    ``look`` sees the model after each step, and returns whether that was the last one.
+    """
     model, training = Classifier(copy.deepcopy(encoder), head), training.over(len(train.groups))
     model.requires_grad_(True).train()
     flat = FlatWeights(model)
@@ -108,6 +161,8 @@ def fine_tune(
             assert weight.grad is not None
             weight.grad.mul_(training.head)
         make_step(flat, state, training, training.rate(step))
+        if look is not None and look(step + 1, model):
+            break
     return model
 
 

@@ -105,13 +105,13 @@ def fit(
     """Return the preset's linear classifier.
 
     ``logistic`` solves a convex problem and needs no seed. ``dcco``, ``fedema`` and ``ccl`` are the
-    papers' trainings, whose batches depend on the seed. Features are computed once, from plain
-    images; DCCO's flips are for its fine-tuning only.
+    papers' trainings (``derm`` is ``dcco``), whose batches depend on the seed. Features are
+    computed once, from plain images; DCCO's flips are for its fine-tuning only.
     """
     if preset == "logistic":
         return fit_logistic(features, labels, classes)
     dcco = DCCO_FEW if len(features) < FEW else DCCO_MANY
-    training = {"dcco": dcco, "fedema": FEDEMA, "ccl": CCL}[preset]
+    training = {"dcco": dcco, "derm": dcco, "fedema": FEDEMA, "ccl": CCL}[preset]
     return train(features, labels, classes, training, seed)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fedssl.data.random import mix, uniform
 from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.federation.task import ClientTask, get_task
 from fedssl.federation.traffic import Argument, Traffic
@@ -22,7 +24,8 @@ class Cohort(ABC):
     """The clients of one round. Engines differ in how they ask clients, not in these rules.
 
     A reply that does not come is not in the mean. A client that did not answer one exchange is not
-    asked in the next. With fewer than ``minimum`` replies the round is skipped.
+    asked in the next. With fewer than ``minimum`` replies the round is skipped. ``dropout``
+    simulates this: before each exchange every client leaves the round with that probability.
     """
 
     def __init__(
@@ -32,9 +35,13 @@ class Cohort(ABC):
         weight: Weight = "samples",
         aggregator: Aggregator | None = None,
         counts_traffic: bool = True,
+        dropout: float = 0.0,
+        draw: int = 0,
     ) -> None:
         self.ids = np.sort(ids)
         self.minimum = minimum
+        self.dropout = dropout
+        self.draw = draw  # state of the random numbers of ``dropout``
         self.weight: Weight = weight
         self.aggregator = aggregator or Aggregator()
         self.traffic = Traffic(counts_traffic)
@@ -44,14 +51,19 @@ class Cohort(ABC):
 
     def mean(self, task: Task, *payload: Any) -> Any:
         """Return the mean of the clients' replies; the server learns nothing else."""
-        return self._mean(get_task(task, "mean", payload), as_arguments(payload))
+        declared = get_task(task, "mean", payload)
+        self._drop_out(declared)
+        return self._mean(declared, as_arguments(payload))
 
     def gather(self, task: Task, *payload: Any) -> dict[int, Any]:
         """Return each client's reply, for algorithms that route things between clients.
 
         Nobody is asked for numbers for the log if the server may see clients only in sums.
         """
-        return self._gather(get_task(task, "gather", payload), as_arguments(payload))
+        declared = get_task(task, "gather", payload)
+        if not declared.is_logged:
+            self._drop_out(declared)
+        return self._gather(declared, as_arguments(payload))
 
     @abstractmethod
     def ask(self, task: ClientTask, payload: tuple[Argument, ...]) -> Iterator[Answer]:
@@ -61,6 +73,13 @@ class Cohort(ABC):
         In a mean the engine may answer for several clients at once with their mean reply, if the
         algorithm says that this is exact.
         """
+
+    def _drop_out(self, task: ClientTask) -> None:
+        """Let clients leave before an exchange, drawn alike on every engine."""
+        if self.dropout:
+            self.draw = mix(self.draw, 1)
+            drawn = uniform(mix(self.draw, torch.from_numpy(self.ids)), 1)[:, 0].numpy()
+            self._keep(task, self.ids[drawn >= self.dropout])
 
     def _mean(self, task: ClientTask, payload: tuple[Argument, ...]) -> Tree | None:
         answered: list[NDArray[np.int64]] = []
@@ -108,6 +127,12 @@ class Cohort(ABC):
         """End an exchange: count its bytes, drop clients that did not answer, and may stop."""
         self._count(task, payload, answered)
         self.passes += task.trains or 0
+        self._keep(task, answered, failure)
+
+    def _keep(
+        self, task: ClientTask, answered: NDArray[np.int64], failure: TooFewReplies | None = None
+    ) -> None:
+        """Go on with the clients that answer, unless these are too few."""
         self.missing += len(self.ids) - len(answered)
         self.ids = answered
         if failure is not None:

@@ -63,5 +63,5 @@ def check_client_sizes(
             f"objective.name={loss} every client needs at least {needed}",
             key="algorithm.name",
             value=method,
-            fix="Use larger clients, or an algorithm that needs fewer images of each.",
+            fix=f"Leave such clients out with partition.minimum={needed}, or use larger ones.",
         )

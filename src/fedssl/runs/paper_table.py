@@ -22,6 +22,7 @@ def format_tables(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
         folder = str(group[0].root / name)
         chosen = [line for job in group for line in _chosen(job, jobs)]
         given = [f"with {' '.join(words)}"] if words else []
+        given += _left_out(group)
         blocks.append("\n".join([head, _grid(group), *_caption(group), *chosen, *given, folder]))
     return "\n\n".join(blocks)
 
@@ -53,7 +54,19 @@ def _grid(jobs: Sequence[Job]) -> str:
 
 def _label(job: Job, measure: str) -> str:
     """Name the measure if the column alone is not clear."""
-    return "" if job.column and len(job.measures) < 2 else name_measure(measure)
+    is_clear = job.column and len(job.measures) < 2 and (not job.paper or measure in job.paper)
+    return "" if is_clear else name_measure(measure)
+
+
+def _left_out(jobs: Sequence[Job]) -> list[str]:
+    """Name the rows that lack a key of the command."""
+    rows: dict[str, dict[str, None]] = {}
+    for job in jobs:
+        for word in job.left_out:
+            rows.setdefault(word, {})[job.row] = None
+    return [
+        f"{word}: left out for {', '.join(names)}, without this key" for word, names in rows.items()
+    ]
 
 
 def _cell(job: Job, measure: str) -> str:
@@ -74,7 +87,9 @@ def _caption(jobs: Sequence[Job]) -> list[str]:
         *_unlike(jobs, lambda s: s.rounds, "scaled: {} of {} rounds"),
         *_unlike(jobs, lambda s: s.data.name, "data {} for {}"),
     ]
-    other = dict.fromkeys(k for j in jobs for k in j.changed if k not in ("rounds", "data.name"))
+    # Other protocols measure more or less, but measure the same.
+    said = ("rounds", "data.name", "evaluate.protocols")
+    other = dict.fromkeys(k for j in jobs for k in j.changed if k not in said)
     if other:
         reasons.append("other " + ", ".join(other))
     return [f"{'; '.join(reasons)}: not comparable with the paper's numbers"] if reasons else []

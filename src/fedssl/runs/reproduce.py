@@ -51,6 +51,7 @@ class Job(PlannedRun):
     published: Config
     command: str
     choice: str  # of the values that are searched, those of this run
+    left_out: tuple[str, ...] = ()  # words with keys that this row lacks and others have
 
     @property
     def table_file(self) -> Path:
@@ -143,28 +144,31 @@ class Job(PlannedRun):
 
     @property
     def measures(self) -> list[str]:
-        """The measures to compare; by default the first accuracy.
+        """The measures to compare: the paper's, or by default the first accuracy.
 
-        Of personal and global models both are shown; the paper's number stands at the one that is
-        compared.
+        With other protocols than the recipe's, all that were measured. Of personal and global
+        models both are shown; the paper's number stands at the one that is compared.
         """
-        if BOTH_MODELS & self.paper.keys():
-            return sorted(BOTH_MODELS)
-        if self.paper:
-            return list(self.paper)
-        return self.tops[:1]
+        both = BOTH_MODELS & self.paper.keys()
+        printed = sorted(BOTH_MODELS) if both else list(self.paper)
+        if self.settings.evaluate.protocols == self.published.evaluate.protocols:
+            return printed or self.tops[:1]
+        asked = [m for m in printed if m in self.tops or not m.endswith("_top1")]
+        return [*asked, *(m for m in self.tops if m not in printed)] or printed
 
 
 def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
     """List the runs of the recipes that match a pattern."""
     share = _read_scale(scale)
     root = out or (ROOT if share == 1 else ROOT / f"scale-{share:g}")
+    recipes = {name: config.read_recipe(name) for name in config.match_recipes(pattern)}
+    left_out = _find_lacking(recipes, words)
     jobs = []
-    for name in config.match_recipes(pattern):
-        recipe = config.read_recipe(name)
+    for name, recipe in recipes.items():
         table, row, column = _find_place(name)
+        own = [word for word in words if word not in left_out[name]]
         with name_in_errors(name, "recipe"):
-            tree = config.apply_words(recipe, words)
+            tree = config.apply_words(recipe, own)
             for choice, settings in _list_choices(tree).items():
                 job = Job(
                     label=f"{name} {choice}".strip(),
@@ -176,13 +180,30 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
                     row=row,
                     column=column,
                     published=config.resolve(recipe),
-                    command=_command(
-                        name, words, share, _values(settings, config.find_sweep(tree))
-                    ),
+                    command=_command(name, own, share, _values(settings, config.find_sweep(tree))),
                     choice=choice,
+                    left_out=left_out[name],
                 )
                 jobs.append(job)
     return jobs
+
+
+def _find_lacking(
+    recipes: Mapping[str, config.Recipe], words: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return, by recipe, the words whose keys it lacks and another one has."""
+    lacking: dict[str, list[str]] = {name: [] for name in recipes}
+    trees = {name: config.apply_words(recipe, words) for name, recipe in recipes.items()}
+    for word in words:
+        key = word.partition("=")[0].strip()
+        section = key.partition(".")[0]
+        if section in config.VARIANTS and key != section:
+            lacks = [
+                n for n, t in trees.items() if key not in config.section_types(section, t[section])
+            ]
+            for name in lacks if len(lacks) < len(trees) else ():
+                lacking[name].append(word)
+    return {name: tuple(found) for name, found in lacking.items()}
 
 
 def _list_choices(tree: config.Recipe) -> dict[str, Config]:

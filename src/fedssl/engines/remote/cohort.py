@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedssl.data.random import key
 from fedssl.engines.remote.codec import MalformedError, check_like, unpack
 from fedssl.engines.remote.messages import (
     LONGEST_FAULT,
@@ -39,8 +40,14 @@ class RemoteCohort(Cohort):
     def __init__(self, engine: RemoteEngine, ids: NDArray[np.int64], round: int) -> None:
         self.engine = engine
         self.config = engine.trainer.config
-        minimum = self.config.cohort.minimum
-        super().__init__(ids, minimum, engine.algorithm.weight, engine.aggregator)
+        super().__init__(
+            ids,
+            self.config.cohort.minimum,
+            engine.algorithm.weight,
+            engine.aggregator,
+            dropout=self.config.cohort.dropout,
+            draw=key(self.config.seed, "dropout", round),
+        )
         self.round = round
         self.exchange = 0
         self.replies = ReplyChecker(engine)
