@@ -367,6 +367,7 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
         (["evaluate.every=1", SEARCH[1]], "evaluate.protocols"),
         (["evaluate.monitor=heldout@10%"], "evaluate.monitor"),
         ([*SEARCH, "seed=[0,1]"], "seed"),
+        ([*SEARCH, "partition.seed=[0,1]"], "partition.seed"),
         ([*SEARCH, "server.lr=[0.1,0]"], "server.lr"),
     ],
 )

@@ -22,6 +22,14 @@ class PartitionParams:
         kw_only=True,
         help="Share of its samples that a client keeps (FedEMA, Table 12; Dec-SSL, B.7).",
     )
+    seed: int | None = key(
+        None,
+        ge=0,
+        kw_only=True,
+        help="Seed of the draws of images: those of each client, held-out and public images, and "
+        "labelled images. `null`: `seed`. With a number, runs that differ in `seed` have the same "
+        "images at each client.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ class ModelEvaluator:
     @cached_property
     def client_test_images(self) -> Tensor:
         """The test images, rotated or stylized like their client's training images."""
-        data, seed = self.data, self.data.config.seed
+        data, seed = self.data, self.data.config.split_seed
         test, params = data.test, data.config.partition
         assert test is not None
         images = test.images[data.modality]

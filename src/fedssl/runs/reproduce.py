@@ -189,7 +189,7 @@ def _list_choices(tree: config.Recipe) -> dict[str, Config]:
     """Return a run for each combination of values; no test image may choose among them."""
     found = list_runs(tree)
     for key, values in config.find_sweep(tree).items():
-        if key == "seed":
+        if key in ("seed", "partition.seed"):
             fix = "Run each with its own --out."
             raise UserError("a seed is not chosen", key=key, value=values, fix=fix)
         if not all(find_chooser(settings.evaluate) for settings in found.values()):
