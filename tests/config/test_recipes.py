@@ -300,6 +300,29 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ),
         ("fedema/table9/without-ema/cifar10-iid", {"objective.momentum": 1}),
         ("fedema/table1/fedmocov1/cifar10-noniid", {"augment.name": "moco-v1"}),
+        # As EasyFL's applications/fedssl has them.
+        (
+            "fedema/table1/fedmocov1-program/cifar10-noniid",
+            {
+                "augment.name": "moco-v1",
+                "objective.projector": [128],
+                "algorithm.replace": "both",
+                "schedule": "constant",
+            },
+        ),
+        (
+            "fedema/table1/fedmocov2-program/cifar100-noniid",
+            {
+                "augment.name": "fedema",
+                "objective.projector": [512, 128],
+                "algorithm.replace": "both",
+                "schedule": "cosine",
+            },
+        ),
+        (
+            "fedema/table1/fedsimclr-program/cifar10-noniid",
+            {"objective.preset": "fedema", "objective.joint": True},
+        ),
         ("fedema/table8/fedbyol/100-classes", {"partition.classes": 100, "data.name": "cifar100"}),
         ("fedema/table4/fedu/cifar10-1pct", {"data.holdout": 0.01, "evaluate.head": "mlp"}),
         ("ccl/table2/fedsimclr/cifar10-iid", {"evaluate.head": "linear"}),
@@ -396,7 +419,7 @@ def test_names_that_are_no_recipe(name: str, sentence: str) -> None:
 
 
 def test_a_prefix_is_a_whole_part_of_the_name() -> None:
-    assert len(config.match_recipes("fedema/table1")) == 10  # and none of tables 10 to 12
+    assert len(config.match_recipes("fedema/table1")) == 16  # and none of tables 10 to 12
     assert len(config.match_recipes("fedema/table3/*/cifar10-noniid")) == 5
     assert config.match_recipes("default") == ["default"]
     with pytest.raises(UserError, match=r"did you mean fedema/table3\?"):
