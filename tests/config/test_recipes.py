@@ -242,7 +242,9 @@ def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
         ("fedema/figure10b/encoder-0.9/predictor-0.9", "linear_top1", 54.52),
         ("perfcl/table1/fedsimsiam/cifar100", "linear_top1", 43.59),
         ("perfcl/table2/fedbyol/lambda-0.5", "per-client_personal_top1", 79.36),
-        ("perfcl/table3/fedsimclr/lambda-0", "per-client_global_top1", 54.16),
+        ("perfcl/table3/fedsimclr/lambda-0", "per-client_personal_top1", 54.16),
+        ("perfcl/table3-fedprox/fedsimclr/lambda-0", "per-client_global_top1", 54.16),
+        ("perfcl/table2-fedprox/fedsimsiam/lambda-0.5", "per-client_global_top1", 72.94),
         ("dcco/appendix-c/byol/group-norm", "linear@5000_top1", 3),
         ("fedema/table5/resnet50-fedca/cifar100-noniid", "linear_top1", 42.34),
         ("decssl/table2-top/featarc/noniid", "per-client_personal_top1", 84.63),
@@ -330,12 +332,27 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
         ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
+        ("perfcl/table3-fedprox/fedbyol/lambda-0.1", {"algorithm.mu": 0.1, "rounds": 200}),
+        ("perfcl/table2/fedbyol/lambda-5", {"augment.name": "simclr", "augment.noise": 0.05}),
         ("fedema/figure10b/encoder-0.3/predictor-0.7", {"algorithm.decay": [0.3, 0.7]}),
     ],
 )
 def test_the_papers_settings(key: str, paper: dict[str, Any]) -> None:
     flat = config.flatten(TREES[key])
     assert {name: flat[name] for name in paper} == paper
+
+
+@pytest.mark.parametrize("table", ["table2", "table3"])
+def test_each_grid_of_perfcl_compares_one_kind_of_model_at_five_weights(table: str) -> None:
+    readings = {table: ("lambda", "personal"), f"{table}-fedprox": ("mu", "global")}
+    for file, (key, model) in readings.items():
+        cells = {name: TREES[name] for name in config.match_recipes(f"perfcl/{file}")}
+        weights = [tree["algorithm"][key] for tree in cells.values()]
+        assert weights == 3 * [0, 0.1, 0.5, 1, 5]
+        printed = [set(tree["paper"].get("results", {})) for tree in cells.values()]
+        assert set().union(*printed) == {f"per-client_{model}_top1"}
+        for name, tree in cells.items():
+            assert f"per-client_{model}_top1" in reported(tree), name
 
 
 TABLE = """

@@ -145,11 +145,12 @@ class Job(PlannedRun):
     def measures(self) -> list[str]:
         """The measures to compare; by default the first accuracy.
 
-        Of personal and global models both are shown; the paper's number stands at the one that is
-        compared.
+        Of personal and global models both are shown, if the run has both; the paper's number stands
+        at the one that is compared.
         """
-        if BOTH_MODELS & self.paper.keys():
-            return sorted(BOTH_MODELS)
+        tops = self.tops
+        if BOTH_MODELS & (self.paper.keys() or set(tops)):
+            return sorted(m for m in BOTH_MODELS if m in self.paper or not tops or m in tops)
         if self.paper:
             return list(self.paper)
         return self.tops[:1]
