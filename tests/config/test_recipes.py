@@ -140,6 +140,7 @@ def reported(tree: dict[str, Any]) -> set[str]:
             found.add("per-client_global_top1")
         if tree["algorithm"]["name"] in PERSONAL:
             found.add("per-client_personal_top1")
+        found |= {f"per-client_lambda-{v:g}_top1" for v in tree["algorithm"].get("also", ())}
     return found | {f"rounds_to_{target}" for target in evaluate.get("targets", ())}
 
 
@@ -349,6 +350,15 @@ def test_each_grid_of_perfcl_compares_one_kind_of_model_at_five_weights(table: s
         cells = {name: TREES[name] for name in config.match_recipes(f"perfcl/{file}")}
         weights = [tree["algorithm"][key] for tree in cells.values()]
         assert weights == 3 * [0, 0.1, 0.5, 1, 5]
+        if model == "personal":
+            column = {"table2": "cifar10", "table3": "cifar100"}[table]
+            for name, tree in cells.items():  # one run has the numbers of the grid's row
+                row, weight = name.split("/")[2], tree["algorithm"][key]
+                whole = TREES[f"perfcl/ditto/{row}/{column}"]
+                measure = "personal" if weight == 0 else f"lambda-{weight}"
+                number = whole["paper"]["results"].get(f"per-client_{measure}_top1")
+                assert number == tree["paper"].get("results", {}).get("per-client_personal_top1")
+                assert whole["algorithm"]["also"] == [0.1, 0.5, 1, 5]
         printed = [set(tree["paper"].get("results", {})) for tree in cells.values()]
         assert set().union(*printed) == {f"per-client_{model}_top1"}
         for name, tree in cells.items():

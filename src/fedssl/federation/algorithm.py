@@ -36,8 +36,8 @@ class Algorithm(ABC):
 
     A task is a method with the decorator :func:`~fedssl.federation.task.client_task`. Subclasses
     may also set ``Params``, ``result``, ``weight`` and ``pools_data``, and override
-    :meth:`validate`, :attr:`minimum_images`, :meth:`exact_on_union`, :meth:`server_model` and
-    :meth:`personal_weights`.
+    :meth:`validate`, :attr:`minimum_images`, :meth:`exact_on_union`, :meth:`server_model`,
+    :meth:`personal_weights` and :meth:`further_models`.
     """
 
     Params: ClassVar[type[AlgorithmParams]] = AlgorithmParams
@@ -91,6 +91,10 @@ class Algorithm(ABC):
             return model if self.result.evaluated == "personal" else None
         norm = state.get("norm")
         return None if norm is None else model.index_copy(0, kept, norm.to(model))
+
+    def further_models(self, state: State) -> dict[str, Tensor]:
+        """Return further models of the client with this state by name, for ``per-client``."""
+        return {}
 
     @classmethod
     def tasks(cls) -> dict[str, ClientTask]:

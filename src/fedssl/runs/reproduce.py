@@ -150,7 +150,8 @@ class Job(PlannedRun):
         """
         tops = self.tops
         if BOTH_MODELS & (self.paper.keys() or set(tops)):
-            return sorted(m for m in BOTH_MODELS if m in self.paper or not tops or m in tops)
+            own = {m for m in tops if m.startswith("per-client_")}
+            return sorted(own | self.paper.keys() if tops else BOTH_MODELS)
         if self.paper:
             return list(self.paper)
         return self.tops[:1]
