@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, made_split, relative, siamese, step
+from helpers import engine_of, groups_of, made_split, refused, relative, siamese, step
 from plain import Plain, assert_network, loops_of
 from rounds import run_of
 from safetensors.torch import load_file
@@ -73,6 +73,38 @@ def test_a_large_lambda_holds_personal_models_to_the_global_one() -> None:
         distances.append([float((s["personal"]["weights"] - path[-2]).norm()) for s in own])
     for of_one in zip(*distances, strict=True):
         assert list(of_one) == sorted(of_one, reverse=True) and of_one[-1] < 0.9 * of_one[0]
+
+
+@pytest.mark.parametrize("objective", ["byol", "moco"])
+def test_one_run_serves_several_lambdas(objective: str) -> None:
+    """Bit for bit the models that a run for each λ has, beside one global model."""
+    path, states = trained(ditto(objective, "algorithm.lambda=0", "algorithm.also=[0.5,5]"))
+    for lambda_, name in ((0, "personal"), (0.5, "lambda-0.5"), (5, "lambda-5")):
+        alone, expected = trained(ditto(objective, f"algorithm.lambda={lambda_}"))
+        assert all(map(torch.equal, path, alone))
+        for mine, other in zip(states, expected, strict=True):
+            assert mine[name].keys() == other["personal"].keys()
+            assert torch.equal(mine[name]["weights"], other["personal"]["weights"])
+            assert torch.equal(mine[name]["target"], other["personal"]["target"])
+
+
+def test_each_further_lambda_is_evaluated_in_the_clients() -> None:
+    session = small("algorithm.lambda=0", "algorithm.also=[0.5,5]")
+    result = step(session.engine, session.server, 0)
+    assert result.passes == 4
+    models, evaluator = session.models, session.evaluator
+    results, further = evaluator.evaluate_clients(models), models.further_models()
+    assert list(further) == ["lambda-0.5", "lambda-5"]
+    for name, own in further.items():
+        scores = [evaluator._score_clients(weights)[k] for k, weights in own.items()]
+        assert results[f"per-client_{name}_top1"] == pytest.approx(float(np.mean(scores)))
+        assert evaluator.client_scores[name].keys() == evaluator.client_scores["personal"].keys()
+
+
+@pytest.mark.parametrize("also", ["[0.5,0.5]", "[0.1]"])
+def test_a_lambda_is_given_once(also: str) -> None:
+    with refused("algorithm.also"):
+        ditto("byol", "algorithm.lambda=0.1", f"algorithm.also={also}")
 
 
 @pytest.mark.parametrize("objective", ["byol", "simclr"])

@@ -142,6 +142,7 @@ def reported(tree: dict[str, Any]) -> set[str]:
             found.add("per-client_global_top1")
         if tree["algorithm"]["name"] in PERSONAL:
             found.add("per-client_personal_top1")
+        found |= {f"per-client_lambda-{v:g}_top1" for v in tree["algorithm"].get("also", ())}
     return found | {f"rounds_to_{target}" for target in evaluate.get("targets", ())}
 
 
@@ -244,7 +245,6 @@ def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
         ("fedema/figure10b/encoder-0.9/predictor-0.9", "linear_top1", 54.52),
         ("perfcl/table1/fedsimsiam/cifar100", "linear_top1", 43.59),
         ("perfcl/table2/fedbyol/lambda-0.5", "per-client_personal_top1", 79.36),
-        ("perfcl/table3/fedsimclr/lambda-0", "per-client_global_top1", 54.16),
         ("dcco/table1/dcco/noniid-1", "finetune@5000_top1", 51.5),
         ("dcco/table1/contrastive-fedavg/iid-8", "linear@500_top1", 27.8),
         ("dcco/table1/cco-fedavg/noniid-16", "linear@5000_top1", 30.7),
@@ -253,6 +253,9 @@ def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
         ("dcco/table2/dcco/clients-256", "finetune@3057_top1", 51.1),
         ("dcco/table2/contrastive-fedavg/clients-64", "finetune@1524_top1", 38.9),
         ("dcco/table2/supervised/pooled", "finetune_top1", 39.2),
+        ("perfcl/table3/fedsimclr/lambda-0", "per-client_personal_top1", 54.16),
+        ("perfcl/table3-fedprox/fedsimclr/lambda-0", "per-client_global_top1", 54.16),
+        ("perfcl/table2-fedprox/fedsimsiam/lambda-0.5", "per-client_global_top1", 72.94),
         ("dcco/appendix-c/byol/group-norm", "linear@5000_top1", 3),
         ("fedema/table5/resnet50-fedca/cifar100-noniid", "linear_top1", 42.34),
         ("decssl/table2-top/featarc/noniid", "per-client_personal_top1", 84.63),
@@ -310,6 +313,29 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ),
         ("fedema/table9/without-ema/cifar10-iid", {"objective.momentum": 1}),
         ("fedema/table1/fedmocov1/cifar10-noniid", {"augment.name": "moco-v1"}),
+        # As EasyFL's applications/fedssl has them.
+        (
+            "fedema/table1/fedmocov1-program/cifar10-noniid",
+            {
+                "augment.name": "moco-v1",
+                "objective.projector": [128],
+                "algorithm.replace": "both",
+                "schedule": "constant",
+            },
+        ),
+        (
+            "fedema/table1/fedmocov2-program/cifar100-noniid",
+            {
+                "augment.name": "fedema",
+                "objective.projector": [512, 128],
+                "algorithm.replace": "both",
+                "schedule": "cosine",
+            },
+        ),
+        (
+            "fedema/table1/fedsimclr-program/cifar10-noniid",
+            {"objective.preset": "fedema", "objective.joint": True},
+        ),
         ("fedema/table8/fedbyol/100-classes", {"partition.classes": 100, "data.name": "cifar100"}),
         ("fedema/table4/fedu/cifar10-1pct", {"data.holdout": 0.01, "evaluate.head": "mlp"}),
         (
@@ -326,12 +352,36 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
         ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
+        ("perfcl/table3-fedprox/fedbyol/lambda-0.1", {"algorithm.mu": 0.1, "rounds": 200}),
+        ("perfcl/table2/fedbyol/lambda-5", {"augment.name": "simclr", "augment.noise": 0.05}),
         ("fedema/figure10b/encoder-0.3/predictor-0.7", {"algorithm.decay": [0.3, 0.7]}),
     ],
 )
 def test_the_papers_settings(key: str, paper: dict[str, Any]) -> None:
     flat = config.flatten(TREES[key])
     assert {name: flat[name] for name in paper} == paper
+
+
+@pytest.mark.parametrize("table", ["table2", "table3"])
+def test_each_grid_of_perfcl_compares_one_kind_of_model_at_five_weights(table: str) -> None:
+    readings = {table: ("lambda", "personal"), f"{table}-fedprox": ("mu", "global")}
+    for file, (key, model) in readings.items():
+        cells = {name: TREES[name] for name in config.match_recipes(f"perfcl/{file}")}
+        weights = [tree["algorithm"][key] for tree in cells.values()]
+        assert weights == 3 * [0, 0.1, 0.5, 1, 5]
+        if model == "personal":
+            column = {"table2": "cifar10", "table3": "cifar100"}[table]
+            for name, tree in cells.items():  # one run has the numbers of the grid's row
+                row, weight = name.split("/")[2], tree["algorithm"][key]
+                whole = TREES[f"perfcl/ditto/{row}/{column}"]
+                measure = "personal" if weight == 0 else f"lambda-{weight}"
+                number = whole["paper"]["results"].get(f"per-client_{measure}_top1")
+                assert number == tree["paper"].get("results", {}).get("per-client_personal_top1")
+                assert whole["algorithm"]["also"] == [0.1, 0.5, 1, 5]
+        printed = [set(tree["paper"].get("results", {})) for tree in cells.values()]
+        assert set().union(*printed) == {f"per-client_{model}_top1"}
+        for name, tree in cells.items():
+            assert f"per-client_{model}_top1" in reported(tree), name
 
 
 TABLE = """
@@ -427,7 +477,7 @@ def test_earlier_names_mean_the_recipes_of_today() -> None:
 
 
 def test_a_prefix_is_a_whole_part_of_the_name() -> None:
-    assert len(config.match_recipes("fedema/table1")) == 10  # and none of tables 10 to 12
+    assert len(config.match_recipes("fedema/table1")) == 16  # and none of tables 10 to 12
     assert len(config.match_recipes("fedema/table3/*/cifar10-noniid")) == 5
     assert config.match_recipes("default") == ["default"]
     with pytest.raises(UserError, match=r"did you mean fedema/table3\?"):

@@ -75,6 +75,7 @@ def test_paths_are_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("fedema/table12/fedbyol/5-clients-50pct", "partition.fraction=0.5", 1.0),
         ("dcco/derm-64", "partition.level=case", "client"),
         ("own.yaml", "engine.workers=4", 2),
+        ("split.yaml", "partition.seed=3", None),
     ],
 )
 def test_keys_for_simulations_are_left_out_with_a_line(
@@ -87,6 +88,7 @@ def test_keys_for_simulations_are_left_out_with_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("engine: {name: flower, workers: 4, timeout: 90}\n")
+    Path("split.yaml").write_text("partition: {name: iid, seed: 3}\n")
     config = adapt_recipe(recipe, WORDS)
     section, _, name = key.partition("=")[0].partition(".")
     assert getattr(getattr(config, section), name) == default

@@ -11,10 +11,11 @@ import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, train
 from lightly.loss import NegativeCosineSimilarity, NTXentLoss
 from lightly.models.utils import update_momentum
-from plain import flat_params
+from plain import flat_params, network_of
 from torch import Tensor
 
 from fedssl.models.norms import Norm
+from fedssl.objectives.base import Networks
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.byol import BYOL
 from fedssl.objectives.memory import Target
@@ -45,6 +46,24 @@ def test_simclr_agrees_with_lightly(temperature: float) -> None:
     encodings = four()[:2]
     ours = SimCLR(SimCLR.Params("simclr", temperature=temperature)).loss(EncodedBatch(encodings))
     assert_same(ours, NTXentLoss(temperature=temperature)(*encodings), encodings)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_simclr_may_normalize_both_views_as_one_batch(joint: bool) -> None:
+    config = siamese("simclr", f"objective.joint={joint}")
+    objective, network = SimCLR(config.objective), network_of(config)
+    generator = torch.Generator().manual_seed(2)
+    views = tuple(torch.randn(2, 6, 1, 8, 8, dtype=torch.float64, generator=generator))
+    before = copy.deepcopy(network.towers[0])
+    tower = copy.deepcopy(before)
+    apart, together = tuple(before(view) for view in views), tower(torch.cat(views)).chunk(2)
+    found = torch.cat(objective.encode(Networks(network, None, {}), views, None)).detach()
+    same, other = (together, apart) if joint else (apart, together)
+    expected = (tower if joint else before).state_dict()
+    assert relative(found, torch.cat(same).detach()) < 1e-12
+    assert relative(found, torch.cat(other).detach()) > 1e-2
+    for name, value in network.towers[0].state_dict().items():
+        torch.testing.assert_close(value, expected[name])  # running statistics too
 
 
 def test_byol_agrees_with_lightly() -> None:

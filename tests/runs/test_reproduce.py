@@ -47,6 +47,26 @@ rows:
 """
 
 
+@pytest.mark.parametrize(
+    ("recipe", "models"),
+    [
+        ("table2/fedbyol/lambda-0.1", ["global", "personal"]),
+        ("table2/fedbyol/lambda-5", ["global", "personal"]),  # no number in the paper
+        ("table2-fedprox/fedbyol/lambda-0.1", ["global"]),
+        ("table2-fedprox/fedbyol/lambda-5", ["global"]),
+    ],
+)
+def test_each_kind_of_model_that_there_is_has_a_column(
+    recipe: str, models: list[str], tmp_path: Path
+) -> None:
+    (job,) = reproduce.plan(f"perfcl/{recipe}", [], "1", tmp_path)
+    measures = [f"per-client_{model}_top1" for model in models]
+    result = dict.fromkeys(["linear_top1", *measures], 50.0)
+    job.folder.mkdir(parents=True)
+    (job.folder / "summary.json").write_text(json.dumps({"result": result, **result}))
+    assert job.measures == measures
+
+
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
@@ -395,6 +415,7 @@ def test_a_search_runs_every_value_and_writes_a_line_for_each(
         (["evaluate.every=1", SEARCH[1]], "evaluate.protocols"),
         (["evaluate.monitor=heldout@10%"], "evaluate.monitor"),
         ([*SEARCH, "seed=[0,1]"], "seed"),
+        ([*SEARCH, "partition.seed=[0,1]"], "partition.seed"),
         ([*SEARCH, "server.lr=[0.1,0]"], "server.lr"),
     ],
 )

@@ -40,6 +40,7 @@ CASES = {
     "byol algorithm.name=fedema algorithm.divergence=distance": {"network", "target", "first"},
     "moco algorithm.name=fedavg": {"target", "memory/queue", "memory/seen"},
     "byol algorithm.name=ditto": {"target", "personal/weights", "personal/target"},
+    "byol algorithm.name=ditto algorithm.also=0.5": {"lambda-0.5/weights", "lambda-0.5/target"},
     "moco algorithm.name=ditto algorithm.norm_policy=local": {"norm", "personal/memory/queue"},
     "byol algorithm.name=fedavg algorithm.norm_policy=local": {"norm", "target"},
 }

@@ -58,7 +58,7 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.runs.split import split_clients
     from fedssl.util.device import pick_device
 
-    dataset = load_dataset(settings.data, settings.seed)
+    dataset = load_dataset(settings.data, settings.split_seed)
     sources = find_sources(settings, dataset, pick_device(settings.device))
     groups = split_clients(settings, dataset, sources)
     labels = sources.labels.numpy()

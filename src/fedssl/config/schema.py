@@ -411,3 +411,8 @@ class Config:
         affects="nothing",
         help="Loggers beside `metrics.jsonl` and TensorBoard, which is used where it is installed.",
     )
+
+    @property
+    def split_seed(self) -> int:
+        """The seed of every draw of images; ``seed`` draws everything else."""
+        return self.seed if self.partition.seed is None else self.partition.seed

@@ -29,6 +29,14 @@ class PartitionParams:
         help="Leave out clients with fewer images, such as cases of one photo: contrastive losses "
         "and CCO within a client need two.",
     )
+    seed: int | None = key(
+        None,
+        ge=0,
+        kw_only=True,
+        help="Seed of the draws of images: those of each client, held-out and public images, and "
+        "labelled images. `null`: `seed`. With a number, runs that differ in `seed` have the same "
+        "images at each client.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ ASSUMED_IMAGES = 1024  # of a site before it has introduced itself
 # Keys of a recipe that concern simulations, with their defaults, and why they are left out.
 SIMULATION_KEYS = {
     "partition": (
-        {"source": "labels", "fraction": 1.0, "level": "client"},
+        {"source": "labels", "fraction": 1.0, "seed": None, "level": "client"},
         "sites keep their own data, which is neither divided nor altered",
     ),
     "engine": ({"workers": 2, "compile": "auto"}, "it is for simulations"),
@@ -120,7 +120,7 @@ def _estimate(config: Config, sites: int) -> Traffic | None:
     """Build what the server will, as far as the images are known, and estimate the traffic."""
     data, encoder, many = config.data, config.encoder, ASSUMED_IMAGES
     if data.root is not None and Path(data.root).exists():
-        dataset = load_dataset(data, config.seed)
+        dataset = load_dataset(data, config.split_seed)
         check_public_images(config, dataset)
     else:
         if data.root is not None:  # this machine may not be the server

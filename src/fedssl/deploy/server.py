@@ -91,7 +91,7 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     # Otherwise these would be refused only after all sites have come.
     check_initial_weights(config)
     loggers.require(config)
-    own = None if config.data.root is None else load_dataset(config.data, config.seed)
+    own = None if config.data.root is None else load_dataset(config.data, config.split_seed)
     check_public_images(config, own)
     transport, timeout = SiteTransport(grid), config.engine.timeout
     if resume:

@@ -122,7 +122,7 @@ def build_site_experiment(config: Config, data: str) -> Experiment:
         evaluate=Evaluate(),
     )
     try:
-        dataset = load_dataset(config.data, config.seed)
+        dataset = load_dataset(config.data, config.split_seed)
         check_all_used(config.data)
     except UserError as error:
         raise _in_site_terms(error) from None

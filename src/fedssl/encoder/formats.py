@@ -66,7 +66,7 @@ def load_check_images(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
     """Return images for the check: the run's own if they are on this machine, or random ones."""
     with contextlib.suppress(UserError):
         config = RunReader(run if run.is_dir() else run_folder(run)).settings
-        data = load_dataset(use_local_copy(config.data), config.seed)
+        data = load_dataset(use_local_copy(config.data), config.split_seed)
         split, name = (data.train, "training") if data.test is None else (data.test, "test")
         images = split.images[encoder.tower % len(split.images)]
         if len(images):

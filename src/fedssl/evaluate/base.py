@@ -203,7 +203,7 @@ class Protocol(ABC):
         groups, labels = units(train.full_labels, train.cases)
         if self.amount is None:
             return np.arange(len(labels))
-        keywords: dict[str, Any] = {"classes": len(classes), "seed": data.config.seed}
+        keywords: dict[str, Any] = {"classes": len(classes), "seed": data.config.split_seed}
         keywords |= {"key": self.key, "value": self.spec, "names": classes}
         if isinstance(self.amount, int) and data.settings.preset == "derm":
             place: dict[str, Any] = {"key": self.key, "value": self.spec}

@@ -141,7 +141,7 @@ def draw_images(config: Config, groups: Groups, train: Split, share: float) -> G
     and that share of each of its classes, rounded up or down: in a row sorted by class, places of
     equal distance from a random start.
     """
-    labels, fewest, seed = train.full_labels.numpy(), count_least(config), config.seed
+    labels, fewest, seed = train.full_labels.numpy(), count_least(config), config.split_seed
     is_labelled = labels[groups.members] >= 0
     owners = np.repeat(np.arange(len(groups)), groups.sizes)[is_labelled]
     members = groups.members[is_labelled]

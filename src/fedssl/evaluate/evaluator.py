@@ -120,10 +120,13 @@ class ModelEvaluator:
         probes, scores = probes or {}, dict[str, NDArray[np.float64]]()
         if models.algorithm.result.has_global:
             scores["global"] = self._score_clients(models.global_model(), probes.get(None))
-        if personal := models.personal_models():
-            scores["personal"] = np.full(len(self.data.clients), np.nan)
-            for k, weights in personal.items():
-                scores["personal"][k] = self._score_clients(weights, probes.get(k))[k]
+        personal = {"personal": models.personal_models()}
+        for kind, own in (personal | models.further_models()).items():
+            if own:
+                scores[kind] = np.full(len(self.data.clients), np.nan)
+            for k, weights in own.items():
+                probe = probes.get(k) if kind in personal else None
+                scores[kind][k] = self._score_clients(weights, probe)[k]
         results: dict[str, float] = {}
         self.client_scores.clear()
         for kind, values in scores.items():
@@ -140,7 +143,7 @@ class ModelEvaluator:
     @cached_property
     def client_test_images(self) -> Tensor:
         """The test images, rotated or stylized like their client's training images."""
-        data, seed = self.data, self.data.config.seed
+        data, seed = self.data, self.data.config.split_seed
         test, params = data.test, data.config.partition
         assert test is not None
         images = test.images[data.modality]

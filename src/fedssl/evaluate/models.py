@@ -86,6 +86,15 @@ class TrainedModels:
             return models
         return {0: self.engine.trainer.initial}
 
+    def further_models(self) -> dict[str, dict[int, Tensor]]:
+        """Return the algorithm's further models by name and client."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for client in sorted(self.engine.states):
+            models = self.algorithm.result.further(self.algorithm, self._state(client))
+            for name, weights in models.items():
+                found.setdefault(name, {})[client] = weights
+        return found
+
     def _draw(self, ids: Sequence[int], most: int) -> list[int]:
         seed = key(self.engine.trainer.config.seed, "judged")
         return [ids[i] for i in choose(seed, len(ids), most)]

@@ -65,7 +65,7 @@ def deal_tests(data: EvaluationData) -> Groups:
     ``matched`` gives a client its share of the training images of each class, ``iid`` equally
     many images, ``folder`` those of its own folder.
     """
-    mode, groups, test, seed = choose_mode(data), data.clients, data.test, data.config.seed
+    mode, groups, test, seed = choose_mode(data), data.clients, data.test, data.config.split_seed
     assert test is not None
     labels = test.full_labels.numpy()
     order = random.permutation(random.key(seed, "client test"), len(test))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ class Result:
     has_global: bool = True
     uses_initial: bool = False  # clients start their own models from the initial weights
     description: str = "global"  # of the exported encoder, in encoder.json
+    further: Callable[[Any, State], Mapping[str, Tensor]] = lambda algorithm, state: {}
+    """Other models in a client's state, by name, which the protocol per-client evaluates too."""
 
 
 class Algorithm(ABC):

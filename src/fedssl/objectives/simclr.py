@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config import key
+from fedssl.config import ObjectiveParams, key
 from fedssl.objectives.base import Encodings, ProjectorObjective, ProjectorParams
 from fedssl.objectives.batch import EncodedBatch
 
@@ -33,6 +33,11 @@ class SimCLR(ProjectorObjective):
             (), ge=1, help="Widths of the projector's layers. `[]`: as the preset says."
         )
         temperature: float | None = key(None, gt=0, help="Temperature. `null`: as the preset says.")
+        joint: bool = key(
+            False,
+            help="Batch normalization takes both views as one batch, as in FedEMA's program. "
+            "`false`: each view has its own statistics.",
+        )
 
         def __post_init__(self) -> None:
             projector, temperature = PRESETS[self.preset]
@@ -41,6 +46,10 @@ class SimCLR(ProjectorObjective):
                 object.__setattr__(self, "temperature", temperature)
 
     params: Params
+
+    def __init__(self, params: ObjectiveParams) -> None:
+        super().__init__(params)
+        self.joint = self.params.joint
 
     @property
     def temperature(self) -> float:

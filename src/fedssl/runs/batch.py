@@ -47,7 +47,7 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
         is_final = run.summary() is not None
         check_folder(run.settings, run.folder, is_started(run.folder), is_final=is_final)
     for run in (run for run in runs if run.summary() is None):
-        source = run.settings.data, run.settings.seed
+        source = run.settings.data, run.settings.split_seed
         with name_in_errors(run.label), plugins.translate_errors():
             check_environment(run.settings)
             if source not in loaded:
@@ -61,7 +61,7 @@ def _check_same_images(runs: Sequence[PlannedRun], datasets: dict[config.Data, D
     for run in (run for run in runs if is_started(run.folder)):
         data, before = run.settings.data, RunReader(run.folder).settings.data
         if data not in datasets and before != config.with_absolute_paths(run.settings).data:
-            datasets[data] = load_dataset(data, run.settings.seed)
+            datasets[data] = load_dataset(data, run.settings.split_seed)
         if data in datasets:
             otherwise = "start anew in another folder"
             checkpoint.check_images(run.folder, data, datasets[data], otherwise)
@@ -69,7 +69,7 @@ def _check_same_images(runs: Sequence[PlannedRun], datasets: dict[config.Data, D
 
 def _check_parts(settings: Config, images: Dataset) -> None:
     """Build a run and its baselines, without weights where nothing looks at them."""
-    dataset = alter_training_images(settings.partition, images, settings.seed)
+    dataset = alter_training_images(settings.partition, images, settings.split_seed)
     clients = split_clients(settings, dataset)
     others = sorted(set(settings.evaluate.baselines) - {settings.algorithm.name})
     for each in (settings, *(config.with_algorithm(settings, name) for name in others)):

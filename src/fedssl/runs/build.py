@@ -144,7 +144,7 @@ def build_experiment(
     if dataset is None:
         dataset = load_run_dataset(config)
     else:
-        dataset = alter_training_images(config.partition, dataset, config.seed)
+        dataset = alter_training_images(config.partition, dataset, config.split_seed)
     clients = split_clients(config, dataset)
     experiment = assemble(config, dataset, clients, head_classes=head_classes, trains=trains)
     labels, groups = dataset.train.labels, experiment.engine.groups

@@ -81,7 +81,7 @@ def _build(run: Path, settings: Config, keys: Set[str]) -> Experiment:
     dataset, classes = None, None
     if given == {"data.root"}:
         # All images: others may have too few labels to draw from.
-        dataset = load_dataset(replace(settings.data, labels=None), settings.seed)
+        dataset = load_dataset(replace(settings.data, labels=None), settings.split_seed)
         if checkpoint.find_changed_images(run, dataset) == []:  # they were moved
             given, dataset = set(), dataset if settings.data.labels is None else None
     if given:
@@ -122,7 +122,7 @@ def _use_other_data(
     if "data.levels" not in given and (lacks_class or not is_same):
         data = replace(data, levels=None)
     if dataset is None or data.levels != levels:
-        dataset = load_dataset(data, settings.seed)
+        dataset = load_dataset(data, settings.split_seed)
     key, value = name_images(data)
     if len(dataset.train) < 2:
         problem = f"holds {len(dataset.train)} training image, and evaluation needs two"
@@ -137,7 +137,8 @@ def _use_other_data(
     if getattr(settings.algorithm, "public", 0):
         without: Any = {"public": 0, "align": 0.0}
         settings = replace(settings, algorithm=replace(settings.algorithm, **without))
-    whole = config.build({"partition": {"name": "iid", "clients": 1}})
+    seed = settings.partition.seed
+    whole = config.build({"partition": {"name": "iid", "clients": 1, "seed": seed}})
     settings = replace(
         settings,
         data=data,

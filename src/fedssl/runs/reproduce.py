@@ -147,14 +147,17 @@ class Job(PlannedRun):
         """The measures to compare: the paper's, or by default the first accuracy.
 
         With other protocols than the recipe's, all that were measured. Of personal and global
-        models both are shown; the paper's number stands at the one that is compared.
+        models all that the run has are shown; the paper's number stands at the one that is
+        compared.
         """
-        both = BOTH_MODELS & self.paper.keys()
-        printed = sorted(BOTH_MODELS) if both else list(self.paper)
+        tops, printed = self.tops, list(self.paper)
+        if BOTH_MODELS & (self.paper.keys() or set(tops)):
+            own = {m for m in tops if m.startswith("per-client_")}
+            printed = sorted(own | self.paper.keys() if tops else BOTH_MODELS)
         if self.settings.evaluate.protocols == self.published.evaluate.protocols:
-            return printed or self.tops[:1]
-        asked = [m for m in printed if m in self.tops or not m.endswith("_top1")]
-        return [*asked, *(m for m in self.tops if m not in printed)] or printed
+            return printed or tops[:1]
+        asked = [m for m in printed if m in tops or not m.endswith("_top1")]
+        return [*asked, *(m for m in tops if m not in printed)] or printed
 
 
 def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
@@ -210,7 +213,7 @@ def _list_choices(tree: config.Recipe) -> dict[str, Config]:
     """Return a run for each combination of values; no test image may choose among them."""
     found = list_runs(tree)
     for key, values in config.find_sweep(tree).items():
-        if key == "seed":
+        if key in ("seed", "partition.seed"):
             fix = "Run each with its own --out."
             raise UserError("a seed is not chosen", key=key, value=values, fix=fix)
         if not all(find_chooser(settings.evaluate) for settings in found.values()):

@@ -23,7 +23,7 @@ from fedssl.util.errors import UserError
 def find_sources(config: Config, dataset: Dataset, device: torch.device | str = "cpu") -> Sources:
     """Return the source of each training image; features are computed on ``device``."""
     return assign_sources(
-        config.partition, dataset, config.seed, lambda images: _embed(config, images, device)
+        config.partition, dataset, config.split_seed, lambda images: _embed(config, images, device)
     )
 
 
@@ -35,7 +35,7 @@ def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArra
         settings = _read_settings(Path(params.encoder)) or settings
     settings = replace(settings, init=params.encoder, towers=1)
     size = min(images.shape[2:])
-    channels, seed = (images.shape[1],), config.seed
+    channels, seed = (images.shape[1],), config.split_seed
     try:
         network = build(settings, channels, size, lambda *_: Heads(nn.Identity()), seed)
     except UserError as error:

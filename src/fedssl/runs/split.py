@@ -21,8 +21,8 @@ from fedssl.util.errors import UserError
 
 def load_run_dataset(config: Config, size: int | None = None) -> Dataset:
     """Load the data set; rotate or stylize training images if clients differ in that."""
-    dataset = load_dataset(config.data, config.seed, size)
-    return alter_training_images(config.partition, dataset, config.seed)
+    dataset = load_dataset(config.data, config.split_seed, size)
+    return alter_training_images(config.partition, dataset, config.split_seed)
 
 
 def split_clients(config: Config, dataset: Dataset, sources: Sources | None = None) -> Groups:
@@ -47,7 +47,7 @@ def split_clients(config: Config, dataset: Dataset, sources: Sources | None = No
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],
     )
-    groups = partition(config.partition, part, len(sources.names), config.seed)
+    groups = partition(config.partition, part, len(sources.names), config.split_seed)
     return Groups(kept[groups.members], groups.offsets)
 
 
@@ -55,7 +55,7 @@ def public_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     """Choose the public training images (``algorithm.public``), none of which is held out."""
     count, held_out = getattr(config.algorithm, "public", 0), held_out_images(config, dataset)
     free = np.setdiff1d(np.arange(len(dataset.train)), held_out)
-    return free[choose(key(config.seed, "public"), len(free), count)]
+    return free[choose(key(config.split_seed, "public"), len(free), count)]
 
 
 def held_out_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
@@ -64,7 +64,7 @@ def held_out_images(config: Config, dataset: Dataset) -> NDArray[np.int64]:
     if not share:
         return np.empty(0, dtype=np.int64)
     names = dataset.classes
-    return draw_share(train.full_labels, share, len(names), config.seed, names=names).numpy()
+    return draw_share(train.full_labels, share, len(names), config.split_seed, names=names).numpy()
 
 
 def pool_clients(config: Config, groups: Groups, cohort: int) -> tuple[Config, Groups]:
