@@ -76,7 +76,7 @@ class TrainedModels:
             if shared is not None and self.kept is not None:
                 model = self.server.weights.index_copy(0, shared, sent)
                 if (norm := self._state(client).get("norm")) is not None:
-                    model[self.kept] = norm.to(model)
+                    model[self.kept] = cast(Tensor, norm).to(model)
             yield model
 
     def _state(self, client: int) -> dict[str, Tree]:
