@@ -357,6 +357,33 @@ def test_clusters_are_shown_when_they_change(names: list[str], before: str, afte
     assert server.warnings == [f"clusters: {before}", f"clusters: {after}"]
 
 
+def test_a_masked_autoencoders_visible_features_are_aligned_with_the_whole_images() -> None:
+    """The targets and the term of one batch, by the encoder itself."""
+    words = ("objective.name=mae", "encoder.name=vit-tiny", "encoder.patch=2", "augment.name=none")
+    steps = ("algorithm.name=featarc", "algorithm.clusters=1", "algorithm.lambda=0.7")
+    engine, server = engine_of(
+        settings(*words, *steps, "algorithm.local_epochs=1", "algorithm.batch=6"),
+        made_split(),
+        groups_of(6),
+    )
+    client = engine.client(np.array([0]), 0, remember=False)
+    engine.trainer.load(server.weights)
+    encoder = engine.trainer.network.towers[0].encoder
+    images = made_split().images[0][:6].double() / 255
+    with torch.no_grad():
+        whole = encoder(images)
+    goal = module.compute_targets(client, server.weights)
+    assert relative(goal, whole) < 1e-12
+    batch = client.encode_step(0)
+    rebuilt, pixels, visible = (e.detach() for e in batch.encodings)
+    assert visible.shape == whole.shape and relative(visible, whole) > 1e-3
+    algorithm = engine.algorithm
+    expected = F.mse_loss(rebuilt, pixels) - 0.7 * cosine(visible, goal).mean()
+    assert float(algorithm.loss(batch, goal)) == pytest.approx(float(expected), rel=1e-12)
+    step(engine, server, 0)
+    assert relative(server.weights, engine.trainer.initial) > 1e-4
+
+
 @pytest.mark.parametrize("objective", ["deepcluster", "supervised", "rotation"])
 def test_other_objectives_are_aligned_too(objective: str) -> None:
     results = []

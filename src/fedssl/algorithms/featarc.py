@@ -22,12 +22,11 @@ from fedssl.federation.server import Server
 from fedssl.federation.task import Reply, client_task, update_like
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, initialize, load_encoders
-from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch, Steps
 from fedssl.objectives.mae import MAE
 from fedssl.training import optim
 from fedssl.training.trainer import State, Trainer
-from fedssl.util.errors import UserError, refuse
+from fedssl.util.errors import refuse
 
 SHOWN = 20  # clients named when clusters are shown
 
@@ -86,16 +85,6 @@ class FeatARC(Algorithm):
         )
 
     params: Params
-
-    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
-        super().__init__(params, objective)
-        if self.params.lambda_ and isinstance(objective, MAE):
-            raise UserError(
-                f"objective.name={objective.params.name} has no projection of an image to align",
-                key="algorithm.lambda",
-                value=self.params.lambda_,
-                fix="Set algorithm.lambda=0.",
-            )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
         """Refuse more clusters than clients, and robust means, which zeros would mislead."""
@@ -268,7 +257,7 @@ class FeatARC(Algorithm):
 
     def misalignment(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
         """Compute −λ × the mean cosine of each view's encoding with the frozen one of its image."""
-        views = encoded.encodings[: self.objective.views]
+        views = self.objective.alignable(encoded.encodings)
         return -self.params.lambda_ * torch.stack([mean_cosine(v, frozen) for v in views]).mean()
 
     @client_task(seen="log", reveals="numbers", reply=("cluster",))
@@ -319,9 +308,11 @@ def compute_features(client: Client, weights: Tensor) -> Tensor:
 def compute_targets(client: Client, model: Tensor) -> Tensor:
     """Compute the alignment's targets: features if encodings are as wide, else encodings.
 
-    Batch norm uses the statistics of the client's images, as in training.
+    Batch norm uses the statistics of the client's images, as in training. A masked autoencoder has
+    no encoding of a whole image, and its features are aligned.
     """
-    features, encodings = _encode(client, client.full_weights(model), True)
+    project = not isinstance(client.trainer.objective, MAE)
+    features, encodings = _encode(client, client.full_weights(model), project)
     return features if features.shape == encodings.shape else encodings
 
 
