@@ -15,6 +15,7 @@ from helpers import (
     engine_of,
     groups_of,
     made_split,
+    refused,
     relative,
     settings,
     siamese,
@@ -27,10 +28,12 @@ from rounds import assert_resumes, run_of
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from fedssl import config as configuration
 from fedssl.algorithms import featarc as module
 from fedssl.algorithms.featarc import FeatARC
 from fedssl.config import Config
 from fedssl.data.dataset import Split
+from fedssl.data.places import DEBIAN_FASHION
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.server import Server
 from fedssl.runs import reevaluate
@@ -239,6 +242,44 @@ def test_who_changes_cluster_leaves_target_and_memory_behind(
     assert targets == [False, True]
 
 
+@pytest.mark.parametrize("policy", ["average", "local", "reset"])
+def test_a_clients_own_part_is_left_out_of_its_clusters_model(policy: str) -> None:
+    """Clusters of three and two, then of two and one; the others' models by hand."""
+    words = ("client.lr=0.001", f"algorithm.norm_policy={policy}")  # so low that nobody moves
+    engine, server = made("algorithm.leave_out=true", *words)
+    n, shared = engine.trainer.flat.parameter_count, server.shared
+
+    def others(k: int, cluster: int) -> Tensor:
+        client = engine.client(np.array([k]), server.round + 1, remember=False)
+        models = engine.algorithm.models(server)
+        sent = {str(j): m if shared is None else m[shared] for j, m in enumerate(models)}
+        sent |= engine.algorithm.latest(server)
+        return client.full_weights(engine.algorithm.others(client, sent, cluster))[:n]
+
+    def trained(*ids: int) -> Tensor:
+        return torch.stack([engine.states.on_host(k)["network"][:n] for k in ids]).mean(0)
+
+    def same(found: Tensor, expected: Tensor) -> bool:
+        kept = engine.trainer.kept
+        free = torch.ones(n, dtype=torch.bool)
+        if kept is not None:
+            free[kept[kept < n]] = False
+        return relative(found[free], expected[free]) < 1e-12
+
+    step(engine, server, 0)
+    assert same(others(0, 0), trained(2, 4)) and same(others(4, 0), trained(0, 2))
+    assert same(others(1, 1), trained(3)) and same(others(0, 1), trained(1, 3))
+    step(engine, server, 1, 0, 2, 3)
+    assert same(others(0, 0), trained(2)) and same(others(2, 0), trained(0))
+    assert same(others(3, 1), trained(3))  # alone: nothing is left without it
+    assert same(others(4, 0), trained(0, 2)) and same(others(1, 1), trained(3))  # not of this step
+
+
+def test_a_part_can_be_left_out_of_plain_means_only() -> None:
+    with refused("algorithm.leave_out", True):
+        made("algorithm.leave_out=true", "server.momentum=0.5")
+
+
 GROUPS = (0, 1, 0, 0, 0, 1, 1, 1)  # two of them do not begin with their like: i mod 2
 EACH = 220
 
@@ -265,16 +306,39 @@ def test_planted_groups_are_found_and_kept(norm: str, seed: int) -> None:
         *("client.weight_decay=0", "schedule=constant", "precision=fp32", f"seed={seed}"),
     )
     engine, server = engine_of(featarc(*words), planted(), groups_of(*[EACH] * len(GROUPS)))
-    path = []
+    path, logged, warned = [], [], list[str]()
     for round in range(4):
-        server.client_log.clear()
+        server.clear_log()
         step(engine, server, round)
         path.append(tuple(int(c) for c in server.client_log["cluster"].values() if c is not None))
+        logged.append([float(server.log[name]) for name in ("moves", "members_0", "members_1")])
+        warned += server.warnings
     assert path == [(0, 1) * 4, *[GROUPS] * 3]
-    assert server.warnings == [
+    assert logged == [[0, 4, 4], [2, 4, 4], [0, 4, 4], [0, 4, 4]]
+    assert warned == [
         "clusters: 0 has 0 2 4 6, 1 has 1 3 5 7",
         "clusters: 0 has 0 2 3 4, 1 has 1 5 6 7",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEBIAN_FASHION.is_dir(), reason="needs dataset-fashion-mnist")
+@pytest.mark.parametrize("leave_out", ["false", "true"])
+def test_groups_are_found_with_the_papers_optimizer_and_batches(leave_out: str) -> None:
+    """The trial of docs/papers/decssl.md: three clients' images stand upside down."""
+    words = (
+        *("data.labels=3120", "data.size=16", "partition.clients=6", "partition.source=rotation"),
+        *("partition.sources=2", "algorithm.batch=256", "algorithm.local_epochs=5", "rounds=4"),
+        *("evaluate.protocols=knn", "engine.threads=1", f"algorithm.leave_out={leave_out}"),
+    )
+    recipe = configuration.read_recipe("decssl/small/featarc/skewed")
+    session = build_experiment(configuration.resolve(recipe, words))
+    assert session.config.client.optimizer == "adam" and session.config.client.lr == 1e-3
+    for round in range(3):
+        session.server.clear_log()
+        step(session.engine, session.server, round)
+        chosen = [int(c) for c in session.server.client_log["cluster"].values() if c is not None]
+        assert chosen == ([0, 0, 0, 1, 1, 1] if round else [0, 1] * 3)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +355,33 @@ def test_clusters_are_shown_when_they_change(names: list[str], before: str, afte
         server.client_log["cluster"] = {k: float(k % 2 or number) for k in range(len(names))}
         engine.algorithm.show_clusters(server)
     assert server.warnings == [f"clusters: {before}", f"clusters: {after}"]
+
+
+def test_a_masked_autoencoders_visible_features_are_aligned_with_the_whole_images() -> None:
+    """The targets and the term of one batch, by the encoder itself."""
+    words = ("objective.name=mae", "encoder.name=vit-tiny", "encoder.patch=2", "augment.name=none")
+    steps = ("algorithm.name=featarc", "algorithm.clusters=1", "algorithm.lambda=0.7")
+    engine, server = engine_of(
+        settings(*words, *steps, "algorithm.local_epochs=1", "algorithm.batch=6"),
+        made_split(),
+        groups_of(6),
+    )
+    client = engine.client(np.array([0]), 0, remember=False)
+    engine.trainer.load(server.weights)
+    encoder = engine.trainer.network.towers[0].encoder
+    images = made_split().images[0][:6].double() / 255
+    with torch.no_grad():
+        whole = encoder(images)
+    goal = module.compute_targets(client, server.weights)
+    assert relative(goal, whole) < 1e-12
+    batch = client.encode_step(0)
+    rebuilt, pixels, visible = (e.detach() for e in batch.encodings)
+    assert visible.shape == whole.shape and relative(visible, whole) > 1e-3
+    algorithm = engine.algorithm
+    expected = F.mse_loss(rebuilt, pixels) - 0.7 * cosine(visible, goal).mean()
+    assert float(algorithm.loss(batch, goal)) == pytest.approx(float(expected), rel=1e-12)
+    step(engine, server, 0)
+    assert relative(server.weights, engine.trainer.initial) > 1e-4
 
 
 @pytest.mark.parametrize("objective", ["deepcluster", "supervised", "rotation"])

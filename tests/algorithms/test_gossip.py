@@ -29,6 +29,7 @@ from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
 from fedssl.runs.build import build_experiment
+from fedssl.runs.result import split_models
 
 SIZES = (4, 7, 5, 6)
 KINDS = ("star", "cycle", "tree", "random", "complete")
@@ -177,3 +178,29 @@ def test_a_run_logs_consensus_says_that_it_is_routed_and_resumes(
     assert all(line["consensus"] > 0 for line in timeless(tmp_path / "whole"))
     files = [(tmp_path / name / "encoder.safetensors").read_bytes() for name in ("whole", "cut")]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("policy", ["average", "local"])
+def test_every_peer_is_judged_beside_their_mean(policy: str) -> None:
+    words = ("evaluate.protocols=knn", f"algorithm.norm_policy={policy}", "client.lr=0.3")
+    session = build_experiment(run_of("gossip", *words))
+    engine, evaluator, models = session.engine, session.evaluator, session.models
+    assert "peers_knn_top1" not in evaluator.evaluate_result(models)  # nobody has a model yet
+    step(engine, session.server, 0)
+    each = []
+    for client, sent in enumerate(session.server.state["models"]):
+        full = session.server.weights.clone()
+        if policy == "average":
+            full = sent
+        else:
+            full[session.trainer.shared] = sent
+            full[session.trainer.kept] = engine.states[client]["norm"]
+        each.append(evaluator.evaluate(full)["knn_top1"])
+    results = evaluator.evaluate_result(models)
+    assert len(set(each)) > 1
+    assert results["peers_knn_top1"] == pytest.approx(np.mean(each))
+    assert results["peers_knn_worst"] == min(each)
+    assert results["knn_top1"] == evaluator.evaluate(models.global_model())["knn_top1"]
+    rows = split_models("gossip", results, "global")
+    assert rows["gossip, global"] == {"knn_top1": results["knn_top1"]}
+    assert rows["gossip, peers"] == {"knn_top1": np.mean(each), "knn_worst": min(each)}

@@ -69,7 +69,6 @@ def test_settings_of_algorithms(method: str, words: str, key: str, value: object
         (f"{MAE} evaluate.protocols=head", "evaluate.protocols"),
         (f"{MAE} algorithm.name=dcco", "objective.name"),
         (f"{MAE} algorithm.name=fedca", "objective.name"),
-        (f"{MAE} algorithm.name=featarc", "algorithm.lambda"),  # it has no projection to align
         (f"{CLUSTERS} algorithm.batch=2 engine.compile=on", "engine.compile"),
         (f"{CLUSTERS} algorithm.name=dcco", "objective.name"),
         (f"{SWAV} algorithm.batch=1", "algorithm.batch"),

@@ -89,7 +89,7 @@ def shrunk(name: str) -> dict[str, Any]:
         tree["objective"] |= {"predictor": [16, 16]}
     tree["objective"] |= OWN_KEYS.get(tree["objective"]["name"], {})
     tree["algorithm"] |= OWN_KEYS.get(tree["algorithm"]["name"], {})
-    if tree["algorithm"]["name"] == "gossip":
+    if tree["algorithm"]["name"] == "gossip" or tree["algorithm"].get("leave_out"):
         tree["server"]["lr"] = 1.0
     if tree["objective"]["name"] == "mae":
         tree["encoder"]["name"] = "vit-tiny"
@@ -351,6 +351,9 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("ccl/figure4/cl/cifar10-noniid1", {"evaluate.head": "linear"}),
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
+        ("decssl/small/dec-sl/iid", {"evaluate.protocols": ["head"]}),
+        ("decssl/small/dec-slrep/iid", {"evaluate.protocols": ["linear", "head"]}),
+        ("decssl/small/featarc/skewed", {"algorithm.name": "featarc", "partition.beta": 0}),
         ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
         ("perfcl/table3-fedprox/fedbyol/lambda-0.1", {"algorithm.mu": 0.1, "rounds": 200}),
         ("perfcl/table2/fedbyol/lambda-5", {"augment.name": "simclr", "augment.noise": 0.05}),

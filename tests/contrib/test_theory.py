@@ -32,6 +32,22 @@ def rate(measure):
     return float(np.polyfit(np.log(GROWING), np.log(means), 1)[0])
 
 
+def test_where_the_printed_covariance_and_bound_differ_from_the_data():
+    """Equations E.2 and E.10, as docs/papers/decssl.md compares them."""
+    d, sources = 1024, 3
+    covariance = theory.generate(d, sources, seed=0)[0].covariance
+    tau2, mu2 = d**0.4, d**-0.4
+    assert np.diag(covariance)[1:3] == pytest.approx(tau2 / 2 + mu2, rel=0.03)  # E.2: τ²
+    assert covariance[1, 2] == pytest.approx(tau2 / 4, rel=0.05)  # E.2: 0
+    values, vectors = np.linalg.eigh(covariance)
+    assert values[-1] == pytest.approx(sources * tau2 / 4, rel=0.03)
+    assert values[-2] == pytest.approx(tau2 / 4 + mu2, rel=0.05)
+    assert round(covariance[1, 1] / values[-1], 2) == 0.68  # what E.10 divides
+    assert np.square(vectors[1]).sum() == pytest.approx(1)  # what E.10 sums
+    share = theory.representability(theory.embedding(covariance, 2 * sources))
+    assert round(share[1], 3) == 0.998
+
+
 def test_data_has_the_papers_moments():
     """Moments and counts of source 2 of 3 (appendix E.1)."""
     d = 400

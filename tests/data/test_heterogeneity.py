@@ -185,7 +185,7 @@ def test_held_out_and_public_images_keep_their_source() -> None:
 
 @pytest.mark.parametrize("source", ["rotation", "features"])
 def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Path) -> None:
-    words = f"name=skew source={source} sources=3 beta=0.2 clients=6".split()
+    words = f"name=skew source={source} sources=3 beta=0.6 clients=6".split()
     partition = [f"partition.{word}" for word in words]
     objective = ("objective.name=simclr", "objective.projector=16,8")
     assert_both_engines_agree(tmp_path, *partition, *objective)
@@ -194,7 +194,7 @@ def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Pa
 # Clusters --------------------------------------------------------------------------------------
 
 
-def test_features_are_reduced_to_thirty_numbers() -> None:
+def test_features_are_reduced_to_thirty_numbers_of_one_variance() -> None:
     """Where nothing is planted, clusters depend on each of the numbers that k-means sees."""
     from sklearn.cluster import KMeans
     from sklearn.decomposition import PCA
@@ -202,13 +202,13 @@ def test_features_are_reduced_to_thirty_numbers() -> None:
     features = np.random.default_rng(0).normal(size=(300, 64)).astype("f4")
     state = key(7, "clusters") % 2**32
 
-    def reference(width: int) -> list[int]:
-        reduced = PCA(width, random_state=state).fit_transform(features)
+    def reference(width: int, whiten: bool = True) -> list[int]:
+        reduced = PCA(width, whiten=whiten, random_state=state).fit_transform(features)
         return KMeans(5, n_init=10, random_state=state).fit_predict(reduced).tolist()
 
     found = find_clusters(features, 5, seed=7).tolist()
     assert found == reference(30)
-    assert found != reference(29) and found != reference(31)
+    assert found != reference(29) and found != reference(31) and found != reference(30, False)
     assert len(find_clusters(features[:, :3], 5, seed=7)) == 300  # fewer than 30 are all kept
 
 
@@ -224,11 +224,25 @@ def patterns(count: int = 60) -> Dataset:
 
 
 def test_clusters_of_an_untrained_encoder_need_no_labels() -> None:
-    config, dataset = resolved(*CLUSTERS, "partition.clients=3"), patterns()
+    config, dataset = resolved(*CLUSTERS, "partition.clients=3"), patterns(900)
     groups = split_clients(config, dataset)
     assert sorted(set((groups[k] % 3).tolist()).pop() for k in range(3)) == [0, 1, 2]
-    assert groups.sizes.tolist() == [20] * 3
+    assert groups.sizes.tolist() == [300] * 3
     assert np.array_equal(split_clients(config, dataset).members, groups.members)
+
+
+def test_clusters_of_an_untrained_encoder_are_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["data.name=digits", "data.size=8", "encoder.name=tiny", "encoder.groups=8"]
+    for source, warned in (("features", True), ("rotation", False)):
+        chosen = ["partition.name=skew", "partition.clients=3", f"partition.source={source}"]
+        assert main(["partition", *words, *chosen]) == 0
+        assert ("partition.encoder=RUN" in capsys.readouterr().err) == warned
+        experiment = build_experiment(resolved(*words, *chosen, "cohort.size=null"))
+        assert any("partition.encoder=RUN" in w for w in list_warnings(experiment)) == warned
+    given = resolved(*CLUSTERS, "partition.encoder=run").partition
+    assert not list(heterogeneity.describe_clusters(given))
 
 
 def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

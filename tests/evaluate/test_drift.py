@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from helpers import groups_of, made_split, refused, settings
 from PIL import Image, ImageDraw
+from sklearn.decomposition import PCA
 
 from fedssl import config
 from fedssl.data.charts import palette
@@ -92,6 +95,9 @@ def test_where_there_are_several_global_models_each_client_is_compared_with_its_
             expected = distance(made, watched[k], model)
             assert line["local_weight_distance"][str(k)] == pytest.approx(expected)
             assert distance(made, watched[k], other) > expected
+    ((a, b),) = [c for c in ((0, 1), (0, 2), (1, 2)) if numbers[c[0]] == numbers[c[1]]]
+    apart = distance(made, watched[a], watched[b])  # who is in another cluster does not count
+    assert line["between_clients_weight_distance"] == pytest.approx(apart)
     names = drift.extract_features(made.models, made.evaluator)
     assert {name for name in names if name.startswith("global")} == {"global", "global 1"}
 
@@ -137,6 +143,28 @@ def test_the_pictures_clients_have_their_names(tmp_path, monkeypatch):
     features = {name: torch.rand(4, 3) for name in ("global", "global 1", "0", "2")}
     drift.draw_features(features, ["a very long name", "b", "3"], tmp_path / "a.png")
     assert words == ["global", "global 1", "a very long ", "client 3"]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_features_are_drawn_by_umap_of_twenty_numbers_where_it_is_installed(installed, monkeypatch):
+    seen = []
+
+    class UMAP:
+        def __init__(self, n_components, random_state):
+            assert (n_components, random_state) == (2, 0)
+
+        def fit_transform(self, rows):
+            seen.append(rows)
+            return rows[:, 18:]
+
+    monkeypatch.setitem(sys.modules, "umap", types.SimpleNamespace(UMAP=UMAP))
+    monkeypatch.setattr(drift, "find_spec", lambda name: installed or None)
+    rows = torch.randn(60, 40, generator=torch.Generator().manual_seed(0)).double()
+    found, reference = drift.flatten(rows), PCA(20).fit_transform(rows.numpy())
+    if installed:
+        np.testing.assert_allclose(np.abs(seen[0]), np.abs(reference), atol=1e-9)
+    expected = reference[:, 18:] if installed else reference[:, :2]
+    np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=1e-9)
 
 
 @pytest.mark.parametrize(

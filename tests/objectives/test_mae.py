@@ -60,7 +60,7 @@ def test_exactly_three_quarters_are_masked(count: int, masked: int) -> None:
     side = math.isqrt(count)
     network, _ = tower_of(1, 2, 2 * side)
     view, state = images(3, 1, 2 * side), torch.arange(3)
-    rebuilt, pixels = encode(network, view, state)
+    rebuilt, pixels, _ = encode(network, view, state)
     assert rebuilt.shape == pixels.shape == (3, masked, 4)
     order = shuffled(state, count)
     assert torch.equal(order.sort(1).values, torch.arange(count).expand(3, -1))
@@ -96,7 +96,7 @@ def test_the_loss_looks_at_masked_patches_only() -> None:
     network, _ = tower_of()
     network.requires_grad_(False)
     view, state = images(), torch.arange(5)
-    rebuilt, pixels = encode(network, view, state)
+    rebuilt, pixels, _ = encode(network, view, state)
     loss = loss_of(rebuilt, pixels)
     order = shuffled(state, 16)
     for chosen, changes in ((order[:, 0], False), (order[:, 4], True), (order[:, -1], True)):
@@ -104,7 +104,7 @@ def test_the_loss_looks_at_masked_patches_only() -> None:
         for sample, patch in enumerate(chosen.tolist()):
             row, column = 2 * (patch // 4), 2 * (patch % 4)
             other[sample, :, row : row + 2, column : column + 2] += 1
-        changed, target = encode(network, other, state)
+        changed, target, _ = encode(network, other, state)
         again = loss_of(rebuilt, target)
         assert (float((again - loss).abs()) > 1e-3) == changes
         # And the encoder sees the visible patches only.

@@ -31,7 +31,11 @@ class Gossip(Algorithm):
 
     W has Metropolis weights: 1 / (1 + the larger degree) for an edge, the rest on the diagonal. A
     client that is not asked, or does not answer, neither trains nor mixes: the weight of its edges
-    goes to the diagonal. The mean of all models is evaluated as the global model.
+    goes to the diagonal.
+
+    The mean of all models is evaluated as the global model. Mixing does not change it, so it shows
+    nothing of the graph within a round. Every peer's model is evaluated beside it: ``peers_…`` are
+    their mean and their worst accuracy.
 
     The exchange is routed through the server, under either engine: it keeps every client's model,
     mixes them, and sees each. A client sends and receives one model; real peers would send one to
@@ -130,6 +134,11 @@ class Gossip(Algorithm):
             server.weights = server.weights.index_copy(0, server.shared, mean)
         server.log["loss"] = torch.stack([replies[k]["loss"] for k in ids]).mean()
         server.log["consensus"] = (models - mean).norm(dim=1).mean()
+
+    def peer_models(self, server: Server) -> Iterable[Tensor]:
+        """Return each client's model after it has mixed; before round 1 there are none."""
+        models: Iterable[Tensor] = server.state.get("models", ())
+        return models
 
     @client_task(seen="each", reveals="update")
     def train(self, client: Client, model: Tensor) -> Reply:

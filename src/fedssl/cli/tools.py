@@ -52,6 +52,7 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.data import charts
     from fedssl.data.client_table import format_table
     from fedssl.data.dirichlet import describe_imbalance
+    from fedssl.data.heterogeneity import describe_clusters
     from fedssl.data.load import load_dataset
     from fedssl.data.partition import client_names
     from fedssl.runs.sources import find_sources
@@ -64,7 +65,8 @@ def _partition(options: argparse.Namespace) -> int:
     labels = sources.labels.numpy()
     names = client_names(settings.partition, groups, dataset)
     print(format_table(groups, labels, sources.names, names, sources.kind))
-    for note in describe_imbalance(settings.partition, groups.sizes):
+    partition = settings.partition
+    for note in (*describe_imbalance(partition, groups.sizes), *describe_clusters(partition)):
         print(f"fedssl: {note}", file=sys.stderr)
     if options.out is not None:
         charts.draw_partition(options.out, groups, labels, sources.names, names)

@@ -30,6 +30,7 @@ EXTRAS = {
     "pyarrow": ("frames", "fedssl embed --to FILE.parquet"),
     "matplotlib": ("frames", "plots of Run.metrics"),
     "timm": ("timm", "timm's backbones"),
+    "umap-learn": ("umap", "local-features.png of evaluate.drift"),
     "wandb": ("wandb", "log=wandb"),
     "mlflow": ("mlflow", "log=mlflow"),
     "argcomplete": ("completion", 'then eval "$(register-python-argcomplete fedssl)"'),

@@ -6,7 +6,7 @@ of its features, or a rotation or a style that it is given (Dec-SSL, section 3.1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -92,6 +92,15 @@ def alter_images(params: SourceParams, images: Tensor, labels: Tensor) -> Tensor
     return changed
 
 
+def describe_clusters(params: PartitionParams) -> Iterator[str]:
+    """Warn if images are clustered by the features of an untrained network."""
+    if isinstance(params, SourceParams) and params.source == "features" and params.encoder is None:
+        yield (
+            "partition.source=features: clusters are made from the features of an untrained "
+            "network. Set partition.encoder=RUN to use a trained encoder, as the paper does"
+        )
+
+
 # Rotations and styles --------------------------------------------------------------------------
 
 
@@ -149,7 +158,10 @@ STYLES: dict[str, Alter] = {
 
 
 def find_clusters(features: NDArray[np.float32], count: int, seed: int) -> Ints:
-    """Return the cluster of each row: PCA to 30 numbers, then k-means (Dec-SSL, C.2)."""
+    """Return the cluster of each row: PCA to 30 numbers, then k-means (Dec-SSL, C.2).
+
+    The numbers are whitened, as in the authors' program: each has a variance of 1.
+    """
     from sklearn.cluster import KMeans
     from sklearn.decomposition import PCA
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
@@ -158,7 +170,8 @@ def find_clusters(features: NDArray[np.float32], count: int, seed: int) -> Ints:
     # With several threads sums differ in their last bits from call to call; all workers of a
     # simulation must find the same clusters.
     with threadpool_limits(1):
-        width = min(COMPONENTS, *features.shape)
-        reduced = PCA(width, random_state=state).fit_transform(features)
+        rows, columns = features.shape
+        width = min(COMPONENTS, rows - 1, columns)  # another one would be rounding errors alone
+        reduced = PCA(width, whiten=True, random_state=state).fit_transform(features)
         clusters: NDArray[Any] = KMeans(count, n_init=10, random_state=state).fit_predict(reduced)
     return clusters.astype(np.int64)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl.data import charts
@@ -19,12 +21,14 @@ from fedssl.evaluate.models import TrainedModels
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.util.text import name_client
 
+COMPONENTS = 20  # of PCA before UMAP
 IMAGES = 500  # training images, the same for all models, whose features are compared
 
 
 def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
     """Measure how far clients' models are from their new global model, and from each other.
 
+    With clusters, a client is compared with the model of its cluster and with the other members.
     Weights: the sum over convolutions and linear layers of the L2 norm of their difference.
     Features: the mean L2 distance over images, and CKA, which is 1 for the same geometry.
     """
@@ -34,7 +38,8 @@ def measure(models: TrainedModels, evaluator: ModelEvaluator) -> dict[str, Any]:
     name_of, weights = _global_models(models, local)
     features = extract_features(models, evaluator)
     layers = {str(k): layer_distances(flat, w, weights[name_of[k]]) for k, w in local.items()}
-    pairs = [sum(layer_distances(flat, a, b).values()) for a, b in combinations(local.values(), 2)]
+    alike = [(a, b) for a, b in combinations(local, 2) if name_of[a] == name_of[b]]
+    pairs = [sum(layer_distances(flat, local[a], local[b]).values()) for a, b in alike]
     names = next(iter(layers.values()))
     both = {str(k): (features[str(k)], features[name_of[k]]) for k in local}
     return {
@@ -100,14 +105,28 @@ def cka(a: Tensor, b: Tensor) -> float:
 
 
 def draw_features(features: Mapping[str, Tensor], names: Sequence[str], path: Path) -> None:
-    """Draw all models' features on the first two axes of their PCA (Figure 9 has UMAP after it).
+    """Draw all models' features in two dimensions, as :func:`flatten` computes them.
 
     ``names`` are those of the clients, by number.
     """
-    rows = torch.cat(list(features.values())).double().cpu()
-    rows = rows - rows.mean(0)
-    points = (rows @ torch.linalg.svd(rows, full_matrices=False)[2][:2].T).numpy()
+    points = flatten(torch.cat(list(features.values())).double().cpu())
     labels = [name_client(names, int(name)) if name.isdecimal() else name for name in features]
     ends = np.cumsum([len(part) for part in features.values()])[:-1]
     groups = dict(zip(labels, np.split(points, ends), strict=True))
     charts.save(charts.draw_points(groups), path, "evaluate.drift")
+
+
+def flatten(rows: Tensor) -> NDArray[np.float64]:
+    """Return two numbers for each row: UMAP of the first 20 of PCA, as in Figure 9.
+
+    Without the package umap-learn, they are the first two of PCA.
+    """
+    rows = rows - rows.mean(0)
+    width = COMPONENTS if find_spec("umap") else 2
+    reduced = (rows @ torch.linalg.svd(rows, full_matrices=False)[2][:width].T).numpy()
+    if width == 2:
+        return reduced
+    from umap import UMAP
+
+    points: NDArray[np.float64] = UMAP(n_components=2, random_state=0).fit_transform(reduced)
+    return points

@@ -86,7 +86,8 @@ class ModelEvaluator:
     ) -> dict[str, float]:
         """Measure a run's result: the global model, or the mean over personal models.
 
-        If the result is personal and there is a global model, its measures are ``global_…``.
+        If the result is personal and there is a global model, its measures are ``global_…``. Where
+        the global model is the mean of peers, ``peers_…`` are the mean and the worst over them.
         """
         specs, probes = specs or self.protocols, Probes()
 
@@ -99,6 +100,7 @@ class ModelEvaluator:
 
         if models.result == "global":
             results = measure(models.global_model(), None)
+            results |= self._evaluate_peers(models, specs)
         else:
             personal = models.personal_models(MOST_EVALUATED).items()
             rows = [measure(weights, client) for client, weights in personal]
@@ -108,6 +110,18 @@ class ModelEvaluator:
                 results |= {f"global_{name}": value for name, value in measures.items()}
         if PerClient.name in specs:
             results |= self.evaluate_clients(models, probes)
+        return results
+
+    def _evaluate_peers(self, models: TrainedModels, specs: tuple[str, ...]) -> dict[str, float]:
+        """Measure every peer's model: the mean and the minimum of each accuracy."""
+        rows = [self._evaluate(self._load(weights), specs) for weights in models.peer_models()]
+        results: dict[str, float] = {}
+        for name in rows[0] if rows else ():
+            protocol, _, kind = name.rpartition("_")
+            if kind == "top1":
+                each = [row[name] for row in rows]
+                results[f"peers_{name}"] = float(np.mean(each))
+                results[f"peers_{protocol}_worst"] = min(each)
         return results
 
     def evaluate_clients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, cast
 
 from torch import Tensor
@@ -67,6 +67,17 @@ class TrainedModels:
     def personal_model(self, client: int) -> Tensor | None:
         """Return a client's model: the algorithm's, or the server's with the client's norms."""
         return self.algorithm.personal_weights(self.server, self._state(client))
+
+    def peer_models(self) -> Iterator[Tensor]:
+        """Return each peer's model, with the normalization layers that stay with it."""
+        shared = self.server.shared
+        for client, sent in enumerate(self.algorithm.peer_models(self.server)):
+            model = sent
+            if shared is not None and self.kept is not None:
+                model = self.server.weights.index_copy(0, shared, sent)
+                if (norm := self._state(client).get("norm")) is not None:
+                    model[self.kept] = cast(Tensor, norm).to(model)
+            yield model
 
     def _state(self, client: int) -> dict[str, Tree]:
         return unflatten(self.engine.states.on_host(client))

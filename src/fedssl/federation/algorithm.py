@@ -94,6 +94,10 @@ class Algorithm(ABC):
         norm = state.get("norm")
         return None if norm is None else model.index_copy(0, kept, norm.to(model))
 
+    def peer_models(self, server: Server) -> Iterable[Tensor]:
+        """Return the models that clients train, by client, where the server knows them all."""
+        return ()
+
     @classmethod
     def tasks(cls) -> dict[str, ClientTask]:
         """Return all declared tasks by name, those of base classes first."""

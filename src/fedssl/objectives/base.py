@@ -89,6 +89,10 @@ class Objective(ABC):
         """
         return networks.online.predict(networks.online(views))
 
+    def alignable(self, encodings: Encodings) -> Encodings:
+        """Return the encoding of each view that FeatARC compares with one of the whole image."""
+        return encodings[: self.views]
+
     @abstractmethod
     def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the loss of one client's batch, a pure function of it."""

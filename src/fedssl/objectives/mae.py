@@ -44,8 +44,9 @@ class Decoder(nn.Module):
 class MAE(Objective):
     """The mean squared error of masked patches (Dec-SSL paper, appendix B.1; He et al., section 3).
 
-    Encodings are the decoder's pixels and the image's, of masked patches only. The decoder is the
-    head, so that it is not exported.
+    Encodings are the decoder's pixels and the image's, of masked patches only, and the mean of the
+    visible patches' tokens, which FeatARC aligns. The decoder is the head, so that it is not
+    exported.
     """
 
     views = 1
@@ -64,7 +65,7 @@ class MAE(Objective):
     def encode(
         self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
     ) -> Encodings:
-        """Return the masked patches, rebuilt and true: ``[B, 3N/4, C · patch²]`` each."""
+        """Return the masked patches, rebuilt and true: ``[B, 3N/4, C · patch²]``; and features."""
         assert state is not None
         tower = cast(Tower, networks.online.towers[0])
         encoder, (images,) = cast(ViT, tower.encoder), views
@@ -74,11 +75,15 @@ class MAE(Objective):
         places = positions(*grid, images)[order]
         pixels = pixels.gather(1, order[..., None].expand(-1, -1, pixels.shape[2]))
         tokens = encoder.tokens(pixels[:, :seen], places[:, :seen])
-        return tower.head(tokens, places), pixels[:, seen:]
+        return tower.head(tokens, places), pixels[:, seen:], tokens.mean(1)
+
+    def alignable(self, encodings: Encodings) -> Encodings:
+        """Return the features of the visible patches."""
+        return encodings[2:]
 
     def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the mean over all masked pixels."""
-        rebuilt, pixels = batch.encodings
+        rebuilt, pixels = batch.encodings[:2]
         return F.mse_loss(rebuilt, pixels)
 
 

@@ -30,11 +30,11 @@ def format_result(summary: Mapping[str, Any], config: Config) -> str:
 
 
 def split_models(name: str, result: Row, model: str) -> dict[str, dict[str, float]]:
-    """Return the rows of a run: one, or one for the global and one for the personal models.
+    """Return the rows of a run: one, or one each for the global, personal and peers' models.
 
     Measures that do not name a model belong to ``model``.
     """
-    table: dict[str, dict[str, float]] = {"global": {}, "personal": {}}
+    table: dict[str, dict[str, float]] = {"global": {}, "personal": {}, "peers": {}}
     for key, value in result.items():
         which, measure = _split_measure(key)
         table[which or model][measure] = value
@@ -44,8 +44,9 @@ def split_models(name: str, result: Row, model: str) -> dict[str, dict[str, floa
 
 def _split_measure(measure: str) -> tuple[str | None, str]:
     """Return the model that a measure's name says it is about, and the name without it."""
-    if measure.startswith("global_"):
-        return "global", measure.removeprefix("global_")
+    for which in ("global", "peers"):
+        if measure.startswith(f"{which}_"):
+            return which, measure.removeprefix(f"{which}_")
     for which in ("global", "personal"):
         start = f"per-client_{which}_"
         if measure.startswith(start):

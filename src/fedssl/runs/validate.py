@@ -12,6 +12,7 @@ from fedssl.config import Config
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.dirichlet import describe_imbalance
 from fedssl.data.folders import describe_unused
+from fedssl.data.heterogeneity import describe_clusters
 from fedssl.data.partition import Folder
 from fedssl.engines.base import Engine
 from fedssl.engines.flower.environment import require_flower
@@ -200,6 +201,7 @@ def _list_data_warnings(experiment: Experiment) -> Iterator[str]:
             "with partition.name=folder."
         )
     yield from describe_imbalance(config.partition, clients.sizes)
+    yield from describe_clusters(config.partition)
 
 
 def _describe_folders(experiment: Experiment) -> str:
