@@ -304,6 +304,14 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("fedema/table4/fedu/cifar10-1pct", {"data.holdout": 0.01, "evaluate.head": "mlp"}),
         ("ccl/table2/fedsimclr/cifar10-iid", {"evaluate.head": "linear"}),
         ("ccl/figure4/cl/cifar10-noniid1", {"evaluate.head": "linear"}),
+        *(
+            (f"ccl/{row}", {"augment.name": "flip", "augment.crop": [0.08, 1.0]})
+            for row in (
+                *("table1/supervised/fmnist-iid", "table1/fedrot/cifar10-noniid2"),
+                *("table2/fedrot/cifar100-iid", "table3/fedrot/cifar10-iid"),
+            )
+        ),
+        ("ccl/table1/fedsimclr/cifar10-iid", {"augment.name": "fedema"}),
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
         ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
