@@ -267,6 +267,24 @@ def test_the_papers_numbers(name: str, measure: str, number: float) -> None:
     assert TREES[name]["paper"]["results"][measure] == number
 
 
+@pytest.mark.parametrize(("setting", "holders"), [("noniid1", 2), ("noniid2", 1)])
+@pytest.mark.parametrize(("data", "classes"), [("cifar10", 10), ("cifar100", 100), ("fmnist", 10)])
+def test_ccls_settings_are_equally_skewed_and_classes_overlap_in_the_first(
+    data: str, classes: int, setting: str, holders: int
+) -> None:
+    """Every client lacks 80 % of the classes, as the paper's supervised row asks for."""
+    params = config.build(TREES[f"ccl/table1/ccl/{data}-{setting}"]).partition
+    labels = torch.arange(2000) % classes
+    split = Split((torch.zeros(2000, 1, 1, 1, dtype=torch.uint8),), labels)
+    groups = partition(params, split, classes, seed=0)
+    counts = np.stack(
+        [np.bincount(labels[groups[k]], minlength=classes) for k in range(len(groups))]
+    )
+    assert ((counts > 0).sum(0) == holders).all()
+    away = np.abs(counts / counts.sum(1, keepdims=True) - 1 / classes).sum(1) / 2
+    np.testing.assert_allclose(away, 0.8, atol=0.01)
+
+
 def test_a_cell_is_base_table_column_and_row() -> None:
     tree = TREES["fedema/table6/fedema/8of80-cifar100-noniid"]
     assert tree["paper"]["row"] == (
@@ -312,6 +330,8 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
             )
         ),
         ("ccl/table1/fedsimclr/cifar10-iid", {"augment.name": "fedema"}),
+        ("ccl/table1/ccl/cifar100-noniid1", {"partition.clients": 10, "partition.classes": 20}),
+        ("ccl/table1/ccl/cifar100-noniid2", {"partition.clients": 5, "partition.classes": 20}),
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
         ("perfcl/table3/fedbyol/lambda-0.1", {"algorithm.lambda": 0.1, "rounds": 200}),
