@@ -267,6 +267,17 @@ def test_the_papers_numbers(name: str, measure: str, number: float) -> None:
     assert TREES[name]["paper"]["results"][measure] == number
 
 
+@pytest.mark.parametrize("column", ["cifar10-noniid1", "fmnist-noniid1"])
+def test_ccls_plain_contrastive_learning_is_one_definition(column: str) -> None:
+    """In Table 1, where the paper has no such row, it is that of Figure 4."""
+    one, other, own = (
+        replace(config.build(TREES[f"ccl/{row}/{column}"]), about="", paper={})
+        for row in ("table1/fedmoco", "figure4/cl", "table1/fedmoco-own")
+    )
+    assert replace(one, evaluate=other.evaluate) == other
+    assert own.algorithm.name == "fedavg" and own.objective == one.objective
+
+
 @pytest.mark.parametrize(("setting", "holders"), [("noniid1", 2), ("noniid2", 1)])
 @pytest.mark.parametrize(("data", "classes"), [("cifar10", 10), ("cifar100", 100), ("fmnist", 10)])
 def test_ccls_settings_are_equally_skewed_and_classes_overlap_in_the_first(
