@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedssl.algorithms.ccl import CCL, matching
-from fedssl.algorithms.instahide import Key, encrypt
+from fedssl.algorithms.false_negatives import NEIGHBOURS
+from fedssl.algorithms.instahide import Key, encrypt, mixture
 from fedssl.data.random import choose, key
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
@@ -398,6 +399,88 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
             assert ratio == pytest.approx(sum(pairs) / len(pairs))
         shared |= renewed
         renewed.clear()
+
+
+@pytest.mark.parametrize("remote", ["both", "only"])
+def test_neighbours_are_judged_image_by_image(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With queues that wrap, unequal clients, and rounds that some miss."""
+    words = "partition.name=dirichlet partition.alpha=1 algorithm.mix=2 algorithm.features=7"
+    session = build_experiment(run_of("ccl", words, f"algorithm.remote={remote}"))
+    labels, groups = session.dataset.train.labels, session.engine.groups
+    arrived: dict[int, list[int]] = {k: [] for k in range(5)}
+    banks: dict[int, list[int]] = {}
+    expected: dict[int, tuple[float, float, float]] = {}
+    look, train, encode = session.trainer.encode_batch, CCL.train, CCL.encode
+
+    def seen_step(members: Tensor, *rest: Any) -> Any:
+        owner = next(k for k in range(5) if set(members.tolist()) <= set(groups[k].tolist()))
+        arrived[owner] += 2 * members.tolist()
+        return look(members, *rest)
+
+    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, secret: Any) -> Tensor:
+        client = next(k for k in range(5) if torch.equal(images, w.images[0][groups[k]]))
+        renewed.setdefault(client, []).extend(groups[client][own].tolist())
+        return encode(ccl, w, images, own, secret)
+
+    def trained(ccl: CCL, client: Client, *sent: Any) -> Any:
+        reply, own = train(ccl, client, *sent), arrived[client.id]
+        steps = client.trainer.batches.per_round(client.samples)
+        ring = {n % 20: image for n, image in enumerate(own)}
+        there = [i for k in sorted(banks) if k != client.id for i in banks[k]]
+        images = there + [ring[n] for n in range(len(ring))]
+        drawn = key(client.seed, "neighbours", client.round, client.id, steps)
+        chosen = choose(drawn, len(images), 7)
+        with client.trainer.restored(), torch.no_grad():
+            queries = look(*client._samples_of(steps)).encodings[0]
+        features = torch.cat((sent[2], client.trainer.memory["queue"]))
+        remote = chosen[chosen < len(there)]
+        pure, near_remote, far = [], [], []
+        for query, image in zip(queries, client._samples_of(steps)[0], strict=True):
+            cosines = F.cosine_similarity(query[None], features[chosen])
+            for n in chosen[cosines.topk(3).indices]:
+                pure.append(bool(labels[images[n]] == labels[image]))
+                far.append(n < len(there))
+            cosines = F.cosine_similarity(query[None], features[remote])
+            for n in remote[cosines.topk(min(3, len(remote))).indices.numpy()]:
+                near_remote.append(bool(labels[images[n]] == labels[image]))
+        if len(remote):
+            expected[client.id] = (np.mean(pure), np.mean(near_remote), np.mean(far))
+        return reply
+
+    monkeypatch.setattr(session.trainer, "encode_batch", seen_step)
+    monkeypatch.setattr(CCL, "encode", seen_bank)
+    replace_task(monkeypatch, CCL, "train", trained)
+    for round in range(4):
+        renewed: dict[int, list[int]] = {}
+        expected.clear()
+        (cohort,) = go(session, 1)
+        logged = session.server.client_log
+        for place, name in enumerate(NEIGHBOURS):
+            assert (name in logged) == (round > 0)
+            for client, value in logged.get(name, {}).items():
+                assert value == pytest.approx(expected[client][place])
+        banks |= renewed
+    assert len(banks) == 5 and max(map(len, arrived.values())) > 20
+    # The rounds that banks are from are for the log alone: no traffic.
+    model = 4 * (len(session.server.weights) + session.server.flat.parameter_count)
+    assert cohort.traffic.by_exchange()["train"]["down"] == 3 * model
+
+
+def test_without_the_mask_images_are_mixed_alone() -> None:
+    found = []
+    for words in ("algorithm.mask=false algorithm.share_plain=true", ""):
+        engine, server = made(*words.split())
+        step(engine, server, 0)
+        found.append(banks(server)["0"])
+    target, images = engine.trainer.target, made_split().images[0][:5]
+    target.params.copy_(engine.states[0]["target"])
+    state = key(engine.trainer.config.seed, "share", 0, 0)
+    drawn = Key.draw(choose(state, 5, 4096), 5, 4, images.shape[1:], np.random.default_rng([0, 0]))
+    with torch.no_grad():
+        hidden = (mixture(images, drawn, torch.float64), encrypt(images, drawn, torch.float64))
+        for bank, inputs in zip(found, hidden, strict=True):
+            expected = F.normalize(target.module(((inputs + 1) / 2,))[0], dim=1)
+            torch.testing.assert_close(bank, expected)
 
 
 @pytest.mark.parametrize("held", [True, False])

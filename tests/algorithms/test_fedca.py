@@ -19,11 +19,12 @@ from helpers import (
     refused,
     siamese,
     step,
+    timeless,
     train,
 )
 from PIL import Image
 from plain import Plain, assert_network, loops_of, mean_network
-from rounds import assert_resumes, run_of
+from rounds import assert_resumes, press_ctrl_c, run_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -36,10 +37,12 @@ from fedssl.deploy.write import write_app
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.server import Server
-from fedssl.runs import checkpoint
+from fedssl.runs import checkpoint, reproduce
 from fedssl.runs.build import build_experiment
+from fedssl.runs.loop import run
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.split import held_out_images, public_images
+from fedssl.training.trainer import Trainer
 
 SIZES = (5, 9, 4)
 PUBLIC = range(30, 36)
@@ -273,6 +276,35 @@ def test_a_resumed_run_is_the_unbroken_one_and_trains_no_base_model(
     assert {name for name in held if "banks" in name} == {f"server/banks/{k}" for k in range(5)}
     # Of data with fewer images than are public.
     assert evaluate(tmp_path / "whole", ["data.labels=10", "evaluate.protocols=knn"])["result"]
+
+
+def test_ctrl_c_stops_the_base_model_at_once_and_it_is_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of("fedca", "rounds=2")
+    run(config, tmp_path / "whole")
+    real, steps = Trainer.step, []
+
+    def third_step(trainer: Trainer, *given: Any) -> Tensor:
+        steps.append(0)
+        if len(steps) == 3:
+            press_ctrl_c()
+        return real(trainer, *given)
+
+    monkeypatch.setattr(Trainer, "step", third_step)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "cut")
+    assert len(steps) == 3 and not timeless(tmp_path / "cut")
+    run(config, tmp_path / "cut", resume=True)
+    whole, cut = (load_file(tmp_path / name / checkpoint.FILE) for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_scale_shortens_the_base_model_too() -> None:
+    recipe = config.read_recipe("ccl/table1/fedca/cifar10-iid")
+    for words, share, epochs in (("", 1, 100), ("", 0.1, 10), ("", 0.001, 1), (OFF, 0.1, 100)):
+        settings = config.resolve(recipe, words.split())
+        assert reproduce.scaled(settings, share).algorithm.base_epochs == epochs
 
 
 SITES = (

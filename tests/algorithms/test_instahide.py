@@ -32,11 +32,17 @@ def test_weights_sum_to_one_and_are_bounded(k: int) -> None:
     assert rows.max() > 0.6  # and all that the bound allows is used
 
 
-def test_two_weights_are_uniform_between_their_bounds() -> None:
-    """With k = 2 the truncated simplex is the interval from 0.35 to 0.65."""
-    first = np.sort(weights(20000, 2, np.random.default_rng(0))[:, 0])
-    expected = np.linspace(0.35, 0.65, len(first))
-    assert np.abs(first - expected).max() < 0.005
+def test_weights_are_those_of_the_authors_program() -> None:
+    """Weight by weight: |normal| over their sum. Even weights would vary twice as much."""
+    generator, rows = np.random.default_rng(1), []
+    while len(rows) < 8000:
+        sizes = [abs(generator.standard_normal()) for _ in range(4)]
+        row = [size / sum(sizes) for size in sizes]
+        rows += [row] if max(row) <= 0.65 else []
+    found = weights(8000, 4, np.random.default_rng(0))
+    for share in (0.1, 0.5, 0.9):
+        expected = np.quantile(np.sort(rows, axis=1), share, axis=0)
+        np.testing.assert_allclose(np.quantile(np.sort(found), share, axis=0), expected, atol=0.01)
 
 
 def test_an_image_is_mixed_with_different_others_of_which_any_may_be() -> None:

@@ -280,6 +280,35 @@ def test_the_papers_numbers(name: str, measure: str, number: float) -> None:
     assert TREES[name]["paper"]["results"][measure] == number
 
 
+@pytest.mark.parametrize("column", ["cifar10-noniid1", "fmnist-noniid1"])
+def test_ccls_plain_contrastive_learning_is_one_definition(column: str) -> None:
+    """In Table 1, where the paper has no such row, it is that of Figure 4."""
+    one, other, own = (
+        replace(config.build(TREES[f"ccl/{row}/{column}"]), about="", paper={})
+        for row in ("table1/fedmoco", "figure4/cl", "table1/fedmoco-own")
+    )
+    assert replace(one, evaluate=other.evaluate) == other
+    assert own.algorithm.name == "fedavg" and own.objective == one.objective
+
+
+@pytest.mark.parametrize(("setting", "holders"), [("noniid1", 2), ("noniid2", 1)])
+@pytest.mark.parametrize(("data", "classes"), [("cifar10", 10), ("cifar100", 100), ("fmnist", 10)])
+def test_ccls_settings_are_equally_skewed_and_classes_overlap_in_the_first(
+    data: str, classes: int, setting: str, holders: int
+) -> None:
+    """Every client lacks 80 % of the classes, as the paper's supervised row asks for."""
+    params = config.build(TREES[f"ccl/table1/ccl/{data}-{setting}"]).partition
+    labels = torch.arange(2000) % classes
+    split = Split((torch.zeros(2000, 1, 1, 1, dtype=torch.uint8),), labels)
+    groups = partition(params, split, classes, seed=0)
+    counts = np.stack(
+        [np.bincount(labels[groups[k]], minlength=classes) for k in range(len(groups))]
+    )
+    assert ((counts > 0).sum(0) == holders).all()
+    away = np.abs(counts / counts.sum(1, keepdims=True) - 1 / classes).sum(1) / 2
+    np.testing.assert_allclose(away, 0.8, atol=0.01)
+
+
 def test_a_cell_is_base_table_column_and_row() -> None:
     tree = TREES["fedema/table6/fedema/8of80-cifar100-noniid"]
     assert tree["paper"]["row"] == (
@@ -349,6 +378,16 @@ def test_cells_that_the_paper_lacks_are_no_recipes_and_unprinted_ones_have_no_nu
         ("dcco/table2/supervised/pooled", {"rounds": 0, "evaluate.preset": "derm"}),
         ("ccl/table2/fedsimclr/cifar10-iid", {"evaluate.head": "linear"}),
         ("ccl/figure4/cl/cifar10-noniid1", {"evaluate.head": "linear"}),
+        *(
+            (f"ccl/{row}", {"augment.name": "flip", "augment.crop": [0.08, 1.0]})
+            for row in (
+                *("table1/supervised/fmnist-iid", "table1/fedrot/cifar10-noniid2"),
+                *("table2/fedrot/cifar100-iid", "table3/fedrot/cifar10-iid"),
+            )
+        ),
+        ("ccl/table1/fedsimclr/cifar10-iid", {"augment.name": "fedema"}),
+        ("ccl/table1/ccl/cifar100-noniid1", {"partition.clients": 10, "partition.classes": 20}),
+        ("ccl/table1/ccl/cifar100-noniid2", {"partition.clients": 5, "partition.classes": 20}),
         ("fedema/table12/fedema/5-clients-25pct", {"partition.fraction": 0.25}),
         ("fedema/table12/fedema/20-clients-25pct", {"partition.clients": 20}),
         ("decssl/small/dec-sl/iid", {"evaluate.protocols": ["head"]}),

@@ -32,7 +32,7 @@ CLASSES = tuple("abcd")
 def made(*words, sizes=(40,)):
     """A session of made images, of which clients hold ``sizes``."""
     dataset = Dataset("made", made_split(sum(sizes)), made_split(24), CLASSES)
-    words = (f"evaluate.protocols={SPEC}", "augment.name=digits", "engine.threads=1", *words)
+    words = (f"evaluate.protocols={SPEC}", "augment.name=none", "engine.threads=1", *words)
     return assemble(settings(*words), dataset, groups_of(*sizes))
 
 
@@ -257,12 +257,14 @@ def test_of_the_run_only_the_federation_stays():
     assert (own.seed, own.precision) == (7, "bf16")
     assert configure(settings("cohort.fraction=0.2"), 12).cohort.fraction == 0.2
 
-    for words, flip in (
-        (("augment.name=digits",), 0.0),
-        (("augment.name=fedema",), 0.5),
-        (("augment.name=fedema", "augment.flip=0"), 0.0),
-    ):  # images are flipped where the run flips them
-        assert configure(settings(*words), 5).augment == config.Augment("none", flip=flip)
+    for words, flip, crop in (
+        (("augment.name=digits",), 0.0, (0.5, 1.0)),
+        (("augment.name=fedema",), 0.5, (0.08, 1.0)),
+        (("augment.name=fedema", "augment.flip=0", "augment.crop=0.3,1"), 0.0, (0.3, 1.0)),
+        (("augment.name=none",), 0.0, (1.0, 1.0)),
+    ):  # images are flipped and cropped as the run does it, and nothing else
+        expected = config.Augment("none", flip=flip, crop=crop)
+        assert configure(settings(*words), 5).augment == expected
 
 
 @pytest.fixture

@@ -112,6 +112,32 @@ def test_every_step_flips_anew_the_images_of_its_cases(monkeypatch):
     assert len({state for _, state in calls}) == 40
 
 
+def test_crops_each_image_by_its_own_number():
+    """Of an image that is brighter from left to right: the crop's mean tells its place."""
+    images = torch.linspace(0, 1, 16).expand(200, 1, 16, 16)
+    index = torch.arange(200)
+    cropped = finetune.crop(images, index, 7, (0.08, 1.0))
+    assert cropped.shape == images.shape and cropped.min() >= 0 and cropped.max() <= 1 + 1e-6
+    places = cropped.mean((1, 2, 3))
+    assert 0.05 < places.std() < 0.3 and len(places.unique()) > 20  # a crop has whole pixels
+    alone = finetune.crop(images[:10], index[50:60], 7, (0.08, 1.0))
+    torch.testing.assert_close(alone, cropped[50:60])
+    assert not torch.equal(finetune.crop(images, index, 8, (0.08, 1.0)), cropped)
+    torch.testing.assert_close(finetune.crop(images, index, 7, (1.0, 1.0)), images)
+
+
+def test_every_step_crops_anew(monkeypatch):
+    states = []
+    spy = lambda images, index, state, area: states.append((state, area)) or images  # noqa: E731
+    monkeypatch.setattr(finetune, "crop", spy)
+    encoder, train = blind(), labelled(hidden(12))
+    training = finetune.choose_training(12, "dcco")
+    finetune.fine_tune(encoder, new_head(encoder, 2), train, training, 0)
+    assert not states
+    finetune.fine_tune(encoder, new_head(encoder, 2), train, training, 0, area=(0.2, 1.0))
+    assert len({state for state, _ in states}) == 40 and {a for _, a in states} == {(0.2, 1.0)}
+
+
 def test_every_step_starts_from_no_gradient(monkeypatch):
     seen = []
     monkeypatch.setattr(finetune, "make_step", lambda flat, *_: seen.append(flat.gradient.clone()))

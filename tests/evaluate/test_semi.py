@@ -62,24 +62,24 @@ def test_learns_what_the_frozen_encoder_cannot_see_and_leaves_it_as_it_is(head, 
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "epochs", "batch", "factor", "flips", "shapes"),
+    ("name", "rule", "epochs", "batch", "factor", "flips", "area", "shapes"),
     [
         (
-            "mlp", ("adam", 1e-3, 0.0, 0.0), 100, 128, 1.0, False,
+            "mlp", ("adam", 1e-3, 0.0, 0.0), 100, 128, 1.0, False, None,
             [(4096, 8), (4096,), (4096,), (4096,), (3, 4096), (3,)],
         ),
-        ("linear", ("sgd", 0.01, 0.9, 0.0), 20, 256, 20.0, True, [(3, 8), (3,)]),
+        ("linear", ("sgd", 0.01, 0.9, 0.0), 20, 256, 20.0, True, (0.08, 1.0), [(3, 8), (3,)]),
     ],
 )  # fmt: skip
 def test_each_head_is_trained_as_in_its_paper(
-    name, rule, epochs, batch, factor, flips, shapes, calls
+    name, rule, epochs, batch, factor, flips, area, shapes, calls
 ):
     run(("semi@10%",), *sides(), head=name)
     ((head, part, training, seed, options),) = calls
     r = training.rule
     assert (r.optimizer, r.lr, r.momentum, r.weight_decay) == rule
     assert (training.epochs, training.batch, training.head) == (epochs, batch, factor)
-    assert options.get("flips", True) is flips
+    assert options.get("flips", True) is flips and options.get("area") == area
     assert len(part.groups) == 30 and seed == 5
     assert [tuple(w.shape) for w in head.parameters()] == shapes
 

@@ -12,8 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.algorithms.false_negatives import count_banks, log_ratios
-from fedssl.algorithms.instahide import Key, encrypt
+from fedssl.algorithms.false_negatives import (
+    NEIGHBOURS,
+    count_banks,
+    find_origins,
+    list_origins,
+    log_ratios,
+)
+from fedssl.algorithms.instahide import Key, encrypt, mixture
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
@@ -49,8 +55,11 @@ class CCL(Algorithm):
     images without augmentation (the first of two modalities). If a client is not asked, or its bank
     is refused, its last bank stays.
 
-    A simulation with labels also measures the false negatives of Eq. 4 and 5. Labels are never
-    sent, and deployments do not measure this.
+    A simulation with labels also measures, at the end of each client's round, the false negatives
+    of Eq. 4 and 5, the share of neighbours that are of the sample's class (``neighbour_purity``),
+    the same for the nearest of the remote features (``remote_purity``), and the share of neighbours
+    that are remote (``remote_neighbours``). Labels are never sent, and deployments do not measure
+    this.
     """
 
     @dataclass(frozen=True)
@@ -83,6 +92,12 @@ class CCL(Algorithm):
             help="k, the number of images that InstaHide mixes. 1: no InstaHide, which also needs "
             "`algorithm.share_plain=true`.",
         )
+        mask: bool = key(
+            True,
+            needs="remote=both|only",
+            help="Flip the signs of mixed images' pixels at random, as InstaHide does. `false`: "
+            "images are only mixed, which also needs `algorithm.share_plain=true`.",
+        )
         share_plain: bool = key(
             False,
             needs="remote=both|only",
@@ -97,14 +112,19 @@ class CCL(Algorithm):
                     value=self.lambda_,
                     fix="Set algorithm.lambda=0.",
                 )
-            if self.remote != "off" and self.share_plain != (self.mix == 1):
+            if self.remote != "off" and self.share_plain == self.is_hidden:
                 raise UserError(
                     f"contradicts algorithm.share_plain={str(self.share_plain).lower()}",
-                    key="algorithm.mix",
-                    value=self.mix,
-                    fix="To share features of images without InstaHide, set algorithm.mix=1 and "
-                    "algorithm.share_plain=true. Else set neither.",
+                    key="algorithm.mix" if self.mask else "algorithm.mask",
+                    value=self.mix if self.mask else self.mask,
+                    fix="To share features of images without InstaHide, set algorithm.mix=1 or "
+                    "algorithm.mask=false, and algorithm.share_plain=true. Else set none of them.",
                 )
+
+        @property
+        def is_hidden(self) -> bool:
+            """True if images are mixed and masked, as InstaHide does."""
+            return self.mix > 1 and self.mask
 
     params: Params
     objective: MoCo
@@ -159,7 +179,9 @@ class CCL(Algorithm):
             int(k): join_features(banks, self.width, server.weights, without=int(k))
             for k in cohort.ids
         }
-        update = cohort.mean(self.train, server.model, momentum, per_client(remote, "share"))
+        origins = list_origins(server, cohort.ids)  # in a simulation with labels only
+        shown = (server.model, momentum, per_client(remote, "share"), *origins)
+        update = cohort.mean(self.train, *shown)
         server.apply(update)
         server.state["momentum"] = momentum + update["momentum"]
         if server.census is not None:
@@ -173,7 +195,14 @@ class CCL(Algorithm):
             count_banks(server, new, self.features)
 
     @client_task(seen="mean", reveals="update", reply=_update_like)
-    def train(self, client: Client, model: Tensor, momentum: Tensor, remote: Tensor) -> Reply:
+    def train(
+        self,
+        client: Client,
+        model: Tensor,
+        momentum: Tensor,
+        remote: Tensor,
+        origins: Tensor | None = None,
+    ) -> Reply:
         """The changes that local training makes to the main and to the momentum model."""
         places = momentum_places(client.trainer)
         start = client.full_weights(model)[: client.trainer.flat.parameter_count]
@@ -182,12 +211,14 @@ class CCL(Algorithm):
         step = Step(self, client, remote)
         update = client.train(model, step)
         client.state |= step.count_false_negatives()
+        if origins is not None:
+            client.state |= step.judge_neighbours(origins)
         return {**update, "momentum": client.state["target"][places] - momentum}
 
-    @client_task(seen="simulation", reveals="numbers", reply=("alike", "held"))
+    @client_task(seen="simulation", reveals="numbers", reply=("alike", "held", *NEIGHBOURS))
     def census(self, client: Client) -> dict[str, Tensor]:
-        """For the log of a simulation: how many keys of its queue are alike, and of how many."""
-        return client.numbers("alike", "held")
+        """For the log of a simulation: its queue's keys that are alike, and what neighbours are."""
+        return client.numbers("alike", "held", *NEIGHBOURS)
 
     @client_task(
         seen="each",
@@ -196,7 +227,7 @@ class CCL(Algorithm):
         when=lambda ccl, secure: ccl.shares,
     )
     def share(self, client: Client) -> Reply:
-        """Features of single images (by InstaHide, if mix is above 1), for all other clients too.
+        """Features of single images (by InstaHide, unless share_plain), for all other clients too.
 
         Q̄_l,c of Eq. 2, one row per image, at most K.
         """
@@ -229,7 +260,8 @@ class CCL(Algorithm):
             inputs = scale_pixels(trainer, images[to_device(chosen, trainer.device)])
         else:
             drawn = Key.draw(chosen, len(images), self.params.mix, images.shape[1:], secret)
-            inputs = (encrypt(images, drawn, trainer.dtype) + 1) / 2
+            blend = encrypt if self.params.mask else mixture
+            inputs = (blend(images, drawn, trainer.dtype) + 1) / 2
         with trainer.autocast():
             (features,) = trainer.target.module((inputs,))
         return F.normalize(features.to(trainer.dtype), dim=1)
@@ -271,10 +303,14 @@ class Step(Steps):
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Q_s, and which of Q_s ∪ Q_l are candidates (Eq. 7): K drawn evenly, or all if fewer."""
+        chosen = self.candidates(self.ccl.features if self.ccl.params.lambda_ else 0)
+        return self.remote, chosen
+
+    def candidates(self, most: int) -> Tensor:
+        """Draw the candidates of the next step, at most so many."""
         client, there = self.client, len(self.remote) + min(self.seen, self.places)
         drawn = random_key(client.seed, "neighbours", client.round, client.id, self.number)
-        most = self.ccl.features if self.ccl.params.lambda_ else 0
-        return self.remote, to_device(choose(drawn, there, most), self.remote.device)
+        return to_device(choose(drawn, there, most), self.remote.device)
 
     def done(self, encodings: tuple[Tensor, ...]) -> None:
         """Note that the keys of both views enter the queue."""
@@ -294,6 +330,35 @@ class Step(Steps):
         classes, queue = census.count(self.client.members), census.count(self.origins)
         alike, held = classes @ queue / classes.sum(), torch.tensor(float(len(self.origins)))
         return {"origins": self.origins, "alike": alike, "held": held}
+
+    def judge_neighbours(self, banks: Tensor) -> Reply:
+        """Compare the classes of the next step's samples with those of their neighbours.
+
+        ``banks``: which clients the remote features are of, and the rounds that they are from.
+        """
+        client, trainer, ccl = self.client, self.client.trainer, self.ccl
+        census, chosen = trainer.census, self.candidates(ccl.features)
+        if census is None or not len(self.remote) or len(chosen) < ccl.params.neighbours:
+            return {name: torch.tensor(torch.nan) for name in NEIGHBOURS}
+        epoch, drawn = client.positions(self.number)
+        members = client.members[drawn]
+        with trainer.restored(), torch.no_grad():
+            query = trainer.encode_samples(members, client.random_state(epoch, drawn))[0]
+        # The queue is a ring: its oldest key stands where the next one comes.
+        queue = torch.empty(self.places, dtype=self.origins.dtype, device=self.origins.device)
+        count = len(self.origins)
+        places = (self.seen - count + torch.arange(count, device=queue.device)) % self.places
+        queue[places] = self.origins
+        remote = find_origins(census, banks, client.seed, ccl.features).to(queue)
+        alike = census.labels[torch.cat((remote, queue))[chosen]] == census.labels[members][:, None]
+        candidates = torch.cat((self.remote, trainer.memory["queue"]))[chosen]
+        scores, is_remote = F.normalize(query, dim=1) @ candidates.T, chosen < len(remote)
+        near = scores.topk(ccl.params.neighbours, dim=1).indices
+        most = min(ccl.params.neighbours, int(is_remote.sum()))
+        far = scores.masked_fill(~is_remote, -torch.inf).topk(most, dim=1).indices
+        found = (alike.gather(1, near), alike.gather(1, far), is_remote[near])
+        shares = (each.double().mean() for each in found)
+        return dict(zip(NEIGHBOURS, shares, strict=True))
 
 
 def matching(query: Tensor, candidates: Tensor, neighbours: int, temperature: float) -> Tensor:

@@ -257,7 +257,7 @@ class FeatARC(Algorithm):
 
     def misalignment(self, encoded: EncodedBatch, frozen: Tensor) -> Tensor:
         """Compute −λ × the mean cosine of each view's encoding with the frozen one of its image."""
-        views = self.objective.alignable(encoded.encodings)
+        views = encoded.encodings[: self.objective.views]
         return -self.params.lambda_ * torch.stack([mean_cosine(v, frozen) for v in views]).mean()
 
     @client_task(seen="log", reveals="numbers", reply=("cluster",))

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +68,11 @@ class FedCA(Algorithm):
             "they come from the server's images. `null`: 1000, or none without alignment.",
         )
         base_epochs: int = key(
-            100, ge=1, needs="align", help="Epochs of the base model on the public images."
+            100,
+            ge=1,
+            needs="align",
+            help="Epochs of the base model on the public images. `fedssl reproduce --scale` takes "
+            "the same share of them as of the rounds.",
         )
         dictionary: int = key(
             1024,
@@ -94,6 +98,12 @@ class FedCA(Algorithm):
                     fix="Use at least 2, or 0 to share no projections.",
                 )
 
+        def scaled(self, share: float) -> Self:
+            """Return the keys with a share of the base model's epochs, at least one."""
+            if not self.align:
+                return self
+            return dataclasses.replace(self, base_epochs=max(1, round(self.base_epochs * share)))
+
     params: Params
     objective: SimCLR
 
@@ -116,7 +126,8 @@ class FedCA(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Send model and dictionary, average the models, and collect new projections."""
         if self.params.align and "base" not in server.state:
-            server.state |= self.train_base(server)
+            with server.preparing():  # this may take longer than a round
+                server.state |= self.train_base(server)
         banks = server.state.get("banks", {})
         # The dictionary travels with the model, and counts as shared.
         dictionary = count_as("share", join_features(banks, self.width, server.weights))

@@ -42,7 +42,10 @@ class Gossip(Algorithm):
     each neighbour. With ``norm_policy=local`` normalization layers do not travel or mix.
     """
 
-    result = Result(description="global: the mean of all peers")
+    result = Result(
+        description="global: the mean of all peers",
+        peers=lambda server: server.state.get("models", ()),  # none before round 1
+    )
     weight = "uniform"
 
     @dataclass(frozen=True)
@@ -134,11 +137,6 @@ class Gossip(Algorithm):
             server.weights = server.weights.index_copy(0, server.shared, mean)
         server.log["loss"] = torch.stack([replies[k]["loss"] for k in ids]).mean()
         server.log["consensus"] = (models - mean).norm(dim=1).mean()
-
-    def peer_models(self, server: Server) -> Iterable[Tensor]:
-        """Return each client's model after it has mixed; before round 1 there are none."""
-        models: Iterable[Tensor] = server.state.get("models", ())
-        return models
 
     @client_task(seen="each", reveals="update")
     def train(self, client: Client, model: Tensor) -> Reply:

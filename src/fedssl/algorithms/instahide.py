@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BOUND = 0.65  # c₁, the most that one image weighs: our reading of that paper's experiments
+BOUND = 0.65  # c₁, the most that one image weighs, as in the authors' program
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,16 @@ def distinct(rows: int, count: int, k: int, generator: np.random.Generator) -> N
 
 
 def weights(count: int, k: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """λ uniform on {λ ≥ 0, Σ λ = 1, max λ ≤ c₁}, by drawing again what is above the bound."""
-    rows = generator.dirichlet(np.ones(k), count)
-    while (above := rows.max(1) > BOUND).any():
-        rows[above] = generator.dirichlet(np.ones(k), int(above.sum()))
+    """Draw λ: absolute normal numbers over their sum, drawn again while one is above the bound.
+
+    The paper leaves the distribution open; this is that of the authors' program.
+    """
+    rows = np.empty((count, k))
+    above = np.ones(count, dtype=bool)
+    while above.any():
+        sizes = np.abs(generator.standard_normal((int(above.sum()), k)))
+        rows[above] = sizes / sizes.sum(1, keepdims=True)
+        above = rows.max(1) > BOUND
     return rows
 
 

@@ -82,6 +82,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 _TRIES = 10
+CROP_NUMBERS = 2 + 2 * _TRIES  # uniform numbers that a random crop takes
 FEW = 200_000  # numbers of a view: 64 colour images of 32 pixels (benchmarks/NOTES.md)
 
 # Places of a sample's random numbers. They are fixed, so that switching one operation off leaves
@@ -224,7 +225,7 @@ class Augmentation:
             pair[view] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
         )
         crops = p.crop != (1.0, 1.0)
-        u = random.uniform(random.mix(state, view), _CROP + (2 + 2 * _TRIES if crops else 0))
+        u = random.uniform(random.mix(state, view), _CROP + (CROP_NUMBERS if crops else 0))
         probability, low, span, unused = self.constants(state.device)
         flip, jitter, gray, blur, solarize = (u[:, _HAPPENS] < probability[view]).unbind(1)
         ranges = low + span * u[:, _RANGES]

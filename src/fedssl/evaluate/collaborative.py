@@ -106,17 +106,19 @@ def configure(config: Config, clients: int) -> Config:
     """Return the configuration of supervised FedAvg in the run's own federation.
 
     Its cohorts stay: as many clients as in a round of the run. Privacy, robust means and Flower do
-    not: they are about how the encoder was trained. Images are flipped where the run's own
-    augmentation flips (not digits); all of a contrastive augmentation cost 4 to 19 points.
+    not: they are about how the encoder was trained. Images are flipped and cropped as in the run's
+    own augmentation (no flips of digits); all of a contrastive augmentation cost 4 to 19 points.
     """
     cohort, augment = config.cohort, config.augment
-    flip = PRESETS[augment.name].flip if augment.flip is None else augment.flip
+    preset = PRESETS[augment.name]
+    flip = preset.flip if augment.flip is None else augment.flip
+    crop = preset.crop if augment.crop is None else augment.crop
     size = None if cohort.size is None else min(cohort.size, clients)
     return replace(
         config,
         objective=Supervised.Params("supervised"),
         algorithm=FedAvg.Params("fedavg", local_epochs=EPOCHS, batch=BATCH),
-        augment=Augment("none", flip=flip),
+        augment=Augment("none", flip=flip, crop=crop),
         encoder=replace(config.encoder, towers=1),
         engine=replace(config.engine, name="local", updates="full", max_norm=None, sites=None),
         client=RULE,

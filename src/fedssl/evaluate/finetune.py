@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from fedssl.config import Optimizer
 from fedssl.data import random
+from fedssl.data.augment import CROP_NUMBERS, crop_box
+from fedssl.data.operations import resized_crop
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import (
     Labelled,
@@ -137,11 +139,13 @@ def fine_tune(
     training: Training,
     seed: int,
     flips: bool = True,
+    area: tuple[float, float] | None = None,
     look: Callable[[int, Classifier], bool] | None = None,
 ) -> Classifier:
     """Train a head and a copy of the encoder on the labelled cases, batch norm included.
 
-    ``look`` sees the model after each step, and returns whether that was the last one.
+    ``area`` has the smallest and largest share of an image that a random crop keeps. ``look`` sees
+    the model after each step, and returns whether that was the last one.
     """
     model, training = Classifier(copy.deepcopy(encoder), head), training.over(len(train.groups))
     model.requires_grad_(True).train()
@@ -153,6 +157,8 @@ def fine_tune(
         images = pixels(train.images[index], flat.params)
         if flips:
             images = flip(images, index, random.key(seed, "flip", step))
+        if area is not None:
+            images = crop(images, index, random.key(seed, "crop", step), area)
         flat.gradient.zero_()
         with _reproducible():
             loss = F.cross_entropy(model(images, sizes), train.labels[cases].to(images.device))
@@ -178,3 +184,10 @@ def flip(images: Tensor, index: Tensor, state: int) -> Tensor:
     """Mirror each image with probability one half, by the number of the image."""
     chosen = random.uniform(random.mix(state, index), 1)[:, 0] < 0.5
     return torch.where(chosen.to(images.device)[:, None, None, None], images.flip(-1), images)
+
+
+def crop(images: Tensor, index: Tensor, state: int, area: tuple[float, float]) -> Tensor:
+    """Crop and resize each image at random, by the number of the image."""
+    size = (images.shape[2], images.shape[3])
+    drawn = random.uniform(random.mix(state, index), CROP_NUMBERS).to(images.device)
+    return resized_crop(images, *crop_box(drawn, area, size), size)

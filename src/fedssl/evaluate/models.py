@@ -71,7 +71,7 @@ class TrainedModels:
     def peer_models(self) -> Iterator[Tensor]:
         """Return each peer's model, with the normalization layers that stay with it."""
         shared = self.server.shared
-        for client, sent in enumerate(self.algorithm.peer_models(self.server)):
+        for client, sent in enumerate(self.algorithm.result.peers(self.server)):
             model = sent
             if shared is not None and self.kept is not None:
                 model = self.server.weights.index_copy(0, shared, sent)

@@ -25,8 +25,9 @@ MLP = Training(Optimizer("adam", 1e-3), epochs=100, batch=128, schedule=optim.co
 # 256, no weight decay and these learning rates, 20 times as large for the classifier. They fall to
 # a fifth at epoch 12 and again at 16. Its command for 1% of ImageNet's labels has rates of 0.02
 # and 5, which were far worse with ten classes and few steps (digits, training images held out). So
-# every share uses the program's default. SwAV crops as well, but the paper names no augmentation,
-# so there are only flips.
+# every share uses the program's default. Its augmentation is a flip and a random resized crop, of
+# 8 to 100% of the area.
+AREA = (0.08, 1.0)
 LINEAR = Training(
     Optimizer("sgd", 0.01, momentum=0.9),
     epochs=20,
@@ -53,10 +54,11 @@ class SemiSupervised(Protocol):
         data, encoder, seed = model.data, model.encoder, model.data.config.seed
         train = model.train.labelled.take(self.draw(data))
         if data.settings.head == "mlp":
-            head = build_mlp(encoder, data.classes, seed)
-            tuned = fine_tune(encoder, head, train, MLP, seed, flips=False)
+            mlp = build_mlp(encoder, data.classes, seed)
+            tuned = fine_tune(encoder, mlp, train, MLP, seed, flips=False)
         else:
-            tuned = fine_tune(encoder, new_head(encoder, data.classes), train, LINEAR, seed)
+            head = new_head(encoder, data.classes)
+            tuned = fine_tune(encoder, head, train, LINEAR, seed, area=AREA)
         return {self.measure: score(tuned, model.test.labelled)}
 
 

@@ -31,6 +31,8 @@ class Result:
     description: str = "global"  # of the exported encoder, in encoder.json
     further: Callable[[Any, State], Mapping[str, Tensor]] = lambda algorithm, state: {}
     """Other models in a client's state, by name, which the protocol per-client evaluates too."""
+    peers: Callable[[Server], Iterable[Tensor]] = lambda server: ()
+    """The models that clients train, by client, where the server knows them all."""
 
 
 class Algorithm(ABC):
@@ -93,10 +95,6 @@ class Algorithm(ABC):
             return model if self.result.evaluated == "personal" else None
         norm = state.get("norm")
         return None if norm is None else model.index_copy(0, kept, norm.to(model))
-
-    def peer_models(self, server: Server) -> Iterable[Tensor]:
-        """Return the models that clients train, by client, where the server knows them all."""
-        return ()
 
     @classmethod
     def tasks(cls) -> dict[str, ClientTask]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,7 +69,17 @@ class Server:
         self.log: dict[str, Tensor] = {}  # one number per name, for this round's metrics
         self.client_log: dict[str, dict[int, float | None]] = {}  # by measure, then by client
         self.warnings: list[str] = []
+        self.is_preparing = False
         self._model: tuple[Tensor, Tensor] | None = None
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Let Ctrl-C stop at once: the work in this context is done again after a resumption."""
+        self.is_preparing = True
+        try:
+            yield
+        finally:
+            self.is_preparing = False
 
     @property
     def model(self) -> Tensor:

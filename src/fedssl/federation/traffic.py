@@ -11,12 +11,15 @@ from torch import Tensor
 
 from fedssl.util.trees import count_bytes, leaves
 
+UNCOUNTED = ""
+
 
 @dataclass(frozen=True)
 class Argument:
     """One argument of a task: the same for all clients, or one value for each.
 
-    Its bytes count towards the exchange that asks for the task, or towards ``exchange``.
+    Its bytes count towards the exchange that asks for the task, or towards ``exchange``. What only
+    a simulation sends, for its log, does not count (``UNCOUNTED``).
     """
 
     value: Any
@@ -74,6 +77,8 @@ class Traffic:
         A tensor that clients already have from this round is not sent again.
         """
         for item in payload:
+            if item.exchange == UNCOUNTED:
+                continue
             count = self._argument_bytes(item, clients)
             if item.exchange is None:
                 self.count_down(exchange, count)

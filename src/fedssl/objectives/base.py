@@ -83,15 +83,11 @@ class Objective(ABC):
     def encode(
         self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
     ) -> Encodings:
-        """Return the encodings of a batch's views, which the loss gets.
+        """Return the encodings of a batch's views, which the loss gets: first one of each view.
 
         ``state`` has a random state for each sample (see ``data.random``).
         """
         return networks.online.predict(networks.online(views))
-
-    def alignable(self, encodings: Encodings) -> Encodings:
-        """Return the encoding of each view that FeatARC compares with one of the whole image."""
-        return encodings[: self.views]
 
     @abstractmethod
     def loss(self, batch: EncodedBatch) -> Tensor:

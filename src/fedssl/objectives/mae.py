@@ -65,7 +65,10 @@ class MAE(Objective):
     def encode(
         self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
     ) -> Encodings:
-        """Return the masked patches, rebuilt and true: ``[B, 3N/4, C · patch²]``; and features."""
+        """Return the visible patches' features, and masked patches ``[B, 3N/4, C · patch²]``.
+
+        The latter are rebuilt and true.
+        """
         assert state is not None
         tower = cast(Tower, networks.online.towers[0])
         encoder, (images,) = cast(ViT, tower.encoder), views
@@ -75,15 +78,11 @@ class MAE(Objective):
         places = positions(*grid, images)[order]
         pixels = pixels.gather(1, order[..., None].expand(-1, -1, pixels.shape[2]))
         tokens = encoder.tokens(pixels[:, :seen], places[:, :seen])
-        return tower.head(tokens, places), pixels[:, seen:], tokens.mean(1)
-
-    def alignable(self, encodings: Encodings) -> Encodings:
-        """Return the features of the visible patches."""
-        return encodings[2:]
+        return tokens.mean(1), tower.head(tokens, places), pixels[:, seen:]
 
     def loss(self, batch: EncodedBatch) -> Tensor:
         """Return the mean over all masked pixels."""
-        rebuilt, pixels = batch.encodings[:2]
+        _, rebuilt, pixels = batch.encodings
         return F.mse_loss(rebuilt, pixels)
 
 

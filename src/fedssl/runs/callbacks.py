@@ -14,6 +14,7 @@ import torch
 
 from fedssl.config import Config
 from fedssl.evaluate import drift
+from fedssl.federation.server import Server
 from fedssl.runs import checkpoint, loggers, metrics
 from fedssl.runs.build import Experiment
 from fedssl.runs.progress import Progress
@@ -24,9 +25,15 @@ CHECKPOINT_SHARE = 50  # at most one part in so many of a run's time goes into c
 
 
 class Stop:
-    """A request of the user to stop after this round."""
+    """A request of the user to stop after this round, or at once while a server prepares one."""
 
     requested = False
+    server: Server | None = None  # of the run that is under way
+
+    @property
+    def is_immediate(self) -> bool:
+        """Return whether the next request stops the run at once."""
+        return self.requested or (self.server is not None and self.server.is_preparing)
 
 
 class Callback(Protocol):

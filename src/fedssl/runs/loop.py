@@ -120,6 +120,7 @@ class RunInFolder:
 
         def work() -> None:
             experiment.server.public = experiment.public
+            stop.server = experiment.server
             with contextlib.closing(bar):
                 idle = config.find_idle_keys(self.settings)
                 for warning in (*idle, *list_warnings(experiment)):
@@ -238,11 +239,11 @@ def _describe_memory(experiment: Experiment, out: Path) -> UserError:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[Stop]:
-    """Note that the user asks to stop; asking twice stops at once."""
+    """Note that the user asks to stop; asking twice, or during preparation, stops at once."""
     stop = Stop()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.is_immediate:
             raise KeyboardInterrupt
         stop.requested = True
         print("Stopping after this round. Press Ctrl-C again to stop at once.", file=sys.stderr)

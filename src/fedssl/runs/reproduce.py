@@ -292,11 +292,12 @@ def _commit() -> str | None:
 
 
 def scaled(settings: Config, share: float) -> Config:
-    """Return the run with a share of its rounds and as many evaluations."""
+    """Return the run with a share of its rounds and other training, and as many evaluations."""
     every = settings.evaluate.every
     evaluate = dataclasses.replace(settings.evaluate, every=every and max(1, round(every * share)))
     rounds = max(1, round(settings.rounds * share)) if settings.rounds else 0
-    return dataclasses.replace(settings, rounds=rounds, evaluate=evaluate)
+    algorithm = settings.algorithm.scaled(share)
+    return dataclasses.replace(settings, rounds=rounds, evaluate=evaluate, algorithm=algorithm)
 
 
 def _read_scale(text: str) -> float:
