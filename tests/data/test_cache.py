@@ -131,6 +131,18 @@ def test_errors_of_the_disk_name_the_cache_and_leave_nothing_behind(
         load(folder)
 
 
+def test_an_error_about_an_image_names_the_image(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle", str(folder / "a.png"))
+
+    monkeypatch.setattr(decode, "_decode_into", stale)
+    with refused(None, says=f"{folder / 'a.png'} cannot be read (Stale file handle). Replace"):
+        load(folder)
+    assert not list(cache.iterdir())
+
+
 def test_array_file_grows_and_reads_back(tmp_path: Path) -> None:
     blocks = [np.arange(n * 6, dtype=np.uint8).reshape(n, 2, 3) for n in (1, 11, 0, 200)]
     with caches.grow_array(tmp_path / "x.npy") as append:

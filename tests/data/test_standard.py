@@ -230,6 +230,19 @@ def test_a_failed_download_leaves_nothing_behind(
     assert not list((cache / "downloads").iterdir())
 
 
+def test_a_download_that_fails_without_a_text_is_named_by_its_type(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    from torchvision.datasets import utils
+
+    def fetch(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(utils, "download_and_extract_archive", fetch)
+    with refused("data.name", "cifar100", "the download failed (TimeoutError)"):
+        load(Data(name="cifar100"))
+
+
 def test_a_download_is_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     from torchvision.datasets import utils
 

@@ -84,7 +84,10 @@ def test_projector_of_the_paper() -> None:
 def test_groups_that_do_not_fit_are_refused(kind: str, groups: int) -> None:
     """A layer's channels must divide into groups, and a group of a vector have two numbers."""
     norm = Norm("group", groups)
-    with refused("encoder.groups", groups):
+    said = (
+        f"64 channels do not divide into {groups} groups of at least {1 if kind == 'conv' else 2}."
+    )
+    with refused("encoder.groups", groups, said):
         norm.conv(64, 64, 3) if kind == "conv" else norm.linear(64, 64)
 
 

@@ -234,7 +234,7 @@ def test_a_folder_that_was_not_used_is_gone_when_python_ends(tmp_path: Path) -> 
 def test_runs_may_not_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").touch()
-    with refused("--out", says="cannot be written (File exists)"):
+    with refused(None, says="runs is not a folder. Give --out DIR."):
         make_folder("x")
 
 

@@ -275,6 +275,14 @@ def test_an_encoder_alone_is_judged_by_a_run_without_rounds(simple: Path, tmp_pa
     assert ours["result"] == theirs["result"] != ours["untrained"]
 
 
+def test_a_folder_with_one_training_image_is_refused(simple: Path, tmp_path: Path) -> None:
+    for name in ("train/0/a.png", "test/0/b.png"):
+        made(tmp_path / "few" / name, 1)
+    said = "holds 1 training image, and evaluation needs two. Use a folder with more."
+    with refused("data.root", tmp_path / "few", said):
+        evaluate(simple, [f"data.root={tmp_path / 'few'}"])
+
+
 def test_another_data_set_is_not_in_the_runs_folder(
     simple: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from fedssl.config import plugins
 from fedssl.config.keys import Recipe, convert_section, key_fields, path_keys
 from fedssl.config.merge import apply_words, merge
 from fedssl.config.schema import Config
-from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, variant
+from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, variant
 from fedssl.util.errors import UserError
 
 
@@ -59,7 +59,7 @@ def rename_plugins(config: Config, rename: Callable[[str], str]) -> Config:
         return None if specs is None else tuple(map(rename, specs))
 
     sections: dict[str, Any] = {}
-    for section in reversed(VARIANTS):  # an app's first file is the algorithm
+    for section in ("algorithm", "objective", "partition"):  # an app's first file is the algorithm
         params = getattr(config, section)
         sections[section] = replace(params, name=rename(params.name))
     protocols, monitor = each(config.evaluate.protocols), each(config.evaluate.monitor)

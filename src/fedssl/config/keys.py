@@ -200,10 +200,8 @@ def convert(kind: Any, value: Any, name: str) -> Any:
         # YAML reads off and on as booleans.
         text = ("off", "on")[value] if isinstance(value, bool) else str(value)
         if text not in choices:
-            problem, fix = (
-                f"unknown{suggest(text, choices)}",
-                f"Choose one of {', '.join(choices)}.",
-            )
+            problem = f"unknown{suggest(text, choices)}"
+            fix = f"Choose one of {', '.join(choices)}."
             raise UserError(problem, key=name, value=value, fix=fix)
         return choices[text]
     if origin is tuple:

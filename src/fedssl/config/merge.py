@@ -122,5 +122,8 @@ def _read_value(text: str) -> Any:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
         return text
-    is_yaml = isinstance(value, bool) or text in ("~", "null", "Null", "NULL", ".inf")
-    return value if is_yaml or text[0] in "[{\"'" or str(value) == text else text
+    if isinstance(value, bool) or text in ("~", "null", "Null", "NULL", ".inf"):
+        return value
+    if text[0] in "[{\"'":  # a list, a mapping or a quoted text
+        return value
+    return value if str(value) == text else text

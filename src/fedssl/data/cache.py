@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.text import printable
 
 Array = NDArray[Any]
 Meta = dict[str, Any]
@@ -68,7 +70,7 @@ def _open(folder: Path) -> Cached | None:
 def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
     """Yield a new empty folder that takes the place of ``folder`` if the block succeeds.
 
-    Errors of the disk, the block's included, name ``cache``.
+    Errors of the disk name ``cache``, also in the block unless they are about another file.
     """
     new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
@@ -76,7 +78,8 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
         new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
         try:
-            yield new
+            with _name_other_files(new):
+                yield new
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(old)
             try:
@@ -87,6 +90,19 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
         finally:
             for left in (new, old):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _name_other_files(new: Path) -> Iterator[None]:
+    """Turn an error about a file that is not in the folder ``new`` into one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(os.fsdecode(error.filename)).is_relative_to(new):
+            raise
+        problem = f"{printable(error.filename)} cannot be read ({error.strerror})"
+        fix = "Replace the file, or change its permissions."
+        raise UserError(problem, "a file with images cannot be read", fix=fix) from None
 
 
 @contextlib.contextmanager

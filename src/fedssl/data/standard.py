@@ -303,7 +303,9 @@ def _locate(
             name = next(name for name in inside if is_there(new / name))
         except Exception as error:  # of urllib, http, tarfile, zipfile, zlib, torchvision, …
             places = " or ".join(map(str, roots))
-            reason = " ".join(str(error).split()) or "the archive holds something else"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, StopIteration):
+                reason = "the archive holds something else"
             problem = f"is not in {places}, and the download failed ({reason})"
             fix = f"Set data.root to {fix}"
             raise UserError(problem, key="data.name", value=data.name, fix=fix) from None

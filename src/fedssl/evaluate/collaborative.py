@@ -94,10 +94,8 @@ class Collaborative(Protocol):
         few = Split((data.train.images[data.modality][index],), data.train.full_labels[index])
         dataset = Dataset(data.dataset.name, few, None, data.dataset.classes)
         groups = Groups(np.arange(len(index)), np.concatenate(([0], np.cumsum(sizes))))
-        config, network = (
-            configure(data.config, len(groups)),
-            build_classifier(encoder, data.classes),
-        )
+        config = configure(data.config, len(groups))
+        network = build_classifier(encoder, data.classes)
         return data.build_engine(config, dataset, groups, network)
 
     def _draw_images(self, data: EvaluationData) -> Groups:

@@ -54,8 +54,9 @@ def _global_models(
     With clusters there are several.
     """
     trained = {client: models.server_model(client) for client in sorted(clients)}
-    distinct = {id(model): model for model in (models.server.weights, *trained.values())}
-    names = {place: f"global {i}" if i else "global" for i, place in enumerate(distinct)}
+    names: dict[int, str] = {}
+    for model in (models.server.weights, *trained.values()):
+        names.setdefault(id(model), f"global {len(names)}" if names else "global")
     name_of = {client: names[id(model)] for client, model in trained.items()}
     used = {name_of[client]: model for client, model in trained.items()}
     return name_of, {name: models.global_model(used[name]) for name in sorted(used)}

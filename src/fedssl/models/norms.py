@@ -179,8 +179,9 @@ class Norm:
     def _after(self, channels: int, relu: bool, smallest: int = 1) -> list[nn.Module]:
         fits = channels % self.groups == 0 and channels >= smallest * self.groups
         if self.kind == "group" and not fits:
+            groups = f"{self.groups} groups of at least {smallest}"
             raise UserError(
-                f"a layer of {channels} channels does not divide into groups of {smallest} or more",
+                f"{channels} channels do not divide into {groups}",
                 key="encoder.groups",
                 value=self.groups,
                 fix=f"Use a divisor of {channels}, at most {channels // smallest}.",

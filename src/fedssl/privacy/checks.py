@@ -85,14 +85,17 @@ def _check_robust(config: Config, algorithm: Algorithm) -> None:
     name, gathered = algorithm.params.name, _names(algorithm.asked(False, "each"))
     has_mean = algorithm.result.has_global and not algorithm.pools_data
     has_noise = config.privacy.noise is not None
-    problems = {
-        f"algorithm.name={name} averages no clients' models": not has_mean,
-        f"the server of {name} passes on each client's {gathered}, not a mean": gathered,
-        "it compares the clients' replies, which secure sums hide": config.privacy.secure,
-        "noise is made for a sum in which every client's part is bounded": has_noise,
-    }
-    fix = "Use cohort.average=mean."
-    refuse(config, *((bad, "cohort.average", problem, fix) for problem, bad in problems.items()))
+    key, fix = "cohort.average", "Use cohort.average=mean."
+    passed_on = f"the server of {name} passes on each client's {gathered}, not a mean"
+    compared = "it compares the clients' replies, which secure sums hide"
+    unbounded = "noise is made for a sum in which every client's part is bounded"
+    refuse(
+        config,
+        (not has_mean, key, f"algorithm.name={name} averages no clients' models", fix),
+        (gathered, key, passed_on, fix),
+        (config.privacy.secure, key, compared, fix),
+        (has_noise, key, unbounded, fix),
+    )
 
 
 def _check_sums(config: Config, algorithm: Algorithm, key: str) -> None:

@@ -42,18 +42,22 @@ Run = TypeVar("Run", bound=PlannedRun)
 
 def check_all(runs: Sequence[PlannedRun]) -> None:
     """Check all runs before the first one starts, also that they have the same images."""
-    loaded: dict[tuple[config.Data, int], Dataset] = {}
+    loaded: dict[tuple[config.Data, int], Dataset] = {}  # by data and seed
     for run in runs:
         is_final = run.summary() is not None
         check_folder(run.settings, run.folder, is_started(run.folder), is_final=is_final)
     for run in (run for run in runs if run.summary() is None):
-        place = run.settings.data, run.settings.seed
+        source = run.settings.data, run.settings.seed
         with name_in_errors(run.label), plugins.translate_errors():
             check_environment(run.settings)
-            if place not in loaded:
-                loaded[place] = load_dataset(*place)
-            _check_parts(run.settings, loaded[place])
-    datasets = {data: dataset for (data, _), dataset in loaded.items()}
+            if source not in loaded:
+                loaded[source] = load_dataset(*source)
+            _check_parts(run.settings, loaded[source])
+    _check_same_images(runs, {data: dataset for (data, _), dataset in loaded.items()})
+
+
+def _check_same_images(runs: Sequence[PlannedRun], datasets: dict[config.Data, Dataset]) -> None:
+    """Check that started runs have their images still; load those that were moved."""
     for run in (run for run in runs if is_started(run.folder)):
         data, before = run.settings.data, RunReader(run.folder).settings.data
         if data not in datasets and before != config.with_absolute_paths(run.settings).data:

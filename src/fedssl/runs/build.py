@@ -285,10 +285,9 @@ def build_federation(config: Config, dataset: Dataset, groups: Groups, network: 
 def compiles_steps(trainer: Trainer, algorithm: Algorithm, groups: Groups) -> bool:
     """Return whether local training goes through a compiled step (``engine.compile``)."""
     config = trainer.config
-    mode = config.engine.compile
     possible = trainer.batches.size is not None and trainer.objective.needs_batch_only
-    if mode != "auto" or not possible:
-        return mode == "on" and possible
+    if not possible or config.engine.compile != "auto":
+        return possible and config.engine.compile == "on"
     clients = cohort_size(config, len(groups))
     steps = config.rounds * clients * trainer.batches.per_round(int(np.median(groups.sizes)))
     return trainer.device.type == "cuda" and steps >= WORTH_COMPILING
@@ -301,7 +300,7 @@ def compiles_passes(engine: Engine) -> bool:
     step takes about six times that, so that a minute or two of compiling is paid back.
     """
     config, sizes = engine.trainer.config, engine.groups.sizes
-    mode, possible = config.engine.compile, engine.merges and bool((sizes == sizes[0]).all())
-    if mode != "auto" or not possible:
-        return mode == "on" and possible
+    possible = engine.merges and bool((sizes == sizes[0]).all())
+    if not possible or config.engine.compile != "auto":
+        return possible and config.engine.compile == "on"
     return engine.trainer.device.type == "cuda" and config.rounds >= WORTH_COMPILING

@@ -41,7 +41,10 @@ def make_folder(name: str) -> Path:
     stem = out = Path("runs", f"{label}-{time.strftime('%Y%m%d-%H%M%S')}")
     number = 1
     with explain_write_errors("--out", stem):
-        stem.parent.mkdir(exist_ok=True)
+        try:
+            stem.parent.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise UserError("runs is not a folder", fix="Give --out DIR.") from None
         while True:
             try:
                 out.mkdir()

@@ -124,6 +124,9 @@ def _use_other_data(
     if dataset is None or data.levels != levels:
         dataset = load_dataset(data, settings.seed)
     key, value = name_images(data)
+    if len(dataset.train) < 2:
+        problem = f"holds {len(dataset.train)} training image, and evaluation needs two"
+        raise UserError(problem, key=key, value=value, fix="Use a folder with more.")
     if is_same and data.levels != levels and dataset.classes:
         _check_folder_names(run, data, dataset.classes)
     # A run that has not ended has no encoder.json; its checkpoint reports a difference.

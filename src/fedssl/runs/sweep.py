@@ -56,8 +56,9 @@ def sweep(
             before = config.read_yaml(out / SWEEP)
         tree = _reorder(tree, before)
         settings = list_runs(tree)
-        for name in (name for name in list_runs(before) if before and name not in settings):
-            problem = f"has the run {name}, and no list has these values"
+        lost = [name for name in list_runs(before) if name not in settings] if before else []
+        if lost:
+            problem = f"has the run {lost[0]}, and no list has these values"
             fix = "Keep the lists as they were. You may add values."
             raise UserError(problem, key="--out", value=out, fix=fix)
         runs = [PlannedRun(name, each, out / name) for name, each in settings.items()]
