@@ -375,7 +375,7 @@ def test_a_masked_autoencoders_visible_features_are_aligned_with_the_whole_image
     goal = module.compute_targets(client, server.weights)
     assert relative(goal, whole) < 1e-12
     batch = client.encode_step(0)
-    rebuilt, pixels, visible = (e.detach() for e in batch.encodings)
+    visible, rebuilt, pixels = (e.detach() for e in batch.encodings)
     assert visible.shape == whole.shape and relative(visible, whole) > 1e-3
     algorithm = engine.algorithm
     expected = F.mse_loss(rebuilt, pixels) - 0.7 * cosine(visible, goal).mean()

@@ -125,7 +125,7 @@ def test_a_bad_bank_costs_only_itself(
     assert line["faults"].keys() == {"3"} and reason in line["faults"]["3"]
     assert relative(far.server.weights, near.server.weights) < 1e-10
     theirs, ours = flatten(far.server.state), flatten(near.server.state)
-    assert ours.keys() - theirs.keys() == {"banks/3", "classes/3"}
+    assert ours.keys() - theirs.keys() == {"banks/3", "classes/3", "rounds/3"}
     for name, leaf in theirs.items():
         torch.testing.assert_close(leaf, ours[name], rtol=1e-9, atol=1e-12)
 

@@ -208,8 +208,8 @@ def test_groups_select() -> None:
 
 
 ONE_STEP = [
-    ("algorithm.name=dcco", "sgd"),
-    ("algorithm.name=dcco engine.merge=off", "lars"),
+    ("algorithm.name=dcco algorithm.radius=1e9", "sgd"),
+    ("algorithm.name=dcco algorithm.radius=1e9 engine.merge=off", "lars"),
     ("algorithm.name=fedavg objective.name=simclr algorithm.batch=2", "sgd"),
     ("algorithm.name=fedavg objective.name=byol objective.predictor=32,16", "lars"),
     ("algorithm.name=fedema objective.name=simsiam objective.predictor=32,16", "sgd"),

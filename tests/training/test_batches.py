@@ -24,7 +24,6 @@ def test_epochs_are_shuffled_anew_and_each_sample_is_used_once_in_one() -> None:
         (Batches(1, None, None, 0), 7, 1, 7, 7),
         (Batches(3, None, 2, 0), 7, 3, 6, 6),
         (Batches(3, None, 2, 0), 5, 3, 5, 6),
-        (Batches(None, 1, 4, 0), 7, 1, 4, 4),
         (Batches(None, 2, 3, 0), 7, 4, 7, 12),  # the last partial batch is dropped
         (Batches(None, 2, 9, 0), 7, 2, 7, 14),  # a client smaller than one batch still trains
     ],

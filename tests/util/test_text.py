@@ -48,7 +48,7 @@ def test_the_list_has_every_recipe_or_its_table() -> None:
         assert recipe in names or recipe.rsplit("/", 2)[0] in names
     assert len(names) == len(set(names)) < 100
     text = "\n".join(lines)
-    assert "DCCO Table 1, centralized CCO" in text and "/_" not in text
+    assert "DCCO Table 1: DCCO beside FedAvg" in text and "/_" not in text
     assert "22 recipes: fedssl recipes fedema/table3" in text
     assert names.index("fedema/table2") < names.index("fedema/table10")
 

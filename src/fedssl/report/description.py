@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from fedssl.config import Config, variant
+from fedssl.config import Config, SourceParams, variant
 from fedssl.report.comparison import OWN_DATA
 from fedssl.runs.reader import RunReader
 
-USUAL_PARTITION = {"fraction": 1.0, "source": "labels", "encoder": None}
+# Settings of a partition that go without saying.
+USUAL = {field.name: field.default for field in dataclasses.fields(SourceParams)}
 
 
 def describe(run: RunReader, seed: bool = False) -> str:
@@ -44,7 +46,7 @@ def _images(config: Config) -> str:
 def _partition(run: RunReader) -> str:
     keys = dict(run.tree["partition"])
     name = keys.pop("name")
-    usual = {**USUAL_PARTITION, "clients": keys.get("clients")}
+    usual = {**USUAL, "clients": keys.get("clients")}
     if keys.get("source", "labels") == "labels":
         usual["sources"] = keys.get("sources")
     shown = (f"{k} {v}" for k, v in keys.items() if v not in (None, False) and v != usual.get(k))

@@ -66,8 +66,10 @@ class Batches:
         return self.first_epoch(samples) * min(samples, self.size or samples)
 
     def contributing(self, samples: int) -> int:
-        """Samples that take part in a round: N_k of the DCCO paper's Eq. 3."""
-        return min(samples, self.images(samples))
+        """Different samples that a round uses: N_k of the DCCO paper's Eq. 3."""
+        if self.size is None or self.steps is None:
+            return samples
+        return min(samples, self.steps * self.size)
 
     def positions(
         self, round: int, step: int, client: int, samples: int
