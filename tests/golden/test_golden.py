@@ -18,6 +18,9 @@ import json
 import math
 import signal
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedssl import report
 from fedssl.cli import main
 from fedssl.runs import checkpoint
 
@@ -172,21 +176,8 @@ def assert_close(found: Any, expected: Any, where: str) -> None:
         assert found == expected, where
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_is_unchanged(name: str, tmp_path: Path) -> None:
-    assert_same(local_result(name, tmp_path / "out"), name)
-
-
-@pytest.mark.parametrize("name", FAR)
-def test_a_run_over_messages_is_unchanged(name: str, tmp_path: Path) -> None:
-    assert_same(far_result(name, tmp_path), name)
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
+def interrupted_result(name: str, out: Path) -> dict[str, Any]:
+    """Stop a run by Ctrl-C after a checkpoint, and resume it."""
     write_checkpoint, written = checkpoint.write, itertools.count()
 
     def interrupt(*arguments: Any) -> None:
@@ -194,12 +185,45 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(
         if next(written) == RESUMED[name]:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(checkpoint, "write", interrupt)
     words = (*CASES[name], "checkpoint.seconds=0")
-    assert run(words, out) == INTERRUPTED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write", interrupt)
+        assert run(words, out) == INTERRUPTED
     assert len(metrics_of(out)) == RESUMED[name]
     assert run(words, out, "--resume") == 0
-    assert_same(fingerprint(tensors_of(out)) | {"metrics": metrics_of(out)}, name)
+    return fingerprint(tensors_of(out)) | {"metrics": metrics_of(out)}
+
+
+def prepare() -> None:
+    """Train on one thread and write no pages, as tests do."""
+    torch.set_num_threads(1)
+    report.write_page_or_warn = lambda run: None
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A new process: what libraries remember of other tests can change the last bits."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=prepare) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_unchanged(name: str, tmp_path: Path, process: ProcessPoolExecutor) -> None:
+    assert_same(process.submit(local_result, name, tmp_path / "out").result(), name)
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_a_run_over_messages_is_unchanged(
+    name: str, tmp_path: Path, process: ProcessPoolExecutor
+) -> None:
+    assert_same(process.submit(far_result, name, tmp_path).result(), name)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(
+    name: str, tmp_path: Path, process: ProcessPoolExecutor
+) -> None:
+    assert_same(process.submit(interrupted_result, name, tmp_path / "out").result(), name)
 
 
 def write() -> None:
