@@ -1,4 +1,4 @@
-"""What the benchmarks share: made data, an engine on it, and a stopwatch."""
+"""Shared parts of the benchmarks: made data, an engine on it, and a stopwatch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def even(clients: int, samples: int) -> Groups:
 def engine_of(
     config: Config, split: Split, groups: Groups, compiled: bool = False
 ) -> tuple[LocalEngine, Server]:
-    """What ``build_experiment`` makes, on given data."""
+    """Build an experiment on given data."""
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     algorithm = configuration.variant("algorithm", config.algorithm.name)
     if algorithm.pools_data:

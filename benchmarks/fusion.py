@@ -1,4 +1,4 @@
-"""What feature fusion and neighbourhood matching add to CCL's local epoch, as shares of it.
+"""Measure what feature fusion and neighbourhood matching add to CCL's local epoch.
 
     python benchmarks/fusion.py [--device cpu] [--precision fp32] [--encoder resnet18]
         [--samples 9984] [--batch 128] [--queue 4096] [--pixels 32] [--compile] [--repeats 3]
@@ -50,7 +50,7 @@ def epoch(engine: LocalEngine, server: Server, rows: int) -> Callable[[], None]:
 
 
 def processor(work: Callable[[], None]) -> float:
-    """What a call takes of the processor."""
+    """Return the processor time of a call."""
     start = time.process_time()
     work()
     return time.process_time() - start

@@ -54,7 +54,7 @@ def silo(samples: int) -> Row:
 
 
 def dcco(clients: int, each: int) -> Row:
-    """As above, for a merged cohort: a round is one step."""
+    """Settings of a merged cohort: a round is one step."""
     tree: dict[str, Any] = {
         "augment": {"name": "dcco"},
         "encoder": {"name": "resnet14", "norm": "group"},

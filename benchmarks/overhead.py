@@ -1,4 +1,4 @@
-"""What a run spends on anything but training, on a GPU: a real run, looked at from outside.
+"""Measure what a run on a GPU spends on anything but training.
 
     python benchmarks/overhead.py [key=value ...] [--rounds 3] [--images 50000] [--test 10000]
 

@@ -1,4 +1,4 @@
-"""What federation costs when clients train for epochs, as ratios of things run in turn.
+"""Measure the cost of federation when clients train for epochs, as ratios of things run in turn.
 
     python benchmarks/silo.py [--algorithm fedema] [--objective byol] [--clients 5]
         [--samples 1024] [--batch 64] [--encoder tiny] [--width 256] [--device cpu]

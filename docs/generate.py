@@ -171,7 +171,7 @@ def _section(section: str) -> Iterator[str]:
 
 
 def _variant(section: str, name: str, shared: Sequence[str]) -> Iterator[str]:
-    """What a section's class says of itself, and the keys that only it has."""
+    """Return the docstring of a section's class, and the keys that only it has."""
     kind = config.variant(section, name)
     file = Path(inspect.getfile(kind)).relative_to(ROOT).as_posix()
     yield f"### `{section}.name={name}`"
@@ -250,7 +250,7 @@ def _value(value: Any) -> str:
 
 
 def commands(_: str) -> str:
-    """What ``--help`` prints, of every command."""
+    """Return the output of ``--help`` for every command."""
     with mock.patch.dict(os.environ, {"COLUMNS": "88", "NO_COLOR": "1"}):
         parsers = list(_parsers(cli.build_parser()))
         return "\n\n".join(
@@ -294,7 +294,7 @@ def contents(paper: str) -> str:
 
 
 def _departure(entry: dict[str, Any], names: Sequence[str]) -> str:
-    """What an entry says of its departures, and the remark of its tables of recipes."""
+    """Return the departures of an entry, and the remark of its tables of recipes."""
     tables = (config.find_table(name) for name in names)
     notes = dict.fromkeys(str(t.tree["note"]) for t in tables if t and "note" in t.tree)
     return " ".join([*([entry["departs"]] if "departs" in entry else []), *map(_stop, notes)])
@@ -439,7 +439,7 @@ class Row(typing.NamedTuple):
 
     @property
     def groups(self) -> list[list[Line]]:
-        """What can be shown together: a line a seed, of like images, rounds and settings."""
+        """Return runs to show together: a line per seed, of like images, rounds and settings."""
         found: dict[tuple[str, int], dict[int, dict[str, Line]]] = {}
         for line in self.lines:
             seeds = found.setdefault((_trained(line), line["rounds"]), {})
@@ -452,7 +452,7 @@ class Row(typing.NamedTuple):
 
     @property
     def shown(self) -> list[Line]:
-        """Of the table's rounds, or the most, those best on held-out images, or likest the recipe.
+        """Return the runs to show: of the table's rounds or the most, the best on held-out images.
 
         Failures come last.
         """
@@ -466,19 +466,19 @@ class Row(typing.NamedTuple):
         return number
 
     def own(self, measure: str) -> str:
-        """What a column's measure is called in this row."""
+        """Return the name of a column's measure in this row."""
         return "head_top1" if self.head == measure else measure
 
 
 def _trained(line: Line) -> str:
-    """What two runs share that may be compared: images and settings, but rounds and rates."""
+    """Return the key of comparable runs: images and settings, without rounds and rates."""
     apart = ("rounds", "evaluate.", *RATES)
     other = {key: value for key, value in line["changed"].items() if not key.startswith(apart)}
     return json.dumps([line["data"], other], sort_keys=True)
 
 
 def _choice(line: Line) -> tuple[bool, float, bool]:
-    """Of a seed's rates the best on held-out images; without such images the recipe's own."""
+    """Return a seed's best rate on held-out images; without such images the recipe's own."""
     own = not any(key in line["changed"] for key in RATES)
     return bool(line["ours"]), line["heldout"] or 0.0, own
 
@@ -663,7 +663,7 @@ def _departures(table: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 class Claim(typing.NamedTuple):
-    """What a paper says of one row or two, and by which measure of each."""
+    """A paper's claim about one row or two, with the measure of each."""
 
     relation: str
     pair: list[Row]
@@ -700,7 +700,7 @@ def _claims_of(table: dict[str, Any], rows: Sequence[Row]) -> list[Claim]:
 
 
 def _claims(claims: Sequence[Claim]) -> str:
-    """Which of the paper's claims appear in our rows, computed from them."""
+    """Return the paper's claims, and whether they appear in our rows."""
     lines = []
     for claim in claims:
         first, *shorter = verdicts(claim.relation, claim.pair, claim.measures)
@@ -772,7 +772,7 @@ def _verdict(
 
 
 def _fails(side: Side) -> str:
-    """Whether a row diverges, or ends no better than untrained; seed by seed."""
+    """Return, seed by seed, whether a row diverges or ends no better than untrained."""
     above = [value - (side.untrained or 0.0) for value in side.values]
     bad, seeds = side.failed + sum(each <= 0 for each in above), side.failed + len(above)
     if bad:
@@ -781,7 +781,7 @@ def _fails(side: Side) -> str:
 
 
 def _ahead(relation: str, left: Side, right: Side) -> str:
-    """Whether means stand in a relation; what failed is beaten, and like nothing."""
+    """Return whether means stand in a relation; a failed row is beaten, and like nothing."""
     if left.mean is None or right.mean is None:
         beats = relation == ">" and left.mean is not None
         return "appears" if beats else "**does not appear**"
@@ -792,7 +792,7 @@ def _ahead(relation: str, left: Side, right: Side) -> str:
 
 
 def _alike(pair: Sequence[Row]) -> list[list[list[Line]]]:
-    """What is compared: of runs alike those with results, the longest; then the shorter ones."""
+    """Return the runs to compare: of runs alike those with results, the longest first."""
     # A row with a classifier of its own is another training: only the images must be the same.
     other = len({row.head for row in pair}) > 1
     every = map(list, itertools.product(*(row.groups for row in pair)))
@@ -803,12 +803,12 @@ def _alike(pair: Sequence[Row]) -> list[list[list[Line]]]:
 
 
 def _cut_short(a: Line, b: Line) -> bool:
-    """Whether a run is another but for its fewer rounds."""
+    """Return whether a run differs from another only by fewer rounds."""
     return _trained(a) == _trained(b) and a["rounds"] < b["rounds"]
 
 
 def _like(a: Line, b: Line, other: bool) -> bool:
-    """Whether two runs may be compared: as many rounds, or the same share of their recipes'."""
+    """Return whether two runs have equally many rounds, or the same share of their recipes'."""
     if other:
         return bool(a["data"] == b["data"])
     share = a["rounds"] * b["paper_rounds"] == b["rounds"] * a["paper_rounds"]
@@ -816,7 +816,7 @@ def _like(a: Line, b: Line, other: bool) -> bool:
 
 
 def _shorter(pair: Sequence[Row]) -> bool:
-    """Whether the first row had fewer rounds than the second, and all else was the same."""
+    """Return whether the first row had fewer rounds than the second, and all else was the same."""
     a, b = (row.shown[0] for row in pair)
     share = a["rounds"] * b["paper_rounds"] < b["rounds"] * a["paper_rounds"]
     return share and _cut_short(a, b)
@@ -859,7 +859,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def reading(file: str) -> str:
-    """What the comments of a recipe's file say: our reading where the paper is silent."""
+    """Return the comments of a recipe's file: our reading where the paper is silent."""
     path = ROOT / "src" / "fedssl" / "config" / "recipes" / file
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
@@ -867,7 +867,7 @@ def reading(file: str) -> str:
 
 
 def says(names: str) -> str:
-    """What classes, named as module:Class, say of themselves."""
+    """Return the docstrings of classes, named as module:Class."""
     blocks = []
     for name in names.split():
         module, _, attribute = name.partition(":")
@@ -888,7 +888,7 @@ SEEN = {
 
 
 def exchanges(_: str) -> str:
-    """What each algorithm asks of clients by name, as it declares it."""
+    """Return the tasks that each algorithm declares."""
     rows = [
         "| algorithm | exchange | what a client tells | the server needs |",
         "| --- | --- | --- | --- |",

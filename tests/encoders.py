@@ -62,7 +62,7 @@ def made(name: str, norm: str, channels: int, size: int) -> ImageEncoder:
 
 
 def saved(encoder: ImageEncoder, folder: Path) -> Path:
-    """What a run leaves of its encoder."""
+    """Write the files that a run leaves of its encoder."""
     folder.mkdir(exist_ok=True)
     save_file(encoder.body.state_dict(), folder / "encoder.safetensors")
     write_json(folder / "encoder.json", encoder.note)

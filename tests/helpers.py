@@ -132,7 +132,7 @@ def siamese(objective: str, *words: str) -> Config:
 def engine_of(
     config: Config, split: Split, groups: Groups, device: str = "cpu"
 ) -> tuple[LocalEngine, Server]:
-    """What ``session.prepare`` makes, on given data."""
+    """Build an engine and a server on given data."""
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     algorithm_class = configuration.variant("algorithm", config.algorithm.name)
     if algorithm_class.pools_data:

@@ -21,7 +21,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 def data(counts: Sequence[int], seed: int = 0) -> Split:
-    """As many samples of each class as ``counts`` says, in random order."""
+    """Draw ``counts`` samples of each class, in random order."""
     labels = np.repeat(np.arange(len(counts)), counts)
     return unlabeled(np.random.default_rng(seed).permutation(labels))
 

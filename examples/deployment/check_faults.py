@@ -1,4 +1,4 @@
-"""What run_faults.sh checks in the files of a run and of its sites.
+"""Check the files of a run and of its sites, for run_faults.sh.
 
     python check_faults.py RUN STATES [--lost SITE ROUND]
 

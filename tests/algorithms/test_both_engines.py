@@ -60,7 +60,7 @@ def test_both_engines_agree(words: str, tmp_path: Path) -> None:
 
 
 def test_secure_sums_are_enough_for_one_cluster_of_featarc(tmp_path: Path) -> None:
-    """Of several, the sum of one with a single client would be that client's change."""
+    """Several clients per sum: a sum of one would be that client's change."""
     words = ("objective.name=simclr", "algorithm.name=featarc", "algorithm.local_epochs=1")
     with pytest.raises(UserError, match="a group may be one client"):
         far_session(small(*words, "privacy.secure=true"), tmp_path / "refused")

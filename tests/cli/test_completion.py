@@ -79,7 +79,7 @@ def test_it_is_quick() -> None:
 
 
 def test_every_key_and_choice_is_known() -> None:
-    """What is read from the source text is what the classes themselves have."""
+    """Completion reads from the source text the keys that the classes have."""
     known = {word.removesuffix("=") for word in completion.keys("")}
     offered = {f"{key}={choice}" for key, own in completion._list_keys("") for choice in own}
     for section, names in config.VARIANTS.items():

@@ -222,7 +222,7 @@ def test_other_names_that_will_not_do(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
-    """As in a notebook's session; the same file is one module."""
+    """In a notebook's session the same file is one module."""
     path = tmp_path / "mine.py"
     path.write_text("def f(*a): return 1\n")
     first = plugins.load("protocol", f"{path}:f", ("key", "value"), ())

@@ -209,7 +209,7 @@ def divided(name: str) -> tuple[str, str] | None:
     ("data", "keys"), sorted({found for name in TREES if (found := divided(name))})
 )
 def test_data_of_the_papers_size_can_be_divided(data: str, keys: str) -> None:
-    """What small stand-ins do not show: a client without a sample, a class that is too small."""
+    """Small stand-ins do not show a client without a sample or a class that is too small."""
     params = config.build({"partition": json.loads(keys)}).partition
     total, classes = SHAPES[data]
     if getattr(params, "source", "labels") != "labels":

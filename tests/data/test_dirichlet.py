@@ -215,7 +215,7 @@ def test_dirichlet_uses_all_and_leaves_no_client_empty(
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
 def test_dirichlet_shares_have_the_right_spread(alpha: float) -> None:
-    """Of two clients, the first one's share of a class is Beta(α, α): variance 1 / (8α + 4)."""
+    """With two clients, the first one's share of a class is Beta(α, α): variance 1 / (8α + 4)."""
     split = data([100] * 500)
     share = held(divided("dirichlet", split, clients=2, alpha=alpha), split)[0] / 100
     assert share.mean() == pytest.approx(0.5, abs=0.06)

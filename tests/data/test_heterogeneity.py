@@ -82,7 +82,7 @@ def test_each_image_is_turned_by_its_sources_angle(channels: int) -> None:
 
 
 def test_five_angles_divide_the_circle() -> None:
-    """As in Figure 10; a spot at the right edge moves counter-clockwise by 2π/5 a source."""
+    """Figure 10: a spot at the right edge moves counter-clockwise by 2π/5 a source."""
     images = torch.zeros(50, 1, 33, 33, dtype=torch.uint8)
     images[:, :, 15:18, 27:30] = 255
     words = ("partition.name=dirichlet", "partition.source=rotation")
@@ -195,7 +195,7 @@ def test_both_engines_have_the_same_images_and_clients(source: str, tmp_path: Pa
 
 
 def test_features_are_reduced_to_thirty_numbers_of_one_variance() -> None:
-    """Where nothing is planted, clusters depend on each of the numbers that k-means sees."""
+    """Without planted clusters, the result depends on each number that k-means sees."""
     from sklearn.cluster import KMeans
     from sklearn.decomposition import PCA
 

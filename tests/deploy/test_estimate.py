@@ -1,4 +1,4 @@
-"""What SITES.md says that a site sends and receives, beside what runs count."""
+"""The bytes in SITES.md equal those that runs count."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
 
 
 def asked(grid: Here, node: int, content: Any, kind: str = "train.train") -> Any:
-    """What a site replies to a message that no server of ours would send."""
+    """Return the reply to a message that no server of ours would send."""
     (number,) = grid.push_messages([Message(content, node, kind)])
     (reply,) = grid.pull_messages([number])
     assert reply.has_content(), "Flower would send an error of its own, with its text"

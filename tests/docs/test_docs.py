@@ -1,4 +1,4 @@
-"""What the documentation shows is executed: every command and Python block of every page, in order.
+"""Execute what the documentation shows: every command and Python block of every page, in order.
 
 A page's blocks run in a folder of their own, where ``docs`` and ``examples`` are the repository's.
 Shown output must be printed, line by line; there may be more in between. A comment before a block

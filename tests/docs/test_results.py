@@ -552,7 +552,7 @@ def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: P
 
 
 def test_the_plain_loss_of_cco_is_ours() -> None:
-    """What plain_cco.py finds out is about the loss that the rows have, values and gradients."""
+    """plain_cco.py has the rows' loss, in values and gradients."""
     plain, cco = load("results/plain_cco.py"), CCO(CCO.Params("cco"))
     f, g = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     losses = plain.cco(f, g), cco.loss(EncodedBatch((f, g)))

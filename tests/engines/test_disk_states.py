@@ -1,4 +1,4 @@
-"""What a client keeps counts only if the round that it came out of counts."""
+"""A client's new state counts only if its round counts."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def huge_loss(reply: Message) -> Message:
 
 
 def failed(reply: Message) -> Message:
-    """As Flower reports a node that has gone: from the SuperLink."""
+    """Reply from the SuperLink, like Flower for a node that has gone."""
     error = Message(Error(2, "boom"), reply_to=reply)
     error.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
     assert error.metadata.src_node_id == 1
@@ -286,7 +286,7 @@ def test_what_a_client_says_is_one_printable_line(tmp_path: Path) -> None:
 
 
 def test_a_task_may_be_asked_twice_in_a_round(tmp_path: Path) -> None:
-    """What clients have from the first time is only referred to, whatever the algorithm."""
+    """A value that clients have already is only referred to, whatever the algorithm."""
     far, grid = far_session(small("algorithm.name=fedavg"), tmp_path)
     cohort = far.engine.cohort(np.arange(5), 0)
     first = cohort.mean(far.algorithm.train, far.server.model)

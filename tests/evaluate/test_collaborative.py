@@ -67,7 +67,7 @@ def labels_of(*labels):
 
 
 def draw(train, groups, share, *words):
-    """What clients label: images of their own, each of them once and with a label."""
+    """Clients label images of their own, each of them once."""
     drawn = draw_images(settings(*words), groups, train, share)
     for k in range(len(groups)):
         assert set(drawn[k].tolist()) <= set(groups[k].tolist())

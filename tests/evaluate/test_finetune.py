@@ -113,7 +113,7 @@ def test_every_step_flips_anew_the_images_of_its_cases(monkeypatch):
 
 
 def test_crops_each_image_by_its_own_number():
-    """Of an image that is brighter from left to right: the crop's mean tells its place."""
+    """The image is brighter from left to right, so the crop's mean tells its place."""
     images = torch.linspace(0, 1, 16).expand(200, 1, 16, 16)
     index = torch.arange(200)
     cropped = finetune.crop(images, index, 7, (0.08, 1.0))

@@ -1,4 +1,4 @@
-"""What settings are chosen by: training images that no client has, and never a test image."""
+"""Settings are chosen on training images that no client has, and never on a test image."""
 
 from __future__ import annotations
 

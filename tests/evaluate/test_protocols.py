@@ -255,7 +255,7 @@ def test_few_labels_are_drawn_by_seed():
 
 
 def test_a_share_of_the_labels_is_that_many_of_each_class():
-    """As many as linear@30 of 60, and so the same images in both."""
+    """The share of 60 that linear@30 takes, and so the same images in both."""
     train, test = split(), split(seed=1)
     found = run(Evaluate(protocols=("linear@50%", "linear@30", "knn@10%", "knn@6")), train, test)
     assert found["linear@50%_top1"] == found["linear@30_top1"]

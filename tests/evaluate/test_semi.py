@@ -25,7 +25,7 @@ def narrow(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What ``fine_tune`` is called with, instead of training."""
+    """Record the arguments of ``fine_tune`` instead of training."""
     seen = []
 
     def spy(encoder, head, *rest, **options):

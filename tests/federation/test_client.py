@@ -1,4 +1,4 @@
-"""What changes from round to round, and what must not."""
+"""Things that change from round to round, and things that must not."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def compare(
 
 
 def far_from_zero(device: str) -> None:
-    """Where the square of the mean is large, the variance is not lost beside it."""
+    """A large square of the mean does not swallow the variance."""
     (x,) = (1000 + 2 * t for t in drawn((8, 16, 4, 4), 1, torch.float32, device))
     x[0, :, 0, 0] += 20  # the row that others are compared with is itself far away
     given = None, torch.ones(16, device=device), torch.zeros(16, device=device), 1e-5, 2, False
@@ -150,7 +150,7 @@ def far_from_zero(device: str) -> None:
 
 
 def not_a_number(device: str) -> None:
-    """What is not a number comes out as such: ReLU does not make a 0 of it."""
+    """A NaN stays a NaN: ReLU does not make a 0 of it."""
     for kind in KINDS:
         x, z, *parameters = drawn_inputs((8, 16), kind, torch.float32, device)
         x[0, 3] = torch.nan
@@ -169,7 +169,7 @@ def not_a_number(device: str) -> None:
 
 
 def fakes(device: str) -> None:
-    """What the compiler is told of the outputs is what they are."""
+    """The shapes and types that the compiler is told are those of the outputs."""
     for shape, kind in itertools.product([(4, 8, 3, 3), (4, 8)], KINDS[1:]):
         inputs = drawn_inputs(shape, kind, torch.float32, device)
         x, z, *parameters = [t if t is None else kernels.ordered(t) for t in inputs]

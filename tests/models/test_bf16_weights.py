@@ -65,7 +65,7 @@ def test_what_a_loss_does_not_see_has_a_gradient_of_zero() -> None:
 
 @pytest.mark.parametrize("objective", quick(["byol", "simclr"], "simclr"))
 def test_compiled_training_in_bf16(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far from float32 as plain bf16 is, and much nearer to it than to where it started."""
+    """The result is no further from float32 than plain bf16 is, and much nearer than the start."""
     without_code(monkeypatch)
     found, start = {}, None
     for precision, is_compiled in (("fp32", False), ("bf16", False), ("bf16", True)):

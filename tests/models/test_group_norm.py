@@ -82,7 +82,7 @@ def compare(
 
 
 def far_from_zero(device: str) -> None:
-    """Where the square of the mean is large, the variance is not lost beside it."""
+    """A large square of the mean does not swallow the variance."""
     x = 1000 + 2 * torch.randn((2, 64, 4, 4), generator=torch.Generator().manual_seed(0))
     ones, zeros = torch.ones(64), torch.zeros(64)
     found = kernels.group_norm(*(t.to(device) for t in (x, ones, zeros)), 32, 1e-5, False)

@@ -140,7 +140,7 @@ Called = list[tuple[Tensor, Tensor]]
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Called:
-    """What k-means was asked: rows, and the centroids that it starts from."""
+    """The arguments of each call of k-means: rows, and the centroids that it starts from."""
     calls: Called = []
     monkeypatch.setattr(
         deepcluster, "kmeans", lambda r, c: calls.append((r.clone(), c)) or kmeans(r, c)
@@ -149,7 +149,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
 
 
 def drawn(called: Called) -> list[tuple[int, ...]]:
-    """Which rows each call starts from."""
+    """Return the rows that each call starts from."""
     return [tuple(int((r == c).all(1).nonzero()) for c in start) for r, start in called]
 
 

@@ -110,7 +110,7 @@ def test_several_sets_are_averaged() -> None:
 
 
 def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
-    """Of the batch, then of the queues (each view's own), before the projections themselves."""
+    """The batch comes first, then each view's queue, before the projections themselves."""
     config = epochs(*WORDS, "objective.queue=5", "objective.prototypes=6,3")
     engine, server = engine_of(config, made_split(), groups_of(9))
     step(engine, server, 0)

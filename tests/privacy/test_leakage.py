@@ -1,4 +1,4 @@
-"""Whose replies tell of single images, and where that is said."""
+"""Warnings about replies that could reveal single images."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def solved(moments: dict[str, Tensor], images: int, layer: nn.Linear) -> Tensor:
 
 
 def uploaded(words: str) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    """Of each client's change in a round: what its last layer got, and how that layer changed."""
+    """Return the inputs of each client's last layer in a round, and how that layer changed."""
     config = settings("engine.merge=off", *words.split())
     engine, server = engine_of(config, made_split(), groups_of(*SIZES))
     layer = last_layer(engine)

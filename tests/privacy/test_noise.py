@@ -74,7 +74,7 @@ def norm(tree: Tree) -> float:
 
 
 def contributed(average: Noisy, task: str, samples: int, reply: Tree) -> Any:
-    """What a client adds to the sum."""
+    """Return a client's part of the sum."""
     total, _, _ = add_up([average.contribute(task, samples, reply, "samples")])
     return total
 

@@ -33,7 +33,7 @@ def block(text: str) -> dict[str, list[Any]]:
 
 
 def plain(text: str) -> str:
-    """What a reader without a script sees."""
+    """Return the text that a reader without scripts sees."""
     text = re.sub(r"<(script|style).*?</\1>", " ", text, flags=re.S)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
 

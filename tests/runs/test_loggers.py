@@ -96,7 +96,7 @@ def test_a_server_that_does_not_answer_is_said_before_anything(
 def test_a_logger_that_does_not_open_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
-    """What only the logger itself knows, such as a login, is found out in the run's folder."""
+    """Facts that only the logger knows, such as a login, come up in the run's folder."""
 
     def refuses(config: Any, out: Path) -> Any:
         raise ConnectionError("no login")
@@ -171,7 +171,7 @@ def test_a_package_that_is_missing_is_said_before_anything(
 
 
 def test_a_mere_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As wandb leaves one of its own name where it works."""
+    """Leave a folder where wandb leaves its own."""
     (tmp_path / "some_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not loggers.installed("some_folder") and loggers.installed("json")

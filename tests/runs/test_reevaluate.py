@@ -399,7 +399,7 @@ def test_a_classifier_itself_only_on_its_own_classes(
 def test_a_classifier_that_started_from_weights_is_judged_on_other_classes(
     classifier: Path, tmp_path: Path
 ) -> None:
-    """What it is compared with, at random, is a network like its own."""
+    """The random network that it is compared with is like its own."""
     words = [*supervised(classifier), f"encoder.init={classifier / 'run'}"]
     loop.run(config.resolve(config.read_recipe(None), words), tmp_path / "run")
     others = [f"data.root={classifier / 'others'}", "evaluate.protocols=knn"]

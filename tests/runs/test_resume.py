@@ -273,7 +273,7 @@ def test_paths_are_compared_as_absolute_ones(sites: Path, monkeypatch: pytest.Mo
 def test_a_run_goes_on_with_another_cache(
     sites: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the line about a cache that cannot be written advises; later from another folder."""
+    """Follow the advice about a cache that cannot be written, then run from another folder."""
     shutil.copytree(sites / "run", tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     where = (f"data.root={sites / 'photos'}", "data.cache=new")

@@ -1,4 +1,4 @@
-"""What is judged: the right weights, at the right size, of the right tower."""
+"""Evaluation takes the right weights, at the right size, of the right tower."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_held_out_images_are_nobodys(partition: str) -> None:
 
 
 def test_the_norm_layers_of_a_run_judged_on_other_data(tmp_path: Path) -> None:
-    """Which has other clients: the mean is by the samples of the run's own."""
+    """The new data has other clients; the mean is by the samples of the run's own."""
     words = [
         "algorithm.norm_policy=local", "algorithm.name=fedavg", "partition.name=iid",
         "partition.clients=3", "cohort.size=null", "rounds=1", "evaluate.baselines=[]",

@@ -1,4 +1,4 @@
-"""What a practitioner sees whose clients are folders: names, notes, each site's own numbers."""
+"""Runs whose clients are folders: names, notes, each site's own numbers."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def test_a_sweep_goes_on_from_another_folder(
     capsys: pytest.CaptureFixture[str],
     refusal: Callable[..., str],
 ) -> None:
-    """Of relative paths, to images and to a file with code."""
+    """Relative paths, to images and to a file with code."""
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     make_photos("photos")

@@ -80,7 +80,7 @@ def test_lars_moves_a_classifier_that_starts_at_zero() -> None:
 
 @pytest.mark.parametrize("total", [4, 10, 25, 100])
 def test_steps_are_three_tenths_at_three_points_of_the_way(total: int) -> None:
-    """As Dec-SSL's program: ``MultiStepLR`` at 30, 60 and 90 % of the rounds, with 0.3."""
+    """Like Dec-SSL's program: ``MultiStepLR`` at 30, 60 and 90 % of the rounds, with 0.3."""
     theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
     at = [int(share * total) for share in (0.3, 0.6, 0.9)]
     schedule = torch.optim.lr_scheduler.MultiStepLR(theirs, at, gamma=0.3)

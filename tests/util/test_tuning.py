@@ -1,4 +1,4 @@
-"""What a training process sets for itself."""
+"""Settings of a training process."""
 
 from __future__ import annotations
 
