@@ -2,10 +2,10 @@
 
     python results/measure.py results/plan-cifar10.txt --out DIR [--until SECONDS] [key=value ...]
 
-A line of the file is what ``fedssl reproduce`` takes, a recipe and its keys; those of the command
-hold for all lines. A row that is finished in DIR, or has diverged, is passed over, so the same
-command goes on; none is started after SECONDS. A row that breaks off by an error is told and passed
-over. Then ``results/add.py DIR/…/table.jsonl``.
+A line of the file is what ``fedssl reproduce`` takes, a recipe and its keys; keys of the command
+hold for all lines. Rows with keys of their own are in a folder named after these. Finished rows and
+rows that diverged are skipped, so the same command continues; no row is started after SECONDS. An
+error ends its row only. Then call ``results/add.py`` with the files ``table.jsonl`` below DIR.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from fedssl.util.errors import UserError
 
 
 def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job]:
-    """The rows of all lines; no two may have one folder."""
+    """Return the rows of all lines; no two may have the same folder."""
     jobs: dict[Path, reproduce.Job] = {}
     for number, line in enumerate(lines, 1):
         try:
             pattern, *own = shlex.split(line, comments=True) or [""]
-            found = reproduce.plan(pattern, [*words, *own], "1", out) if pattern else []
+            place = out / "_".join(own).replace("/", "-")
+            found = reproduce.plan(pattern, [*words, *own], "1", place) if pattern else []
         except (ValueError, UserError) as error:
             raise UserError(f"line {number}: {error}") from None
         for job in found:
             if jobs.setdefault(job.folder, job) is not job:
-                raise UserError(
-                    f"line {number}: {job.label} is in a line before, and would share its folder; "
-                    "put it into a file of its own, and run that with another --out"
-                )
+                raise UserError(f"line {number}: {job.label} is also in an earlier line")
     return list(jobs.values())
 
 
 def measure(lines: list[str], words: list[str], out: Path, until: float) -> list[reproduce.Job]:
-    """The rows that have not come to their end then; all are checked before the first is run."""
+    """Run the rows after checking all of them; return those that are not finished."""
     jobs, started = planned(lines, words, out), time.monotonic()
     batch.check_all(jobs)
     for job in jobs:
@@ -48,20 +46,20 @@ def measure(lines: list[str], words: list[str], out: Path, until: float) -> list
         if seconds > until:
             break
         if job.failed:
-            print(f"{job.label}: diverged before", file=sys.stderr)
+            print(f"{job.label}: skipped, it diverged before", file=sys.stderr)
             continue
         print(f"{seconds:7.1f} s {job.label}", file=sys.stderr, flush=True)
         try:
             reproduce.work([job])
         except (loop.Interrupted, UserError):
-            raise  # a mistake, or a full disk, is the others' too
-        except Exception:  # whatever it is: the others need not wait for it
+            raise  # a mistake or a full disk concerns the other rows too
+        except Exception:  # the other rows can still run
             traceback.print_exc()
     return [job for job in jobs if job.summary() is None and not job.failed]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 if all rows are finished."""
+    """Run the command; return 0 if all rows are finished."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -75,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"measure.py: {error}", file=sys.stderr)
         return 2
     except (loop.Interrupted, KeyboardInterrupt):
-        print("measure.py: stopped; the same command goes on from here", file=sys.stderr)
+        print("measure.py: stopped. Call the same command to continue.", file=sys.stderr)
         return 130
     for job in left:
         print(f"not finished: {job.label}")

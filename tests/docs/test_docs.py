@@ -213,7 +213,7 @@ def test_our_numbers_stand_beside_the_papers_with_their_images_and_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generate: ModuleType
 ) -> None:
     name = "fedema/table3/fedu/cifar10-noniid"
-    monkeypatch.setattr(generate, "ROWS", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(generate.results_page, "ROWS", tmp_path / "rows.jsonl")
     assert f"| `{name}` | linear | 80.52 | not measured yet |" in generate.compared(name)
     run = {"recipe": name, "data": "Mine: drawn", "ours": {"linear_top1": 12.26}, "heldout": None}
     run |= {"seed": 0, "rounds": 50, "paper_rounds": 100, "changed": {}}

@@ -69,6 +69,7 @@ def test_a_run_leaves_its_files(tmp_path: Path) -> None:
     stored = json.loads((out / "summary.json").read_text())
     assert stored == summary
     assert stored["bytes_up"] == sum(row["bytes_up"] for row in rows)  # type: ignore[misc]
+    assert stored["label_distance"] == pytest.approx(0.9, abs=0.01)  # one class of ten each
     for name in ("knn_top1", "rounds", "seconds", "images_per_second", "bytes_down"):
         assert name in stored
     assert set(stored["baselines"]) == {"fedavg"} and "knn_top1" in stored["untrained"]

@@ -9,6 +9,7 @@ import torch
 
 from fedssl import __version__, config
 from fedssl.config import plugins
+from fedssl.data.client_table import mean_distance
 from fedssl.evaluate import drift
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, metrics
@@ -48,6 +49,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         **rows,
         "norm_layers": _describe_norms(experiment),
         "merged": experiment.engine.merges,
+        **_measure_label_distance(experiment),
         "seed": experiment.config.seed,
         "parameters": trainer.flat.parameter_count,
         "device": name_device(trainer.device),
@@ -59,6 +61,14 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     if not models.has_personal:
         checkpoint.forget_clients(out, experiment)
     return summary
+
+
+def _measure_label_distance(experiment: Experiment) -> dict[str, float]:
+    """Measure how different the clients' labels are, in a simulation with labelled images."""
+    if experiment.server.census is None:
+        return {}
+    labels = experiment.dataset.train.full_labels.numpy()
+    return {"label_distance": mean_distance(experiment.clients, labels)}
 
 
 def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict[str, float]]:

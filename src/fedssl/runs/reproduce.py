@@ -34,7 +34,10 @@ COMPARABLE = {"seed"} | config.keys_affecting(
 )
 BOTH_MODELS = {"per-client_global_top1", "per-client_personal_top1"}
 # Facts about a run that are copied from its summary.
-COPIED = ("device", "precision", "seconds", "overhead", "images_per_second", "torch", "fedssl")
+COPIED = (
+    *("device", "precision", "seconds", "overhead", "images_per_second"),
+    *("label_distance", "torch", "fedssl"),
+)
 TABLE = "table.jsonl"  # in a table's folder: a line for each of its runs
 ABOUT = "about.txt"  # in a data set's folder: what the data is, in one line
 
