@@ -130,8 +130,17 @@ LIST = f"""from dataclasses import dataclass, field
 def fails(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The command ends with one line of this beginning, and code 2."""
     assert main(["run", *SMALL, *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"fedssl: {said}") and error.count("\n") == 1, error
+    *above, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedssl: {said}"), line
+    shows_traceback(above, raises=": line " in line or "SyntaxError" in line)
+
+
+def shows_traceback(above: list[str], raises: bool) -> None:
+    """Where code of the user's raised, its traceback comes before the line, without our files."""
+    assert bool(above) == raises, above
+    assert not any(str(Path(config.__file__).parents[1]) in line for line in above)
+    if raises:
+        assert any("mine.py" in line for line in above), above
 
 
 def test_keys_of_ones_own_are_checked_as_ours_are(
@@ -284,7 +293,7 @@ def test_the_groups_of_a_users_partition_are_checked(result: str, tmp_path: Path
         ("partition", IID, "split"),
     ],
 )
-def test_what_ones_own_methods_raise_is_said_in_one_line(
+def test_what_ones_own_methods_raise_has_its_traceback_and_our_line(
     section: str, source: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "mine.py", tmp_path / "run"
@@ -293,10 +302,11 @@ def test_what_ones_own_methods_raise_is_said_in_one_line(
     words = ["algorithm.name=fedavg", "objective.name=simclr", "evaluate.protocols=knn", key]
     even = ["partition.name=iid", "partition.clients=8"]
     assert main(["run", *SMALL, *even, *words, "--out", str(out)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err
     trains = method in ("round", "loss")
     more = " Then continue with --resume." if trains else ""
-    assert error == f"fedssl: {key}: {said} Correct it.{more}"
+    assert printed.splitlines()[-1] == f"fedssl: {key}: {said} Correct it.{more}"
+    assert f'File "{path}", line 4, in {method}\n    return 1 / 0' in printed
     assert out.exists() == trains
     if section == "partition":
         assert main(["partition", key]) == 2
