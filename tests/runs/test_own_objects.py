@@ -1,4 +1,4 @@
-"""An encoder, an augmentation, images and callbacks of the user's own, as objects and from files."""
+"""An encoder, augmentation, images and callbacks of the user's own, as objects and from files."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def test_the_encoder_starts_as_it_was_given_and_its_file_fits_the_module(
     trained: fedssl.Run,
 ) -> None:
     given = objects()["encoder"]
-    with plugins.hold_objects({"encoder.name": given, "augment.name": None}):
-        settings = config.build(config.with_values(trained.tree, {"data.name": "digits"}))
-        network = build_experiment(settings).trainer.network
+    with trained._objects.held():
+        network = build_experiment(trained.settings).trainer.network
     first = network.get_submodule("towers.0.encoder").state_dict()
     assert all(torch.equal(first[key], value) for key, value in given.state_dict().items())
     images = OWN["made"](4).tensors[0]
@@ -152,7 +151,7 @@ def test_without_the_object_a_run_says_so_in_one_line(
         assert main(words) == 2
         error = capsys.readouterr().err
         assert "data.name=python:clients: " in error and error.count("\n") == 1
-    with refused("data.name", says="engine.name=local"):
+    with refused("augment.name", "python:noise", "engine.name=local"):
         fedssl.train(**objects(encoder="tiny"), engine__name="flower", **KEYS)
 
 
@@ -282,8 +281,7 @@ def test_every_kind_of_data_set_gives_the_same_images() -> None:
     assert plain.train.labels is None and plain.train.clients.tolist() == [0] * 4 + [1] * 4
     pool = read(images, test=(images, labels))
     assert pool.train.clients is None and pool.test.labels.tolist() == labels.tolist()
-    small = read([Image.new("L", (20, 10)) for _ in ()] or [Items(*pictures)], size=4)
-    assert small.train.images[0].shape == (4, 1, 4, 4)
+    assert read([images, Items(*pictures)], size=4).train.images[0].shape == (8, 1, 4, 4)
     mixed = read([Items(Image.new("RGB", (9, 8)), *pictures)], size=8)  # gray ones become colored
     assert torch.equal(mixed.train.images[0][1:], images.expand(-1, 3, -1, -1))
 

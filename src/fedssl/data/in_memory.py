@@ -44,10 +44,11 @@ def load_own(data: config.Data) -> Dataset:
     clients = given["clients"]
     if isinstance(clients, list):
         clients = dict(enumerate(clients))
-    names = tuple(map(str, clients)) if isinstance(clients, Mapping) else ()
-    sources = list(clients.values()) if isinstance(clients, Mapping) else [clients]
+    is_pool = not isinstance(clients, Mapping)
+    sources: Mapping[Any, Any] = {"": clients} if is_pool else clients
+    names = () if is_pool else tuple(map(str, sources))
     reader = _Reader(data)
-    parts = [reader.read(s, f"client {i}") for i, s in zip(names or ("",), sources, strict=True)]
+    parts = [reader.read(source, f"client {name}") for name, source in sources.items()]
     if not parts:
         raise reader.error("there are no clients", "Give at least one data set.")
     test = None if given.get("test") is None else reader.read(given["test"], "test")
@@ -56,7 +57,8 @@ def load_own(data: config.Data) -> Dataset:
     labels = [label for part in parts for label in part[1]]
     train = _split(images[: len(parts)], labels, owners)
     test_split = None if test is None else _split(images[len(parts) :], test[1])
-    classes = _name_classes(sources[0], max([*labels, *(test[1] if test else ())], default=-1))
+    first = next(iter(sources.values()))
+    classes = _name_classes(first, max([*labels, *(test[1] if test else ())], default=-1))
     splits = {"train": train} | ({} if test_split is None else {"test": test_split})
     files = {name: _digest(split) for name, split in splits.items()}
     return Dataset(data.name, train, test_split, classes, names, files)
@@ -66,11 +68,11 @@ class _Reader:
     """Reads data sets into uint8 images ``[N, C, H, W]`` and labels, -1 where there is none."""
 
     def __init__(self, data: config.Data) -> None:
-        self.data = data
+        self.data, self.name = data, ""
 
     def read(self, source: Any, name: str) -> tuple[Tensor, Labels]:
         """Read one data set; errors call it ``name``."""
-        self.name = name
+        self.name = name.strip()
         tensors = getattr(source, "tensors", source)  # of a TensorDataset
         pair = tensors if isinstance(tensors, tuple) else (tensors, None)
         if isinstance(pair[0], Tensor | np.ndarray):
@@ -167,8 +169,9 @@ class _Reader:
 
     def error(self, problem: str, fix: str) -> UserError:
         """Return an error about the data set that is read."""
-        text = f"{self.name.strip()} {problem}" if hasattr(self, "name") else problem
-        return UserError(text, key="data.name", value=self.data.name, fix=fix)
+        return UserError(
+            f"{self.name} {problem}".strip(), key="data.name", value=self.data.name, fix=fix
+        )
 
 
 def quantize(pixels: Tensor) -> Tensor:
