@@ -75,16 +75,18 @@ def link_requirements(wheel: Path, site: Path) -> None:
     """Link what a wheel requires, and what that requires, from this environment: no download."""
     archive = zipfile.ZipFile(wheel)
     (text,) = (archive.read(n) for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-    waiting = message_from_bytes(text).get_all("Requires-Dist", [])
+    waiting = [(each, "") for each in message_from_bytes(text).get_all("Requires-Dist", [])]
     done: set[str] = set()
     while waiting:
-        required = Requirement(waiting.pop())
-        is_needed = required.marker is None or required.marker.evaluate({"extra": ""})
-        if required.name in done or not is_needed:
+        line, extra = waiting.pop()
+        required = Requirement(line)
+        is_needed = required.marker is None or required.marker.evaluate({"extra": extra})
+        if line in done or not is_needed:
             continue
-        done.add(required.name)
+        done.add(line)
         distribution = metadata.distribution(required.name)
-        waiting += distribution.requires or ()
+        extras = ("", *required.extras)
+        waiting += [(each, name) for each in distribution.requires or () for name in extras]
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (site / name).exists():
                 (site / name).symlink_to(str(distribution.locate_file(name)))
