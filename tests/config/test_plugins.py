@@ -110,7 +110,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
     commands = [
         shlex.split(line)[1:] for line in text.splitlines() if line.startswith("fedssl run")
     ]
-    assert len(commands) == 4
+    assert len(commands) == 5
     monkeypatch.chdir(OWN.parents[1])
     for number, words in enumerate(commands):
         quick = ["rounds=1", "evaluate.baselines=[]", "data.size=8", "engine.threads=1"]
