@@ -22,13 +22,17 @@ from fedssl.util.tuning import shorten_thread_waits
 
 if TYPE_CHECKING:
     import pandas
+    from numpy.typing import NDArray
     from torch import Tensor, nn
+    from torch.utils.data import Dataset
 
     from fedssl.encoder.load import ImageEncoder
     from fedssl.runs.build import Experiment
 
     Module = nn.Module | Callable[..., nn.Module] | str
     Augment = Callable[[Tensor, Callable[[int], Tensor]], Tensor] | str
+    Images = Dataset[Any] | Tensor | NDArray[Any] | tuple[Any, Any] | Iterable[Any]
+    Clients = Sequence[Images] | Mapping[str, Images] | Images | str
 
 IN_MEMORY = "folder"  # the recipe of images that are passed in Python
 
@@ -66,8 +70,8 @@ class Run(RunReader):
         *,
         encoder: Module | None = None,
         augment: Augment | None = None,
-        clients: Any = None,
-        test: Any = None,
+        clients: Clients | None = None,
+        test: Images | None = None,
     ) -> None:
         super().__init__(path)
         self._objects = _Objects(encoder, augment, clients, test)
@@ -203,8 +207,8 @@ def train(
     *,
     encoder: Module | None = None,
     augment: Augment | None = None,
-    clients: Any = None,
-    test: Any = None,
+    clients: Clients | None = None,
+    test: Images | None = None,
     callbacks: Sequence[Callable[[Round], object]] = (),
     **overrides: Any,
 ) -> Run:
@@ -264,8 +268,8 @@ def sweep(
     *,
     encoder: Module | None = None,
     augment: Augment | None = None,
-    clients: Any = None,
-    test: Any = None,
+    clients: Clients | None = None,
+    test: Images | None = None,
     **overrides: Any,
 ) -> pandas.DataFrame:
     """Train a run for each combination of values; return a frame with a row for each run.

@@ -386,6 +386,8 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
     app, mine = tmp_path / "app", tmp_path / "mine.py"
     mine.write_bytes((OWN / "algorithm.py").read_bytes())
     words = [f"algorithm.name={mine}:Momentum", f"objective.name={OWN}/objective.py:Uniform"]
+    words += [f"encoder.name={OWN}/encoder.py:Small"]
+    words += [f"augment.name={OWN}/augmentation.py:dim_and_hide"]
     more = ["engine.sites=3", "cohort.size=null", "algorithm.momentum=0.7"]
     assert main(["deploy", "init", str(app), "default", *words, *more]) == 0
     mine.unlink()
@@ -396,12 +398,17 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
         "from fedssl.deploy.site import read_config\n"
         "from pathlib import Path\n"
         "text = Path('fedssl_app/recipe.yaml').read_text()\n"
-        "print(read_config(text).algorithm.name, read_config(text).algorithm.momentum)\n"
+        "config = read_config(text)\n"
+        "print(config.algorithm.name, config.algorithm.momentum)\n"
+        "from fedssl.models.encoders import encoder\n"
+        "print(config.encoder.name, encoder(config.encoder, 1, 16).features, config.augment.name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=app, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["fedssl_app.own_1:Momentum", "0.7"]
+    momentum, encoder = done.stdout.splitlines()
+    assert momentum.split() == ["fedssl_app.own_1:Momentum", "0.7"]
+    assert encoder.split() == ["fedssl_app.own_3:Small", "64", "fedssl_app.own_4:dim_and_hide"]
 
 
 ALGORITHM = """
