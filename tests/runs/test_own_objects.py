@@ -236,6 +236,17 @@ def test_an_encoder_that_will_not_do(encoder: Any, says: str, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_does_not_begin_with_a_function_that_cannot_be_called(
+    trained: fedssl.Run, tmp_path: Path
+) -> None:
+    with refused("augment.name", says="cannot be called"):
+        fedssl.train(out=tmp_path / "run", **objects(augment=lambda images: images), **KEYS)
+    assert not (tmp_path / "run").exists()
+    others = {key: value for key, value in objects().items() if key != "augment"}
+    run = fedssl.Run(trained.path, **others)  # evaluation does not need it
+    assert run.evaluate("knn").loc["result", "knn_top1"] == trained.summary["knn_top1"]
+
+
 class Items:
     """A torch data set in all but name, of torchvision's kind."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedssl import config as configuration
 from fedssl.config import Config, plugins
-from fedssl.data.augment import Augmentation
+from fedssl.data.augment import Augmentation, OwnAugmentation
 from fedssl.data.dataset import Census, Dataset, Groups
 from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import convert_channels
@@ -161,6 +161,9 @@ def build_experiment(
     if trains and labels is not None and bool((labels[groups.members] >= 0).all()):
         census = Census(labels.to(experiment.trainer.device), groups, len(dataset.classes))
         experiment.trainer.census = experiment.server.census = census
+    augmentation = experiment.trainer.augmentation
+    if trains and isinstance(augmentation, OwnAugmentation):
+        _ = augmentation.function  # reports now if it cannot be called; evaluation needs none
     _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
     return experiment
 
