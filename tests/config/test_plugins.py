@@ -110,7 +110,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monk
     commands = [
         shlex.split(line)[1:] for line in text.splitlines() if line.startswith("fedssl run")
     ]
-    assert len(commands) == 4
+    assert len(commands) == 5
     monkeypatch.chdir(OWN.parents[1])
     for number, words in enumerate(commands):
         quick = ["rounds=1", "evaluate.baselines=[]", "data.size=8", "engine.threads=1"]
@@ -130,8 +130,17 @@ LIST = f"""from dataclasses import dataclass, field
 def fails(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The command ends with one line of this beginning, and code 2."""
     assert main(["run", *SMALL, *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"fedssl: {said}") and error.count("\n") == 1, error
+    *above, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedssl: {said}"), line
+    shows_traceback(above, raises=": line " in line or "SyntaxError" in line)
+
+
+def shows_traceback(above: list[str], raises: bool) -> None:
+    """Where code of the user's raised, its traceback comes before the line, without our files."""
+    assert bool(above) == raises, above
+    assert not any(str(Path(config.__file__).parents[1]) in line for line in above)
+    if raises:
+        assert any("mine.py" in line for line in above), above
 
 
 def test_keys_of_ones_own_are_checked_as_ours_are(
@@ -284,7 +293,7 @@ def test_the_groups_of_a_users_partition_are_checked(result: str, tmp_path: Path
         ("partition", IID, "split"),
     ],
 )
-def test_what_ones_own_methods_raise_is_said_in_one_line(
+def test_what_ones_own_methods_raise_has_its_traceback_and_our_line(
     section: str, source: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = tmp_path / "mine.py", tmp_path / "run"
@@ -293,10 +302,11 @@ def test_what_ones_own_methods_raise_is_said_in_one_line(
     words = ["algorithm.name=fedavg", "objective.name=simclr", "evaluate.protocols=knn", key]
     even = ["partition.name=iid", "partition.clients=8"]
     assert main(["run", *SMALL, *even, *words, "--out", str(out)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err
     trains = method in ("round", "loss")
     more = " Then continue with --resume." if trains else ""
-    assert error == f"fedssl: {key}: {said} Correct it.{more}"
+    assert printed.splitlines()[-1] == f"fedssl: {key}: {said} Correct it.{more}"
+    assert f'File "{path}", line 4, in {method}\n    return 1 / 0' in printed
     assert out.exists() == trains
     if section == "partition":
         assert main(["partition", key]) == 2
@@ -376,6 +386,8 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
     app, mine = tmp_path / "app", tmp_path / "mine.py"
     mine.write_bytes((OWN / "algorithm.py").read_bytes())
     words = [f"algorithm.name={mine}:Momentum", f"objective.name={OWN}/objective.py:Uniform"]
+    words += [f"encoder.name={OWN}/encoder.py:Small"]
+    words += [f"augment.name={OWN}/augmentation.py:dim_and_hide"]
     more = ["engine.sites=3", "cohort.size=null", "algorithm.momentum=0.7"]
     assert main(["deploy", "init", str(app), "default", *words, *more]) == 0
     mine.unlink()
@@ -386,12 +398,17 @@ def test_a_deployment_takes_the_files_along(tmp_path: Path) -> None:
         "from fedssl.deploy.site import read_config\n"
         "from pathlib import Path\n"
         "text = Path('fedssl_app/recipe.yaml').read_text()\n"
-        "print(read_config(text).algorithm.name, read_config(text).algorithm.momentum)\n"
+        "config = read_config(text)\n"
+        "print(config.algorithm.name, config.algorithm.momentum)\n"
+        "from fedssl.models.encoders import encoder\n"
+        "print(config.encoder.name, encoder(config.encoder, 1, 16).features, config.augment.name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=app, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["fedssl_app.own_1:Momentum", "0.7"]
+    momentum, encoder = done.stdout.splitlines()
+    assert momentum.split() == ["fedssl_app.own_1:Momentum", "0.7"]
+    assert encoder.split() == ["fedssl_app.own_3:Small", "64", "fedssl_app.own_4:dim_and_hide"]
 
 
 ALGORITHM = """

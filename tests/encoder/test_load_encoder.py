@@ -178,10 +178,12 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(two_towers, images, tmp
     "given",
     [
         torch.zeros(2, 3, 8, 8, dtype=torch.uint8),
-        torch.zeros(2, 1, 8, 8),
+        torch.zeros(2, 1, 9, 8),
+        torch.full((1, 8, 8), 2.0),
         "a.png",
         3,
-        np.zeros((2, 8, 8, 3), np.uint8),
+        np.zeros((3, 8, 8), np.uint8),
+        np.zeros((8, 8), np.int64),
         [1],
         [torch.zeros(3, 8, 8, dtype=torch.uint8)],
         ["nowhere.png"],
@@ -192,6 +194,24 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(two_towers, images, tmp
 def test_images_that_are_refused(given, folder):
     with pytest.raises(UserError):
         load_encoder(folder).embed(given)
+
+
+def test_one_image_gives_one_vector_whatever_holds_it(folder, images, tmp_path):
+    encoder, pixels = load_encoder(folder), images[0]
+    Image.fromarray(pixels[0].numpy()).save(tmp_path / "a.png")
+    expected = encoder.embed(images[:1])
+    array = pixels[0].numpy()
+    kinds = [tmp_path / "a.png", str(tmp_path / "a.png"), Image.open(tmp_path / "a.png")]
+    kinds += [pixels, pixels.float() / 255, array, array[..., None].repeat(3, 2), array / 255]
+    for kind in kinds:
+        assert torch.equal(encoder.embed(kind), expected[0]), type(kind)
+        assert torch.equal(encoder.embed([kind]), expected), type(kind)
+    assert torch.equal(encoder.embed(images[:3, 0, ..., None].numpy()), encoder.embed(images[:3]))
+    large = Image.fromarray(array).resize((24, 16)).convert("RGB")
+    assert torch.equal(encoder.embed(np.array(large)), encoder.embed(large))
+    for bad in (torch.zeros(2, 3, 8, 8), images[:2]):  # other channels, and bytes
+        with refused(None):
+            encoder(bad)
 
 
 def test_a_folder_in_the_users_own(folder, monkeypatch):

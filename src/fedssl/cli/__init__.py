@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from fedssl import __version__
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a full disk is an error here, where it can still be reported
         return code
     except (UserError, TrainingError) as error:
+        if error.__cause__ is not None:  # an error of the user's own code
+            traceback.print_exception(error.__cause__)
         print(f"fedssl: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:

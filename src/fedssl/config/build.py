@@ -53,13 +53,13 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def rename_plugins(config: Config, rename: Callable[[str], str]) -> Config:
-    """Return the configuration with other names of its classes and protocols."""
+    """Return the configuration with other names of its parts and protocols."""
 
     def each(specs: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if specs is None else tuple(map(rename, specs))
 
-    sections: dict[str, Any] = {}
-    for section in ("algorithm", "objective", "partition"):  # an app's first file is the algorithm
+    sections: dict[str, Any] = {}  # an app's first file is the algorithm
+    for section in ("algorithm", "objective", "partition", "encoder", "augment", "data"):
         params = getattr(config, section)
         sections[section] = replace(params, name=rename(params.name))
     protocols, monitor = each(config.evaluate.protocols), each(config.evaluate.monitor)

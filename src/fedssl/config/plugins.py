@@ -1,7 +1,9 @@
-"""Load a user's algorithm, objective, partition or protocol, without changes to the package.
+"""Load a user's own parts, without changes to the package.
 
-Its name is ``path/to/file.py:Name``, ``package.module:Name``, or the name of an entry point of an
-installed package (group ``fedssl.algorithms``, and so on).
+An algorithm, objective, partition or protocol is called ``path/to/file.py:Name``,
+``package.module:Name``, or like an entry point of an installed package (group
+``fedssl.algorithms``, and so on). An encoder, an augmentation or a data set is called in the first
+two ways, or ``python:Name`` if it was passed to ``fedssl.train`` as an object.
 """
 
 from __future__ import annotations
@@ -39,11 +41,52 @@ PATTERNS = {
 PROTOCOL = ("train_features", "train_labels", "test_features", "test_labels", "classes", "seed")
 Place = tuple[str, str]  # the key that names a plug-in, and its value
 _FILES: dict[str, Place] = {}  # of users' code in use, with the key that named it last
+MEMORY = "python:"  # prefix of the name of an object that was passed in Python
+ARGUMENTS = {"encoder.name": "encoder", "augment.name": "augment", "data.name": "clients"}
+_OBJECTS: dict[str, Any] = {}  # objects that were passed in Python, by the key that names them
 
 
 def is_file(name: str) -> bool:
     """Return whether a name is ``path/to/file.py:Name``."""
     return name.rpartition(":")[0].endswith(".py")
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name stands for an encoder, augmentation or data set of a user's own."""
+    return ":" in name
+
+
+def name_object(thing: Any) -> str:
+    """Return the name that a run's configuration gives to an object passed in Python."""
+    return MEMORY + str(getattr(thing, "__name__", type(thing).__name__))
+
+
+@contextlib.contextmanager
+def hold_objects(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Make objects that were passed in Python available under their keys."""
+    before = dict(_OBJECTS)
+    _OBJECTS.update(objects)
+    try:
+        yield
+    finally:
+        _OBJECTS.clear()
+        _OBJECTS.update(before)
+
+
+def find_object(key: str, name: str) -> Any:
+    """Return the object of a user's own that ``key=name`` stands for."""
+    if name.startswith(MEMORY):
+        if key in _OBJECTS:
+            return _OBJECTS[key]
+        problem = "this object was passed in Python and is in no file"
+        fix = (
+            f"Pass it again with {ARGUMENTS[key]}=…, to fedssl.Run, fedssl.train or "
+            f"fedssl.load_encoder. With {key}=FILE.py:NAME, commands find it."
+        )
+        raise UserError(problem, key=key, value=name, fix=fix)
+    with translate_errors((key, name)):
+        file, _, attribute = make_absolute(name).rpartition(":")
+        return getattr(_import(file, (key, name)), attribute)
 
 
 def make_absolute(name: str) -> str:
@@ -89,11 +132,8 @@ def load(
 
 def _find(section: str, name: str, place: Place, names: Collection[str]) -> Any:
     file, _, attribute = make_absolute(name).rpartition(":")
-    if is_file(name):
-        _FILES[file] = place
-        return getattr(_import_file(file, Path(file).stat().st_mtime_ns), attribute)
     if file:
-        return getattr(importlib.import_module(file), attribute)
+        return getattr(_import(file, place), attribute)
     offers = list_entry_points(section)
     points = offers.get(name, [])
     if not points:
@@ -103,6 +143,17 @@ def _find(section: str, name: str, place: Place, names: Collection[str]) -> Any:
     if len(points) > 1:
         raise _error("several packages have it", place, f"Name its module: {points[0].value}.")
     return points[0].load()
+
+
+def _import(name: str, place: Place) -> types.ModuleType:
+    """Import a user's file or module; errors of its code are then told as those of ``place``."""
+    if name.endswith(".py"):
+        _FILES[name] = place
+        return _import_file(name, Path(name).stat().st_mtime_ns)
+    module = importlib.import_module(name)
+    if not _is_ours(str(module.__file__)):
+        _FILES[str(module.__file__)] = place
+    return module
 
 
 @functools.cache
@@ -119,10 +170,12 @@ def _import_file(file: str, changed: int) -> types.ModuleType:
 
 @contextlib.contextmanager
 def translate_errors(place: Place | None = None, can_resume: bool = False) -> Iterator[None]:
-    """Turn an error of a user's code into one line; an error of fedssl keeps its traceback.
+    """Turn an error of a user's code into a ``UserError`` that is caused by it.
 
-    ``place`` names the code if every error is the user's, as while a file is imported. Otherwise
-    the innermost frame that is fedssl's or the user's decides: that code called torch.
+    The command line prints the user's part of the traceback before the error's line. An error of
+    fedssl stays as it is. ``place`` names the code if every error is the user's, as while a file is
+    imported. Otherwise the innermost frame that is fedssl's or the user's decides: that code called
+    torch.
     """
     caught: tuple[type[BaseException], ...] = (Exception,)
     if place is not None:  # a file that calls sys.exit would end fedssl without an error
@@ -143,6 +196,7 @@ def translate_errors(place: Place | None = None, can_resume: bool = False) -> It
         key, value = place or _FILES[theirs[-1].filename]
         kind, text = type(error).__name__, " ".join(str(error).split())
         line = f"line {theirs[-1].lineno}: " if theirs else ""
+        cause = _keep_own_frames(error) if theirs or isinstance(error, SyntaxError) else None
         raise UserError(
             f"{line}{kind}: {text}" if text else f"{line}{kind}",
             f"{key}={value}: {kind}",
@@ -150,7 +204,15 @@ def translate_errors(place: Place | None = None, can_resume: bool = False) -> It
             value=value,
             fix="Correct it.",
             can_resume=can_resume,
-        ) from None
+        ) from cause
+
+
+def _keep_own_frames(error: BaseException) -> BaseException:
+    """Drop the frames of a traceback before the first one in a user's file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename not in _FILES:
+        trace = trace.tb_next
+    return error.with_traceback(trace)
 
 
 def _error(problem: str, place: Place, fix: str = "") -> UserError:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedssl.config import plugins
 from fedssl.config.keys import key
 from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util.errors import UserError, suggest
@@ -20,11 +21,22 @@ DataName = Literal[
 ]
 
 
+def _check_name(key: str, name: str, known: tuple[str, ...], *others: str) -> None:
+    """Refuse a name that is neither fedssl's nor that of a user's own object."""
+    if name not in known and not plugins.is_own(name):
+        fix = f"Choose one of {', '.join((*known, *others))}, or FILE.py:NAME."
+        raise UserError(f"unknown{suggest(name, known)}", key=key, value=name, fix=fix)
+
+
 @dataclass(frozen=True)
 class Data:
     """The images, and how they become arrays."""
 
-    name: DataName = key("digits", help="Data set. `folder` and `paired` read images of your own.")
+    name: DataName | str = key(
+        "digits",
+        help="Data set. `folder` and `paired` read images of your own, `FILE.py:NAME` calls a "
+        "function of your own.",
+    )
     root: str | None = key(
         None,
         path=True,
@@ -73,12 +85,18 @@ class Data:
         "`~/.cache/fedssl`.",
     )
 
+    def __post_init__(self) -> None:
+        _check_name("data.name", self.name, typing.get_args(DataName))
+
 
 @dataclass(frozen=True)
 class Augment:
     """Augmentation of training images: a preset, and keys that replace its values."""
 
-    name: str = key("dcco", help="Preset, named after the paper that uses it.")
+    name: str = key(
+        "dcco",
+        help="Preset, named after the paper that uses it. `FILE.py:NAME`: a function of your own.",
+    )
     crop: tuple[float, float] | None = key(
         None,
         gt=0,
@@ -114,7 +132,11 @@ TIMM = "timm/"  # prefix of a backbone from timm
 class Encoder:
     """The network that a run trains and keeps."""
 
-    name: OwnEncoder | str = key("tiny", help="Architecture. `timm/NAME`: a backbone from timm.")
+    name: OwnEncoder | str = key(
+        "tiny",
+        help="Architecture. `timm/NAME`: a backbone from timm. `FILE.py:NAME`: a module of your "
+        "own.",
+    )
     norm: Literal["batch", "group"] = key(
         "group",
         help="Normalization layers. With `group`, convolutions have weight standardization. "
@@ -138,14 +160,8 @@ class Encoder:
     patch: int = key(2, gt=0, needs="name=vit-tiny", help="Height and width of patches in pixels.")
 
     def __post_init__(self) -> None:
-        known = typing.get_args(OwnEncoder)
-        if self.name not in known and not self.name.startswith(TIMM):
-            raise UserError(
-                f"unknown{suggest(self.name, known)}",
-                key="encoder.name",
-                value=self.name,
-                fix=f"Choose one of {', '.join(known)}, {TIMM}NAME.",
-            )
+        if not self.name.startswith(TIMM):
+            _check_name("encoder.name", self.name, typing.get_args(OwnEncoder), f"{TIMM}NAME")
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedssl import config
+from fedssl.config import plugins
 from fedssl.data import random
 from fedssl.data.operations import (
     apply_where,
@@ -130,9 +133,11 @@ class Augmentation:
         cls, augment: config.Augment, channels: int, size: tuple[int, int]
     ) -> Augmentation:
         """Build the named preset, with values of the configuration in place of the preset's."""
+        if plugins.is_own(augment.name):
+            return OwnAugmentation(PRESETS["none"], channels, size, name=augment.name)
         if augment.name not in PRESETS:
             problem = f"unknown preset{suggest(augment.name, PRESETS)}"
-            fix = f"Use one of {', '.join(PRESETS)}."
+            fix = f"Use one of {', '.join(PRESETS)}, or FILE.py:NAME."
             raise UserError(problem, key="augment.name", value=augment.name, fix=fix)
         given = {k: v for k, v in vars(augment).items() if k != "name" and v is not None}
         preset = dataclasses.replace(PRESETS[augment.name], **given)
@@ -242,6 +247,48 @@ class Augmentation:
             sigma=ranges[:, 1] if blurs else None,
             solarize=solarize if solarizes else None,
         )
+
+
+@dataclass(frozen=True)
+class OwnAugmentation(Augmentation):
+    """A user's function (``augment.name=FILE.py:NAME``, or ``fedssl.train(augment=function)``).
+
+    It gets float images ``[B, C, H, W]`` between 0 and 1, and ``draw``: ``draw(n)`` returns ``n``
+    uniform random numbers in [0, 1) for each image, ``[B, n]``. They depend on the seed, the round,
+    the client, the image and the view alone; so do the function's views if it draws no others.
+    """
+
+    name: str = dataclasses.field(kw_only=True)
+
+    @functools.cached_property
+    def function(self) -> Callable[[Tensor, Callable[[int], Tensor]], Tensor]:
+        """The user's function; a class is called first, without arguments."""
+        place = ("augment.name", self.name)
+        given = plugins.find_object(*place)
+        with plugins.translate_errors(place):
+            function: Any = given() if inspect.isclass(given) else given
+        problem = plugins.find_call_error(function, "images", "draw")
+        if problem is not None:
+            fix = "Take a batch of images and a function that draws random numbers."
+            raise self._error(f"cannot be called with images, draw ({problem})", fix)
+        return function
+
+    def views(
+        self, images: Tensor, state: Tensor, view: View, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return what the function makes of uint8 ``images``."""
+        state = random.mix(state, view)
+        result = self.function(
+            images.to(dtype) / 255, lambda count: random.uniform(state, count).to(dtype)
+        )
+        if not isinstance(result, Tensor) or result.shape[:2] != images.shape[:2]:
+            kind = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            fix = "Return a tensor with as many images and channels."
+            raise self._error(f"made {kind} of images of the shape {tuple(images.shape)}", fix)
+        return result
+
+    def _error(self, problem: str, fix: str) -> UserError:
+        return UserError(problem, key="augment.name", value=self.name, fix=fix)
 
 
 def _check(preset: Preset) -> None:

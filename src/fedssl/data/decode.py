@@ -48,11 +48,15 @@ def decode_file(path: Path, size: int, channels: int = 3) -> Pixels:
         return to_pixels(image, size, channels)
 
 
-def to_pixels(image: Image.Image, size: int, channels: int = 3) -> Pixels:
-    """Turn an image upright, crop its middle square and resize; grey if there is 1 channel."""
+def to_pixels(image: Image.Image, size: int | None, channels: int = 3) -> Pixels:
+    """Turn an image upright, crop its middle square and resize; grey if there is 1 channel.
+
+    Without a size it is neither cropped nor resized.
+    """
     image.load()
-    upright = _to_bytes(_turn_upright(image))
-    square = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
+    square = _to_bytes(_turn_upright(image))
+    if size is not None:
+        square = ImageOps.fit(square, (size, size), Image.Resampling.BILINEAR)
     if channels == 1:
         return np.asarray(square.convert("L"))[None]
     return np.asarray(square.convert("RGB")).transpose(2, 0, 1)

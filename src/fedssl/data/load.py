@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fedssl import config
+from fedssl.config import plugins
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.folders import load_folder, load_paired
+from fedssl.data.in_memory import load_own
 from fedssl.data.labels import draw_labels
 from fedssl.data.places import check_root
 from fedssl.data.standard import ARRAYS, load_arrays, load_digits, load_tiny_imagenet
@@ -41,7 +43,8 @@ def load_dataset(data: config.Data, seed: int = 0, size: int | None = None) -> D
         raise UserError(problem, key="data.halves", value=True, fix="Leave it out.")
     check_root(data)
     try:
-        dataset = LOADERS[data.name](dataclasses.replace(data, size=size or data.size))
+        load = load_own if plugins.is_own(data.name) else LOADERS[data.name]
+        dataset = load(dataclasses.replace(data, size=size or data.size))
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise

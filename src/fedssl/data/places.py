@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from fedssl import config
+from fedssl.config import plugins
 from fedssl.util.errors import UserError
 
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -35,7 +36,8 @@ def name_images(data: config.Data) -> tuple[str, str]:
 
 def use_local_copy(data: config.Data) -> config.Data:
     """Point ``data.root`` at the copy on this machine; never download."""
-    if data.root is not None or data.name in ("digits", "folder", "paired"):
+    is_here = data.name in ("digits", "folder", "paired") or plugins.is_own(data.name)
+    if data.root is not None or is_here:
         return data
     folders = list_folders(data, data.name)
     for folder in folders:

@@ -66,7 +66,7 @@ def load_digits(data: config.Data) -> Dataset:
 
     bunch = datasets.load_digits()
     pixels = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
-    pixels = _resize(pixels, data.size or 16)
+    pixels = resize(pixels, data.size or 16)
     labels = torch.from_numpy(bunch.target).long()
     is_test = torch.arange(len(labels)) % 5 == 4
     return Dataset(
@@ -147,7 +147,7 @@ def _write_arrays(
             with grow_array(new / f"{split}-0.npy") as append:
                 for block in _blocks(parts):
                     digest.update(np.ascontiguousarray(block).data)
-                    append(_resize(torch.from_numpy(block), data.size or block.shape[-1]).numpy())
+                    append(resize(torch.from_numpy(block), data.size or block.shape[-1]).numpy())
                     advance(len(block))
             contents[split] = digest.hexdigest()
     return {"classes": list(classes), "contents": contents}
@@ -159,7 +159,7 @@ def _blocks(parts: Iterable[Pixels]) -> Iterator[Pixels]:
             yield np.array(part[start : start + BLOCK])
 
 
-def _resize(pixels: Tensor, size: int) -> Tensor:
+def resize(pixels: Tensor, size: int) -> Tensor:
     """Resize square images ``[N, C, H, W]`` with values 0 to 255; return uint8."""
     if pixels.shape[-1] != size:
         pixels = functional.interpolate(

@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedssl import __version__
+from fedssl.config import plugins
 from fedssl.data.decode import DRAFT
 from fedssl.data.load import load_dataset
 from fedssl.data.places import use_local_copy
 from fedssl.encoder.load import HEADER, ImageEncoder, load_encoder, run_folder
 from fedssl.models.norms import StandardizedConv2d, standardize
+from fedssl.models.wrapped import OwnEncoder
 from fedssl.runs.reader import RunReader
 from fedssl.util import files
 from fedssl.util.errors import TrainingError, UserError
@@ -81,7 +83,8 @@ def load_check_images(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
 def describe(encoder: ImageEncoder) -> dict[str, Any]:
     """Return the note on an exported encoder, without paths of the machine that trained it."""
     note = {key: value for key, value in encoder.note.items() if key not in ("files", "personal")}
-    note["encoder"] = {**note["encoder"], "init": None}
+    settings = note["encoder"]
+    note["encoder"] = {**settings, "name": drop_folder(settings["name"]), "init": None}
     note |= {key: drop_folder(note[key]) for key in ("algorithm", "objective") if key in note}
     return {
         **note,
@@ -93,7 +96,7 @@ def describe(encoder: ImageEncoder) -> dict[str, Any]:
 
 def drop_folder(name: str) -> str:
     """Return the name of an algorithm or another plug-in without the folder of its file."""
-    return name.rpartition("/")[2]
+    return name.rpartition("/")[2] if plugins.is_file(name) else name
 
 
 def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
@@ -129,7 +132,8 @@ def write_safetensors(encoder: ImageEncoder, path: Path) -> Infer:
     """Write the weights under the names of the network, with the note in the header."""
     state = {name: tensor.contiguous() for name, tensor in encoder.body.state_dict().items()}
     save_file(state, path, {"format": "pt", HEADER: json.dumps(describe(encoder))})
-    return load_encoder(path, encoder.tower)
+    own = encoder.body.body if isinstance(encoder.body, OwnEncoder) else None
+    return load_encoder(path, encoder.tower, encoder=own)
 
 
 def write_torchscript(encoder: ImageEncoder, path: Path) -> Infer:

@@ -6,18 +6,21 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
 from fedssl import config
-from fedssl.config import Encoder
+from fedssl.config import Encoder, plugins
 from fedssl.data.decode import decode_file, describe_failure, to_pixels
+from fedssl.data.in_memory import open_array, quantize
 from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
@@ -32,7 +35,7 @@ from fedssl.util.errors import UserError, format_resume
 
 HEADER = "fedssl"  # the entry of a safetensors header, or of config.json, that holds the note
 ACCEPTED = "Give the folder of a run, or a safetensors or hf export of `fedssl export`."
-AnImage = str | Path | Image.Image | Tensor
+AnImage = str | Path | Image.Image | Tensor | NDArray[Any]
 Note = dict[str, Any]  # the contents of encoder.json
 NOTE_TYPES: dict[str, Any] = {  # of the entries that every note has
     "features": int,
@@ -45,11 +48,20 @@ NOTE_TYPES: dict[str, Any] = {  # of the entries that every note has
 class ImageEncoder(nn.Module):
     """An encoder with the preprocessing of its images.
 
-    >>> encoder = load_encoder("runs/first")  # doctest: +SKIP
-    >>> encoder.embed(["a.png", "b.jpg"]).shape  # doctest: +SKIP
+    >>> encoder = fedssl.load_encoder("runs/first")
+    >>> encoder.embed(["a.png", "b.jpg"]).shape
     torch.Size([2, 96])
 
     ``encoder(images)`` takes float images ``[N, channels, height, width]`` between 0 and 1.
+
+    Attributes:
+        features: Length of an embedding.
+        channels: Channels of the images: 1 or 3, or those of your own data.
+        height: Height of the images in pixels, to which files are resized.
+        width: Width of the images in pixels.
+        tower: 0, or 1 for the second network of a run with two.
+        body: The network itself.
+        note: The contents of ``encoder.json``, which describe the model.
     """
 
     def __init__(self, body: nn.Module, note: Note, tower: int) -> None:
@@ -63,25 +75,39 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return embeddings ``[N, features]``."""
+        if images.ndim != 4 or images.shape[1] != self.channels:
+            expected = f"N × {self.channels} × {self.height} × {self.width}"
+            raise _shape_error(images, f"Give floats {expected} between 0 and 1.")
+        if not images.is_floating_point():
+            raise _shape_error(images, "Use encoder.embed(images), or divide by 255.")
         return self.body(images)
 
     def preprocess(self, image: AnImage) -> Tensor:
         """Return an image as training read it: float ``[channels, height, width]``, 0 to 1.
 
-        A uint8 tensor must have that shape already. A large JPEG file is decoded at a fraction of
-        its size, so its pixels may differ a little from those of a Pillow image of the same file.
+        A large JPEG file is decoded at a fraction of its size, so its pixels may differ a little
+        from those of a Pillow image of the same file.
         """
         return self._to_bytes(image).float() / 255
 
-    def embed(self, images: Iterable[AnImage] | Tensor, batch: int = 256) -> Tensor:
-        """Return the embeddings ``[N, features]`` of files, images or a uint8 tensor, on the CPU.
+    def embed(self, images: AnImage | Iterable[AnImage], batch: int = 256) -> Tensor:
+        """Return the embedding ``[features]`` of an image, or those ``[N, features]`` of several.
 
-        ``batch`` images are read at once; large images go through the network in smaller parts.
+        An image is a file, a Pillow image, an array ``[height, width, channels]`` or a tensor
+        ``[channels, height, width]``. Tensors must have the encoder's size; others are resized.
+        Numbers are uint8, or floats between 0 and 1. Several images are a list, a tensor or an
+        array with one dimension more. ``batch`` images are read at once. The result is on the CPU.
+
+        >>> encoder = fedssl.load_encoder("runs/first")
+        >>> encoder.embed("a.png").shape
+        torch.Size([96])
         """
-        if isinstance(images, (str, Path, Image.Image)) or not isinstance(images, Iterable):
-            raise UserError("embed takes several images", fix="Use encoder.embed([image]).")
         if batch < 1:
             raise UserError("too small", key="batch", value=batch, fix="Use batch=1 or more.")
+        if _is_one(images):
+            return self.embed_bytes(self._to_bytes(images)[None])[0]
+        if not isinstance(images, Iterable):
+            raise _kind_error(images)
         parts = [self.embed_bytes(part) for part in self._batches(images, batch)]
         return torch.cat(parts) if parts else torch.zeros(0, self.features)
 
@@ -96,47 +122,86 @@ class ImageEncoder(nn.Module):
             return square
         return square[..., -self.width :] if self.tower else square[..., : self.width]
 
-    def _batches(self, images: Iterable[AnImage] | Tensor, batch: int) -> Iterator[Tensor]:
+    def _batches(self, images: Iterable[Any], batch: int) -> Iterator[Tensor]:
         if isinstance(images, Tensor):
-            self._check_tensor(images, images.shape[1:], "N × ")
-            yield from images.split(batch)
+            yield from self._check_tensor(images, images.shape[1:], "N × ").split(batch)
             return
         rest = map(self._to_bytes, images)
         while part := list(itertools.islice(rest, batch)):
             yield torch.stack(part)
 
-    def _to_bytes(self, image: AnImage) -> Tensor:
+    def _to_bytes(self, image: Any) -> Tensor:
         if isinstance(image, Tensor):
-            self._check_tensor(image, image.shape)
-            return image
-        if not isinstance(image, (str, os.PathLike, Image.Image)):
-            raise UserError(
-                f"an image cannot be a {type(image).__name__}",
-                fix="Give a file name, a Pillow image (PIL.Image.fromarray) or a uint8 tensor.",
-            )
+            return self._check_tensor(image, image.shape)
+        if not isinstance(image, (str, os.PathLike, Image.Image, np.ndarray)):
+            raise _kind_error(image)
         try:
+            if isinstance(image, np.ndarray):
+                image = open_array(image)
             if isinstance(image, Image.Image):
                 array = to_pixels(image, self.height, self.channels)
             else:
                 array = decode_file(Path(image), self.height, self.channels)
         except Exception as error:  # Pillow raises almost any exception on damaged files
-            raise UserError(f"{image}: {describe_failure(error)}") from None
+            name = "the image" if isinstance(image, Image.Image | np.ndarray) else image
+            raise UserError(f"{name}: {describe_failure(error)}") from None
         return self.crop(torch.from_numpy(np.array(array, order="C"))).contiguous()
 
-    def _check_tensor(self, images: Tensor, shape: torch.Size, batch: str = "") -> None:
+    def _check_tensor(self, images: Tensor, shape: torch.Size, batch: str = "") -> Tensor:
         expected = (self.channels, self.height, self.width)
-        if shape != expected or images.dtype != torch.uint8:
-            raise UserError(
-                f"the tensor is {' × '.join(map(str, images.shape))} of {images.dtype}",
-                fix=f"Give {batch}{' × '.join(map(str, expected))} of torch.uint8, or files.",
-            )
+        if shape != expected:
+            size = f"{batch}{' × '.join(map(str, expected))} (channels, height, width)"
+            raise _shape_error(images, f"Give {size}, or files, which are resized.")
+        try:
+            return quantize(images)
+        except ValueError as error:
+            fix = "Give uint8, or floats between 0 and 1, without normalization."
+            raise UserError(f"the tensor has {error}", fix=fix) from None
 
 
-def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) -> ImageEncoder:
+def _is_one(images: Any) -> bool:
+    """Return whether an argument of ``embed`` is a single image."""
+    if isinstance(images, Tensor | np.ndarray):
+        return images.ndim < 4
+    return isinstance(images, (str, os.PathLike, Image.Image))
+
+
+def _shape_error(images: Tensor, fix: str) -> UserError:
+    return UserError(f"the tensor is {' × '.join(map(str, images.shape))} {images.dtype}", fix=fix)
+
+
+def _kind_error(image: object) -> UserError:
+    fix = "Give a file name, a Pillow image, an array, a tensor, or a list of them."
+    return UserError(f"an image cannot be a {type(image).__name__}", fix=fix)
+
+
+def load_encoder(
+    path: str | Path,
+    tower: int = 0,
+    client: int | None = None,
+    encoder: nn.Module | Callable[..., nn.Module] | None = None,
+) -> ImageEncoder:
     """Load the encoder of a run, of an exported folder or of a ``.safetensors`` file.
 
-    ``tower=1`` is the second of two (``encoder.towers=2``); ``client`` chooses a personal model.
+    >>> encoder = fedssl.load_encoder("runs/first")
+    >>> encoder.embed("a.png").shape
+    torch.Size([96])
+
+    Args:
+        path: The run's folder, the export's folder, or the file.
+        tower: 1 for the second network of a run with two (``encoder.towers=2``).
+        client: Number of the client whose personal model is loaded.
+        encoder: Your own module, or a function that makes one, if the run was trained with
+            ``fedssl.train(encoder=module)``. A module from a file is found by its name.
     """
+    if encoder is not None:
+        with plugins.hold_objects({"encoder.name": encoder}):
+            return _load(path, tower, client, plugins.name_object(encoder))
+    return _load(path, tower, client)
+
+
+def _load(path: str | Path, tower: int, client: int | None, own: str | None = None) -> ImageEncoder:
+    """Load an encoder; ``own`` replaces the name of its architecture."""
     path = find_model(Path(path).expanduser())
     note = read_note(path)
     settings = parse_note(note, path)
@@ -153,6 +218,7 @@ def load_encoder(path: str | Path, tower: int = 0, client: int | None = None) ->
     check_readable(file)
     note = _add_owner(note, file)
     channels = note["channels"][tower % len(note["channels"])]
+    settings = settings if own is None else replace(settings, name=own)
     body = make_encoder(settings, channels, min(note["size"]))  # in float32, as in evaluation
     load_weights(body, file)
     return ImageEncoder(body, note, tower).eval()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedssl.config import TIMM, Encoder
+from fedssl.config import TIMM, Encoder, plugins
 from fedssl.models.kernels import group_norm
 from fedssl.models.norms import BatchNorm, Norm, replace_batch_norms, residual
 from fedssl.models.vit import ViT, check_patch
+from fedssl.models.wrapped import OwnEncoder, Wrapped
 from fedssl.util.errors import UserError
 
 
@@ -93,7 +93,7 @@ class ResNet(nn.Module):
 OTHER = "Use another encoder."
 
 
-class Timm(nn.Module):
+class Timm(Wrapped):
     """A timm model without its classifier, with timm's names in its state.
 
     Transformers are built for one image size; other models take any size.
@@ -116,12 +116,9 @@ class Timm(nn.Module):
     def _features(self, channels: int, size: int) -> int:
         """Count the features by encoding an image: timm's models have no common name for it."""
         try:
-            with torch.no_grad():
-                shape = self.body.eval()(torch.zeros(1, channels, size, size)).shape
+            shape = self.encode_zeros(channels, size).shape
         except Exception as error:  # a map that has become empty
             raise _unfit(self.name, size, error) from None
-        finally:
-            self.body.train()
         if len(shape) != 2:
             raise _error(self.name, f"features have the shape {tuple(shape[1:])}, not one vector")
         return int(shape[1])
@@ -136,25 +133,6 @@ class Timm(nn.Module):
                 "Use one size for data.size and evaluate.size.",
             )
         return self.body(group_norm.layout(x))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return timm's state, with batch norm's counters, which nothing reads."""
-        state = self.body.state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        for name, module in self.body.named_modules():
-            if isinstance(module, BatchNorm):
-                state[f"{prefix}{name}.num_batches_tracked"] = torch.tensor(0)
-        return state
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load timm's state; batch norm's counters may be missing."""
-        result = self.body.load_state_dict(state_dict, False, assign)
-        wrong = [key for keys in result for key in keys if not key.endswith("num_batches_tracked")]
-        if strict and wrong:
-            raise RuntimeError(f"{self.name}: missing or unexpected weights {', '.join(wrong)}")
-        return result
 
 
 def _backbone(name: str, channels: int, size: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -199,8 +177,15 @@ RESNETS = {  # depths, and whether blocks are bottlenecks
 LARGE_IMAGE = 96  # pixels per side from which a residual network has the large stem
 
 
-def encoder(settings: Encoder, channels: int, size: int) -> Tiny | ResNet | ViT | Timm:
-    """Build the configuration's encoder, for images of ``size`` pixels per side."""
+def encoder(
+    settings: Encoder, channels: int, size: int, seed: int = 0
+) -> Tiny | ResNet | ViT | Timm | OwnEncoder:
+    """Build the configuration's encoder, for images of ``size`` pixels per side.
+
+    ``seed`` is for a user's own code that makes one; ``initialize`` draws the weights of others.
+    """
+    if plugins.is_own(settings.name):
+        return OwnEncoder(settings.name, channels, size, seed)
     norm = Norm(settings.norm, settings.groups)
     if settings.name == "tiny":
         return Tiny(channels, norm)

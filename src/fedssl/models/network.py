@@ -18,6 +18,7 @@ from fedssl.data.random import key
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.norms import BatchNorm, Norm
 from fedssl.models.weights import find_model, load_weights, tower_file
+from fedssl.models.wrapped import OwnEncoder
 from fedssl.util.errors import UserError, format_resume
 
 
@@ -126,7 +127,7 @@ def build(
     """Build an initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
     norm, towers, predictors = Norm(settings.norm, settings.groups), [], []
     for i in range(settings.towers):
-        encoder = make_encoder(settings, channels[i % len(channels)], size)
+        encoder = make_encoder(settings, channels[i % len(channels)], size, seed)
         heads = make_heads(encoder, norm)
         towers.append(Tower(encoder, heads.head))
         if heads.predictor is not None:
@@ -142,10 +143,13 @@ def initialize(module: nn.Module, seed: int, initializer: Initializer = "he") ->
     """Draw every weight from a generator of its own, seeded by its name and ``seed``.
 
     Convolutions: He et al. 2015 (fan out). Linear layers: uniform within 1/√inputs, biases 0. With
-    ``torch``, convolutions and biases are uniform too, as in torch's layers.
+    ``torch``, convolutions and biases are uniform too, as in torch's layers. A user's own encoder
+    keeps the weights that it has.
     """
+    own = (each for each in module.modules() if isinstance(each, OwnEncoder))
+    kept = {layer for encoder in own for layer in encoder.modules()}
     for prefix, child in module.named_modules():
-        if not isinstance(child, (nn.Conv2d, nn.Linear)):
+        if child in kept or not isinstance(child, (nn.Conv2d, nn.Linear)):
             continue
         name = zlib.crc32(prefix.encode())
         generator = torch.Generator().manual_seed(key(seed, "init", name) % 2**63)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -196,16 +197,15 @@ def replace_batch_norms(module: nn.Module) -> None:
     ours: dict[nn.Module, BatchNorm] = {}
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):  # also where one is in two places
-            if isinstance(child, _BatchNorm):
+            if isinstance(child, _BatchNorm) and not isinstance(child, BatchNorm):
                 ours.setdefault(child, _like(child))
                 setattr(parent, name, ours[child])
 
 
 def _like(theirs: _BatchNorm) -> BatchNorm:
-    from timm.layers.norm_act import BatchNormAct2d
-
-    plain = type(theirs) in (nn.BatchNorm1d, nn.BatchNorm2d)
-    known = (plain or type(theirs) is BatchNormAct2d) and theirs.affine
+    timm = sys.modules.get("timm.layers.norm_act")  # where it is missing, no network has its norm
+    has_act = timm is not None and type(theirs) is timm.BatchNormAct2d
+    known = (has_act or type(theirs) in (nn.BatchNorm1d, nn.BatchNorm2d)) and theirs.affine
     if not known or not theirs.track_running_stats or theirs.momentum is None:
         raise UserError(
             f"the encoder has an unsupported batch norm ({type(theirs).__name__})",
@@ -213,8 +213,8 @@ def _like(theirs: _BatchNorm) -> BatchNorm:
             fix="Use another encoder.",
         )
     norm = BatchNorm(theirs.num_features)
-    if isinstance(theirs, BatchNormAct2d):
-        norm = BatchNormAct(theirs.num_features, theirs.drop, theirs.act)
+    if has_act:
+        norm = BatchNormAct(theirs.num_features, *map(theirs.get_submodule, ("drop", "act")))
     norm.eps, norm.momentum = theirs.eps, theirs.momentum
     norm.weight, norm.bias = theirs.weight, theirs.bias
     return norm

@@ -77,6 +77,7 @@ def _check_parts(settings: Config, images: Dataset) -> None:
             each.objective.name in config.VARIANTS["objective"]
             and each.algorithm.name in config.VARIANTS["algorithm"]
             and not each.encoder.name.startswith(config.TIMM)
+            and not plugins.is_own(each.encoder.name)
         )
         assemble(each, dataset, clients, weights=not is_shipped or each.encoder.init is not None)
 

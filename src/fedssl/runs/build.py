@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl import config as configuration
-from fedssl.config import Config
-from fedssl.data.augment import Augmentation
+from fedssl.config import Config, plugins
+from fedssl.data.augment import Augmentation, OwnAugmentation
 from fedssl.data.dataset import Census, Dataset, Groups
 from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import convert_channels
@@ -34,6 +34,7 @@ from fedssl.federation.sampling import cohort_size, draw_cohort
 from fedssl.federation.server import Server
 from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, build
+from fedssl.models.wrapped import OwnEncoder
 from fedssl.objectives.base import Objective
 from fedssl.privacy.aggregators import build_aggregator
 from fedssl.runs import validate
@@ -110,13 +111,22 @@ class Experiment:
             self.drawn = round, draw_cohort(self.config, len(self.engine.groups), round)
         return self.drawn[1]
 
+    @property
+    def starts_from_given(self) -> bool:
+        """True if the encoder's first weights are a file's, or those of a user's own module."""
+        encoder = self.config.encoder
+        return encoder.init is not None or plugins.is_own(encoder.name)
+
     def untrained(self) -> Tensor:
-        """Return random weights, also if the run starts from given ones (``encoder.init``)."""
-        if self.config.encoder.init is None:
+        """Return random weights, also if the run starts from given ones."""
+        if not self.starts_from_given:
             return self.trainer.initial
         fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
         classes = self.head_classes or len(self.dataset.classes)
         network = build_network(fresh, self.trainer.objective, *image_shape(self.dataset), classes)
+        for each in network.modules():
+            if isinstance(each, OwnEncoder):
+                each.draw_weights(fresh.seed)
         return FlatWeights(network).vector.to(self.trainer.initial)
 
     def _resized_dataset(self) -> Dataset:
@@ -151,6 +161,9 @@ def build_experiment(
     if trains and labels is not None and bool((labels[groups.members] >= 0).all()):
         census = Census(labels.to(experiment.trainer.device), groups, len(dataset.classes))
         experiment.trainer.census = experiment.server.census = census
+    augmentation = experiment.trainer.augmentation
+    if trains and isinstance(augmentation, OwnAugmentation):
+        _ = augmentation.function  # reports now if it cannot be called; evaluation needs none
     _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
     return experiment
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedssl import config
+from fedssl.config import plugins
 from fedssl.data.dataset import Dataset
 from fedssl.data.places import name_images
 from fedssl.runs.reader import RunReader
@@ -43,6 +44,8 @@ def write(out: Path, experiment: Experiment) -> None:
         "server": server.state,
         "average": cast("dict[str, Tree]", engine.aggregator.save_state()),
     }
+    if experiment.config.encoder.name.startswith(plugins.MEMORY):
+        tree["initial"] = experiment.trainer.initial  # no file has the weights that it began with
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
     _check_finite(tensors, experiment, out)
     for client in sorted(states.changed):
@@ -122,6 +125,8 @@ def read(out: Path, experiment: Experiment) -> bool:
         made = f"this configuration makes one of {len(server.weights)}"
         fix = "Leave the encoder, the head and the data's channels as they were."
         raise UserError(f"{path} holds a network of {len(weights)} numbers, and {made}", fix=fix)
+    if "initial" in tree:
+        experiment.trainer.initial.copy_(cast(Tensor, tree["initial"]))
     server.round = int(notes["round"])
     server.weights = weights
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))

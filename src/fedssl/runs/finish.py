@@ -78,7 +78,7 @@ def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict
         return {}, {}
     with experiment.overhead.timed("evaluate"):
         rows["untrained"] = evaluator.evaluate_untrained(experiment.untrained())
-        if experiment.config.encoder.init is not None:
+        if experiment.starts_from_given:
             rows["initial"] = evaluator.evaluate(experiment.trainer.initial)
         return rows, evaluator.evaluate_result(experiment.models)
 

@@ -45,16 +45,20 @@ from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, write_json
 
 Say = Callable[[str], None]
+MakeCallback = Callable[[Experiment], Callback]
 
 
 class Interrupted(Exception):
     """Ctrl-C or a polite kill: the checkpoint is written, the run can be resumed."""
 
 
-def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
+def run(
+    settings: Config, out: Path, resume: bool = False, callbacks: Sequence[MakeCallback] = ()
+) -> dict[str, Any]:
     """Train, evaluate, and leave the run's folder; return the summary.
 
-    Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
+    Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``. They have
+    none of the ``callbacks``.
     """
     configs = {out: settings}
     for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
@@ -71,6 +75,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
         for folder in configs:
             stack.enter_context(lock(folder))
         runs = [RunInFolder(experiments[f], configs[f], f, resume) for f in configs]
+        runs[0].callbacks = [make(experiments[out]) for make in callbacks]
         summaries = execute(runs)
     summary = summaries.pop(out)
     if summaries:
@@ -98,6 +103,7 @@ class RunInFolder:
 
     def __init__(self, experiment: Experiment, settings: Config, out: Path, resume: bool) -> None:
         self.experiment, self.settings, self.out = experiment, settings, out
+        self.callbacks: list[Callback] = []  # the user's, which may add to a round's metrics
         with explain_write_errors("--out", out):
             out.mkdir(parents=True, exist_ok=True)
             check_kind(out, resume and is_started(out), RUN)  # another may have come first
@@ -116,7 +122,7 @@ class RunInFolder:
         label = plugins.short_name(self.settings.algorithm.name)
         bar = Progress(label, rounds, experiment.server.round)
         checkpoints = Checkpoints(experiment, self.out, stop)
-        others = (Evaluation(experiment), log, checkpoints, bar)
+        others = (Evaluation(experiment), *self.callbacks, log, checkpoints, bar)
 
         def work() -> None:
             experiment.server.public = experiment.public
