@@ -337,6 +337,17 @@ def test_pages_in_a_browser_ask_nobody_else(site: Path, browser: Any) -> None:
     assert not said
 
 
+@pytest.mark.slow
+def test_the_search_works_in_a_folder(site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 800})
+    page.goto((site / "papers" / "dcco.html").as_uri())
+    page.locator("input.md-search__input").press_sequentially("stop_gradient")
+    found = page.locator(".md-search-result__item h1")
+    found.first.wait_for(timeout=20_000)
+    assert "Configuration keys" in found.all_inner_texts()
+    page.close()
+
+
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
