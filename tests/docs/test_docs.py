@@ -49,7 +49,14 @@ AFTER = re.compile(r"^<!-- test: after (\S+) -->$", re.MULTILINE)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: (?:[kMGT]?B)\b)?")
 # Files of a run, and attributes of objects, which are called like a section.
 NOT_KEYS = re.compile(r"encoder\.(safetensors|json|preprocess)$|(client|cohort|server)\.\w+$")
-SLOW_PAGES = {"privacy.md", "reproduce.md", "algorithms.md", "encoder.md", "coming-from.md"}
+SLOW_PAGES = {
+    "privacy.md",
+    "reproduce.md",
+    "algorithms.md",
+    "encoder.md",
+    "coming-from.md",
+    "evaluate.md",
+}
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
