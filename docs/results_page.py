@@ -305,15 +305,15 @@ def _rank(lines: Sequence[Line]) -> tuple[bool, int, float, int]:
 
 def overview(_: str) -> str:
     """Show a line for each table: its main numbers, and how many of the claims appear."""
-    head = ["table", "rows measured", "main rows: ours (theirs)"]
-    head += ["claims that appear", "do not appear", "are open"]
+    head = ["table", "rows measured", "main rows: ours (theirs)", "claims"]
     rows = []
     for table in Table.read_all().values():
         counts = collections.Counter(_kind(claim.judge()) for claim in table.claims)
         title, measured = table.facts["title"], sum(bool(row.lines) for row in table.rows)
-        kinds = [f"{counts[kind]}" if table.claims else "" for kind in (APPEARS, REFUTED, OPEN)]
+        kinds = " / ".join(f"{counts[kind]}" for kind in (APPEARS, REFUTED, OPEN))
         place = f"{measured} of {len(table.rows)}"
-        rows.append([f"[{title}](#{_slug(title)})", place, _main_rows(table), *kinds])
+        claims = kinds if table.claims else "–"
+        rows.append([f"[{title}](#{_slug(title)})", place, _main_rows(table), claims])
     return format_grid(head, rows)
 
 

@@ -349,7 +349,7 @@ def test_the_overview_shows_main_rows_and_counts_claims(generate: ModuleType, pa
         cell.strip() for cell in generate.results_page.overview("").splitlines()[-1].split("|")
     ]
     main = "`dcco-4` 40.0, 41.0 (49.6), `dcco-16` 30.0, 31.0 (45.9)"
-    assert counts[1:-1] == ["[Mine](#mine)", "3 of 4", main, "1", "2", "1"]
+    assert counts[1:-1] == ["[Mine](#mine)", "3 of 4", main, "1 / 2 / 1"]
 
 
 def test_a_table_says_how_different_the_clients_are(page: Page) -> None:
