@@ -147,7 +147,7 @@ def _run(command: str, words: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output; our own commands in this process, which has imported torch already."""
     if not command.startswith("fedssl ") or set("|><") & set(command):
         result = subprocess.run(
-            ["bash", "-c", command], cwd=folder, text=True, capture_output=True, timeout=120
+            ["bash", "-c", command], cwd=folder, text=True, capture_output=True, timeout=300
         )
         return result.returncode, result.stdout + result.stderr
     arguments = shlex.split(command)[1:] + words
