@@ -304,25 +304,32 @@ def _rank(lines: Sequence[Line]) -> tuple[bool, int, float, int]:
 
 
 def overview(_: str) -> str:
-    """Count, for each paper, the claims that appear, do not appear, and are open."""
-    counts: dict[str, collections.Counter[str]] = {}
+    """Show a line for each table: its main numbers, and how many of the claims appear."""
+    head = ["table", "rows measured", "main rows: ours (theirs)", "claims"]
+    rows = []
     for table in Table.read_all().values():
-        if table.paper not in NAMES:
-            continue
-        count = counts.setdefault(table.paper, collections.Counter())
-        count["rows"] += len(table.rows)
-        count["measured"] += sum(bool(row.lines) for row in table.rows)
-        count.update(_kind(claim.judge()) for claim in table.claims)
-    head = ["paper", "claims that appear", "do not appear", "are open", "rows measured"]
-    rows = [
-        [
-            f"[{NAMES[paper]}](docs/papers/{paper}.md)",
-            *(f"{count[kind]}" for kind in (APPEARS, REFUTED, OPEN)),
-            f"{count['measured']} of {count['rows']}",
-        ]
-        for paper, count in counts.items()
-    ]
+        counts = collections.Counter(_kind(claim.judge()) for claim in table.claims)
+        title, measured = table.facts["title"], sum(bool(row.lines) for row in table.rows)
+        kinds = " / ".join(f"{counts[kind]}" for kind in (APPEARS, REFUTED, OPEN))
+        place = f"{measured} of {len(table.rows)}"
+        claims = kinds if table.claims else "–"
+        rows.append([f"[{title}](#{_slug(title)})", place, _main_rows(table), claims])
     return format_grid(head, rows)
+
+
+def _main_rows(table: Table) -> str:
+    """Show the measured rows of the first claim; without claims, all measured rows."""
+    first = table.facts["measures"][0]
+    pairs = [(row, first) for row in table.rows]
+    if table.claims:
+        pairs = list(zip(table.claims[0].rows, table.claims[0].measures, strict=False))
+    known = [f"`{row.name}` {_cell(row, measure)}" for row, measure in pairs if row.lines]
+    return ", ".join(known) or "–"
+
+
+def _slug(title: str) -> str:
+    """Return the anchor that Markdown gives to a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
 def _kind(verdict: Verdict) -> str:
@@ -342,9 +349,9 @@ def results(name: str) -> str:
         blocks += _settings(rows, several)
     else:
         blocks += [f"Not measured yet: {', '.join(f'`{row.name}`' for row in rows)}."]
-    if table.claims:
+    if table.lines and table.claims:
         blocks += [_claims(table.claims)]
-    if facts.get("looked"):
+    if table.lines and facts.get("looked"):
         blocks += [facts["looked"].strip()]
     blocks += [_departures(table)]
     return "\n\n".join([*blocks, *([_runs(table.lines, several)] if table.lines else [])])

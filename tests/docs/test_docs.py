@@ -49,7 +49,14 @@ AFTER = re.compile(r"^<!-- test: after (\S+) -->$", re.MULTILINE)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: (?:[kMGT]?B)\b)?")
 # Files of a run, and attributes of objects, which are called like a section.
 NOT_KEYS = re.compile(r"encoder\.(safetensors|json|preprocess)$|(client|cohort|server)\.\w+$")
-SLOW_PAGES = {"privacy.md", "reproduce.md", "algorithms.md", "encoder.md"}
+SLOW_PAGES = {
+    "privacy.md",
+    "reproduce.md",
+    "algorithms.md",
+    "encoder.md",
+    "coming-from.md",
+    "evaluate.md",
+}
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -140,7 +147,7 @@ def _run(command: str, words: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output; our own commands in this process, which has imported torch already."""
     if not command.startswith("fedssl ") or set("|><") & set(command):
         result = subprocess.run(
-            ["bash", "-c", command], cwd=folder, text=True, capture_output=True, timeout=120
+            ["bash", "-c", command], cwd=folder, text=True, capture_output=True, timeout=300
         )
         return result.returncode, result.stdout + result.stderr
     arguments = shlex.split(command)[1:] + words
@@ -335,6 +342,17 @@ def test_pages_in_a_browser_ask_nobody_else(site: Path, browser: Any) -> None:
         server.shutdown()
     assert not [url for url in asked if not url.startswith((here, "data:", "blob:"))]
     assert not said
+
+
+@pytest.mark.slow
+def test_the_search_works_in_a_folder(site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 800})
+    page.goto((site / "papers" / "dcco.html").as_uri())
+    page.locator("input.md-search__input").press_sequentially("stop_gradient")
+    found = page.locator(".md-search-result__item h1")
+    found.first.wait_for(timeout=20_000)
+    assert "Configuration keys" in found.all_inner_texts()
+    page.close()
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -72,7 +72,7 @@ class CCL(Algorithm):
             "`only`: those of other clients (Eq. 5), once there are any. `off`: those of the "
             "client; it shares no features.",
         )
-        lambda_: float = key(0.1, ge=0, help="λ, the weight of the matching. 0: no matching.")
+        lambda_: float = key(0.1, ge=0, help="λ, the weight of neighbourhood matching. 0: none.")
         neighbours: int = key(
             5, ge=1, needs="lambda", help="N, the number of neighbours in the matching."
         )

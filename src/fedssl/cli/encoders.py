@@ -12,6 +12,8 @@ COCO = (
     "begins with train and one that begins with val, such as train2017 and val2017"
 )
 
+DEVICE = "device, as torch names it (default: a GPU if there is one)"
+
 
 def add_export(commands: Commands) -> None:
     """Add ``fedssl export``."""
@@ -21,7 +23,10 @@ def add_export(commands: Commands) -> None:
         help="a run's folder, or a client's model: RUN/personal/client-0.safetensors",
     )  # fmt: skip
     export.add_argument(
-        "--format", required=True, choices=("safetensors", "torchscript", "onnx", "hf")
+        "--format",
+        required=True,
+        choices=("safetensors", "torchscript", "onnx", "hf"),
+        help="format of the file; hf is a folder for the Hugging Face hub",
     )
     export.add_argument(
         "--out", type=path, metavar="PATH", help="a file or folder (default: RUN/export/…)"
@@ -60,7 +65,7 @@ def add_search(commands: Commands) -> None:
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=256, help="images in a batch (default: 256)")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help=DEVICE)
 
 
 def add_detect(commands: Commands) -> None:
@@ -70,15 +75,17 @@ def add_detect(commands: Commands) -> None:
     )
     detect.add_argument("run", type=path, metavar="RUN", help="a run's folder")
     detect.add_argument("data", type=path, metavar="DIR", help=COCO)
-    detect.add_argument("--steps", type=int, default=9000)
-    detect.add_argument("--batch", type=int, default=4)
-    detect.add_argument("--lr", type=float, default=0.005)
-    detect.add_argument("--size", type=int, default=256, help="the shorter side of images")
-    detect.add_argument("--seed", type=int, default=0)
+    detect.add_argument("--steps", type=int, default=9000, help="training steps (default: 9000)")
+    detect.add_argument("--batch", type=int, default=4, help="images in a batch (default: 4)")
+    detect.add_argument("--lr", type=float, default=0.005, help="learning rate (default: 0.005)")
+    detect.add_argument(
+        "--size", type=int, default=256, help="shorter side of images in pixels (default: 256)"
+    )
+    detect.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     detect.add_argument(
         "--random", action="store_true", help="start from random weights, for comparison"
     )
-    detect.add_argument("--device", default="auto")
+    detect.add_argument("--device", default="auto", help=DEVICE)
     detect.set_defaults(command=_detect)
 
 

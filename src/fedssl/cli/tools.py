@@ -32,7 +32,7 @@ def add_theory(commands: Commands) -> None:
     )
     shown.add_argument("--d", type=int, default=256, help="dimension of the data")
     shown.add_argument("--k", type=int, default=3, help="number of sources")
-    shown.add_argument("--seed", type=int, default=0)
+    shown.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     shown.add_argument("--out", type=path, metavar="FILE.png", help="write a chart")
     shown.set_defaults(command=_representability)
 

@@ -51,7 +51,8 @@ class Data:
     levels: tuple[Literal["class", "client", "case"], ...] | None = key(
         None,
         needs="name=folder|paired",
-        help="Meaning of the folder levels below `train/` and `test/`. `null`: detected.",
+        help="Meaning of each folder level below `train/` and `test/`, from the top: "
+        "`client,class` is `train/<site>/<class>/`. `null`: detected.",
     )
     corrupt: Literal["fail", "skip"] = key(
         "fail",
@@ -145,7 +146,8 @@ class Encoder:
     )
     groups: int = key(32, gt=0, help="Number of groups of group normalization.")
     towers: Literal[1, 2] = key(
-        1, help="Number of networks for the two inputs. 2: one for each (DCCO, Figure 1 b, c)."
+        1,
+        help="Number of networks: one for both views or modalities, or one for each.",
     )
     init: str | None = key(
         None,
@@ -176,7 +178,8 @@ class Engine:
     merge: Literal["auto", "off"] = key(
         "auto",
         affects="rounding",
-        help="Compute a round in one pass over all clients where the result is exactly the same.",
+        help="Compute a round in one pass over all clients. `auto`: where the result is the "
+        "same. `off`: client by client.",
     )
     chunk: int = key(
         8192,
@@ -199,14 +202,14 @@ class Engine:
         "on a CPU with many cores.",
     )
     workers: int = key(
-        2, gt=0, affects="speed", needs="name=flower", help="Processes of a simulation."
+        2, gt=0, affects="speed", needs="name=flower", help="Number of processes of a simulation."
     )
     timeout: float = key(
         600.0,
         gt=0,
         affects="speed",
         needs="name=flower",
-        help="Seconds that clients have to answer.",
+        help="Seconds that clients have to answer. Later replies are missing from the round.",
     )
     updates: Literal["full", "fp16"] = key(
         "full",
@@ -248,10 +251,14 @@ class Privacy:
         "moments.",
     )
     moments_noise: float | None = key(
-        None, gt=0, needs="noise", help="Noise on moments. `null`: as `privacy.noise`."
+        None,
+        gt=0,
+        needs="noise",
+        help="Noise on statistics of encodings, as a multiple of their bound. "
+        "`null`: as `privacy.noise`.",
     )
     most_samples: int = key(
-        1, gt=0, needs="noise", help="Largest number of samples that a client's weight counts."
+        1, gt=0, needs="noise", help="Largest number of samples that count in a client's weight."
     )
     delta: float = key(
         1e-5, gt=0, lt=1, needs="noise", help="δ of the reported (ε, δ) privacy budget."
@@ -260,12 +267,16 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer."""
+    """The optimizer: `server` applies the mean update, `client` trains at each client."""
 
-    optimizer: Literal["sgd", "adam", "adamw", "lars"] = key("sgd", help="Update rule.")
+    optimizer: Literal["sgd", "adam", "adamw", "lars"] = key("sgd", help="Optimizer.")
     lr: float = key(1.0, gt=0, help="Learning rate.")
     momentum: float = key(
-        0.0, ge=0, lt=1, needs="optimizer=sgd|lars", help="Share of the previous step."
+        0.0,
+        ge=0,
+        lt=1,
+        needs="optimizer=sgd|lars",
+        help="Share of the previous step that is added.",
     )
     weight_decay: float = key(0.0, ge=0, help="Weight decay.")
 
@@ -401,7 +412,8 @@ class Config:
     client: Optimizer = Optimizer("sgd", 1.0)
     schedule: Literal["constant", "cosine", "steps"] = key(
         "cosine",
-        help="Learning rates over the rounds. `steps`: times 0.3 after 30%, 60% and 90% of the "
+        help="Learning rates over the rounds. `constant`: unchanged. `cosine`: down to 0. `steps`: "
+        "times 0.3 after 30%, 60% and 90% of the "
         "rounds (Dec-SSL).",
     )
     cohort: Cohort = Cohort()

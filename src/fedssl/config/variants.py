@@ -74,12 +74,12 @@ class ObjectiveParams:
 class AlgorithmParams:
     """Keys of every algorithm: how long a client trains in a round."""
 
-    name: str = key("dcco", help="Exchange between server and clients.")
+    name: str = key("dcco", help="Federated algorithm: the messages between server and clients.")
     local_steps: int | None = key(
         None,
         gt=0,
         instead_of="local_epochs",
-        help="Steps of a client in a round. `null`: see `algorithm.local_epochs`.",
+        help="Training steps of a client in a round. `null`: see `algorithm.local_epochs`.",
     )
     local_epochs: int | None = key(
         None,
@@ -88,7 +88,7 @@ class AlgorithmParams:
         "Both `null`: one step.",
     )
     batch: int | None = key(
-        None, gt=0, help="Images of a local step. `null`: all images of the client."
+        None, gt=0, help="Number of images in a local step. `null`: all images of the client."
     )
     norm_policy: Literal["average", "local", "reset"] = key(
         "average",

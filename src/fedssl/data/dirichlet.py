@@ -46,7 +46,7 @@ class Samples:
     class Params(PartitionParams):
         """Keys of a partition into clients of equal size."""
 
-        samples: int = config.key(4, ge=1, help="Samples of each client.")
+        samples: int = config.key(4, ge=1, help="Number of samples of each client.")
         alpha: float = config.key(
             0.0,
             ge=0,

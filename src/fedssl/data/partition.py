@@ -169,7 +169,7 @@ class Classes:
         """Keys of a partition by classes."""
 
         clients: int = config.key(5, ge=1, help="Number of clients.")
-        classes: int = config.key(2, ge=1, help="Classes of each client.")
+        classes: int = config.key(2, ge=1, help="Number of classes of each client.")
 
     params: Params
 
@@ -295,7 +295,7 @@ class Folder:
         """Keys of a partition by folders."""
 
         level: Literal["client", "case"] = config.key(
-            "client", help="Folder level of a client. Clients of DERM are cases (DCCO paper, 4.3)."
+            "client", help="Folder level that is a client: a site, or a case (a patient)."
         )
 
     params: Params

@@ -23,7 +23,8 @@ class BYOL(Predictive):
             0.99,
             ge=0,
             le=1,
-            help="Momentum of the target network. 1: it never changes (FedEMA, without EMA).",
+            help="Share of its weights that the target network keeps in a step. 1: it never "
+            "changes (FedEMA, without EMA).",
         )
 
     params: Params

@@ -34,7 +34,7 @@ class CCO(MomentObjective):
         """Keys of CCO."""
 
         lambda_: float = key(
-            20.0, ge=0, help="λ, the weight of decorrelation (20 in the paper, section 4.3)."
+            20.0, ge=0, help="λ, the weight of the decorrelation term (20 in the DCCO paper)."
         )
 
     params: Params

@@ -45,7 +45,7 @@ class DeepCluster(ProjectorObjective):
             help="k, the number of clusters of each set. Set j clusters the projections of view "
             "j mod 2.",
         )
-        temperature: float = key(0.1, gt=0, help="Temperature.")
+        temperature: float = key(0.1, gt=0, help="Temperature of the softmax over clusters.")
 
     params: Params
 

@@ -34,7 +34,12 @@ class MoCo(Siamese):
         temperature: float | None = key(
             None, gt=0, help="Temperature. `null`: 0.07 for version 1, 0.2 for version 2."
         )
-        momentum: float = key(0.99, ge=0, le=1, help="Momentum of the key network.")
+        momentum: float = key(
+            0.99,
+            ge=0,
+            le=1,
+            help="Share of its weights that the key network keeps in a step.",
+        )
         queue: int = key(4096, ge=1, help="Number of negatives that the queue holds.")
 
     params: Params

@@ -26,7 +26,8 @@ class MomentParams(ProjectorParams):
         None,
         gt=0,
         kw_only=True,
-        help="L2 norm to which encodings are scaled down before moments are taken. `null`: none.",
+        help="Largest L2 norm of an encoding; longer ones are scaled down. Differential privacy "
+        "needs it. `null`: no limit.",
     )
 
 

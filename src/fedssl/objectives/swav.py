@@ -51,9 +51,11 @@ class SwAV(ProjectorObjective):
             nonempty=True,
             help="K, the number of prototypes of each set. The loss is the mean over sets.",
         )
-        temperature: float = key(0.1, gt=0, help="Temperature.")
-        epsilon: float = key(0.05, gt=0, help="ε, the smoothness of the codes.")
-        iterations: int = key(3, ge=1, help="Sinkhorn iterations.")
+        temperature: float = key(0.1, gt=0, help="Temperature of the softmax over prototypes.")
+        epsilon: float = key(
+            0.05, gt=0, help="ε: larger values spread an image over more prototypes."
+        )
+        iterations: int = key(3, ge=1, help="Sinkhorn iterations, which balance the prototypes.")
         queue: int = key(
             0,
             ge=0,

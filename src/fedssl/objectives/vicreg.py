@@ -30,9 +30,9 @@ class VICReg(MomentObjective):
     class Params(MomentParams):
         """Keys of VICReg."""
 
-        lambda_: float = key(25.0, ge=0, help="λ, the weight of invariance (Bardes et al.).")
-        mu: float = key(25.0, ge=0, help="μ, the weight of variance.")
-        nu: float = key(1.0, ge=0, help="ν, the weight of covariance.")
+        lambda_: float = key(25.0, ge=0, help="λ, the weight of the distance between two views.")
+        mu: float = key(25.0, ge=0, help="μ, the weight of variance, which prevents collapse.")
+        nu: float = key(1.0, ge=0, help="ν, the weight of covariance, which decorrelates.")
 
     params: Params
 
