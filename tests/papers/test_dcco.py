@@ -120,6 +120,15 @@ def test_naive_fedavg_of_cco_is_not_centralized_unless_a_client_has_everything()
     assert apart(3, 5, 2, 7) > 0.1 and apart(12) < 1e-9
 
 
+def test_clients_count_by_the_samples_in_their_statistics() -> None:
+    """N_k of Eq. 3: of 7 samples one epoch in batches of 4 uses 4."""
+    engine, server = made("algorithm.local_epochs=1", "algorithm.batch=4", sizes=(7, 4, 2))
+    algorithm, model = engine.algorithm, server.model
+    alone = [algorithm.locate(engine.client(np.array([k]), 0, False), model)["f"] for k in range(3)]
+    together = engine.cohort(np.arange(3), 0).mean(algorithm.locate, model)["f"]
+    assert relative(together, (4 * alone[0] + 4 * alone[1] + 2 * alone[2]) / 10) < 1e-12
+
+
 @pytest.mark.parametrize("fresh", ["true", "false"])
 def test_two_local_steps_by_hand(fresh: str) -> None:
     """SGD on ⟨⟩_A + share · (⟨⟩_k − ⟨⟩_k as sent), and without the second term if not fresh."""
