@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("words", nargs="*", metavar="key=value")
-    o = parser.parse_args()
+    o = parser.parse_intermixed_args()
     file = o.out / "local_steps.jsonl"
     if o.table:
         print("\n".join(table([json.loads(line) for line in file.read_text().splitlines()])))
