@@ -17,6 +17,7 @@ import json
 import os
 import posixpath
 import re
+import shlex
 import sys
 import textwrap
 import types
@@ -343,19 +344,18 @@ def recipes(paper: str) -> str:
 
 
 def compared(pattern: str) -> str:
-    """The paper's numbers, and ours with the images and the rounds that they had."""
+    """The paper's numbers that we measured, with our images and rounds, and how many are left."""
     rows = ["| recipe | measure | the paper's | ours |", "| --- | --- | --- | --- |"]
-    lines = read_lines(results_page.ROWS)
+    lines, left = read_lines(results_page.ROWS), 0
     for name in config.match_recipes(pattern):
-        paper = config.read_recipe(name).get("paper", {})
-        results = dict(paper.get("results", {}))
-        if not results and paper.get("note"):
-            results = {"": paper["note"]}
         mine = [line for line in lines if line["recipe"] == name]
-        for measure, number in results.items():
-            ours = _by_images(mine, measure)
-            rows.append(f"| `{name}` | {name_measure(measure)} | {number} | {ours} |")
-    return "\n".join(rows)
+        for measure, number in config.read_recipe(name).get("paper", {}).get("results", {}).items():
+            if ours := _by_images(mine, measure):
+                rows.append(f"| `{name}` | {name_measure(measure)} | {number} | {ours} |")
+            left += not ours
+    command = f"fedssl recipes {shlex.quote(pattern)}"
+    more = f"{left} more numbers of the paper are {NOT_YET}: `{command}` lists them."
+    return "\n\n".join(["\n".join(rows)] * (len(rows) > 2) + [more] * (left > 0))
 
 
 def _by_images(lines: Sequence[Line], measure: str) -> str:
@@ -368,7 +368,7 @@ def _by_images(lines: Sequence[Line], measure: str) -> str:
             text = ", ".join(f"{number:.1f}" for number in numbers)
             rounds = f"{shown[0]['rounds']:,} of {shown[0]['paper_rounds']:,} rounds"
             found.append(f"{text} ({images.partition(': ')[0]}, {rounds})")
-    return "; ".join(found) or NOT_YET
+    return "; ".join(found)
 
 
 def measured(paper: str) -> str:

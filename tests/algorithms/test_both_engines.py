@@ -26,6 +26,8 @@ GOSSIP = f"{FEDBYOL} algorithm.name=gossip algorithm.topology=tree"
 MINE = "objective.name=simclr objective.projector=[32,128] algorithm.local_steps=2"
 CASES = [
     "cohort.dropout=0.3",
+    "algorithm.name=dcco encoder.norm=group algorithm.local_epochs=1 algorithm.batch=4 "
+    "data.labels=40 partition.clients=6",
     f"{GOSSIP} cohort.dropout=0.2",
     f"{SIMCLR} algorithm.name=fedprox algorithm.mu=2 algorithm.local_epochs=2 algorithm.batch=3",
     FEDCA,

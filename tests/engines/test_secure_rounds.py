@@ -42,7 +42,13 @@ def five_nodes(folder: Path, *words: str, tamper: Tamper | None = None) -> Exper
     return far_session(small(SECURE, SOON, *words), folder, nodes=5, tamper=tamper)[0]
 
 
-@pytest.mark.parametrize("words", [("algorithm.name=dcco",), (*BYOL, "algorithm.name=fedema")])
+UNEVEN = ("data.labels=40", "partition.clients=6", "algorithm.local_epochs=1", "algorithm.batch=4")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("algorithm.name=dcco",), ("algorithm.name=dcco", *UNEVEN), (*BYOL, "algorithm.name=fedema")],
+)
 def test_secure_rounds_equal_plain_ones(words: tuple[str, ...], tmp_path: Path) -> None:
     plain, _ = far_session(small(*words), tmp_path / "plain")
     secure, _ = far_session(small(*words, SECURE), tmp_path / "secure")

@@ -5,13 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import HEADS, engine_of, groups_of, made_split, refused, relative, settings, train
+from helpers import (
+    HEADS,
+    engine_of,
+    groups_of,
+    load,
+    made_split,
+    refused,
+    relative,
+    settings,
+    train,
+)
+from rounds import go
 
+from fedssl import config as configuration
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.client import Client
 from fedssl.federation.sampling import check_client_sizes
 from fedssl.federation.server import Server
+from fedssl.runs.build import build_experiment
 
 UNEVEN = (1, 5, 2, 7, 1, 4)
 
@@ -120,6 +133,15 @@ def test_naive_fedavg_of_cco_is_not_centralized_unless_a_client_has_everything()
     assert apart(3, 5, 2, 7) > 0.1 and apart(12) < 1e-9
 
 
+def test_clients_count_by_the_samples_in_their_statistics() -> None:
+    """N_k of Eq. 3: of 7 samples one epoch in batches of 4 uses 4."""
+    engine, server = made("algorithm.local_epochs=1", "algorithm.batch=4", sizes=(7, 4, 2))
+    algorithm, model = engine.algorithm, server.model
+    alone = [algorithm.locate(engine.client(np.array([k]), 0, False), model)["f"] for k in range(3)]
+    together = engine.cohort(np.arange(3), 0).mean(algorithm.locate, model)["f"]
+    assert relative(together, (4 * alone[0] + 4 * alone[1] + 2 * alone[2]) / 10) < 1e-12
+
+
 @pytest.mark.parametrize("fresh", ["true", "false"])
 def test_two_local_steps_by_hand(fresh: str) -> None:
     """SGD on ⟨⟩_A + share · (⟨⟩_k − ⟨⟩_k as sent), and without the second term if not fresh."""
@@ -164,6 +186,24 @@ def test_fresh_moments_stay_finite_where_stale_ones_run_away() -> None:
     assert change(*made(*words, "algorithm.fresh=false")).norm() > 1e6
     one, several = change(*made("client.lr=0.05")), change(*made(*words))
     assert several.norm() < 3 * one.norm()
+
+
+def test_the_script_that_measures_local_steps_does_what_the_program_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = load("results/local_steps.py")
+    monkeypatch.setattr(script.Rounds, "epoch", lambda self, round, step: 3 * round + step)
+    words = ("precision=fp64", "data.labels=60", "partition.samples=5", "cohort.size=4")
+    keys = ("algorithm.local_steps=3", "algorithm.radius=0.15", "client.lr=3e-6")
+    recipe = configuration.read_recipe(None)
+    experiment = build_experiment(configuration.resolve(recipe, [*script.FIXED, *words, *keys]))
+    rounds = script.Rounds(experiment, 3, 0.15, 3e-6)
+    there, losses = rounds.train(2)
+    go(experiment, 2)
+    start = experiment.trainer.initial
+    assert relative(experiment.server.weights - start, there - start) < 1e-9
+    assert 0 < sum(rounds.kept) < len(rounds.kept)
+    assert losses[-1] == pytest.approx(float(experiment.server.log["loss"]))
 
 
 def test_stale_moments_are_warned_about() -> None:

@@ -74,12 +74,14 @@ class DCCO(Algorithm):
             gt=0,
             kw_only=True,
             help="With several local steps and `fresh`: how far a client's ⟨FG⟩ may move in a "
-            "round, as a share of the norm of the cohort's. A step beyond it is undone.",
+            "round, in units of the norm of the cohort's ⟨FG⟩. A later step that exceeds this is "
+            "undone and ends the client's round.",
         )
 
     params: Params
     objective: MomentObjective
     minimum_images = 1  # statistics are over the whole cohort
+    weight = "used"  # N_k of Eq. 3
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         if not isinstance(objective, MomentObjective):

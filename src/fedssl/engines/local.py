@@ -13,6 +13,7 @@ from fedssl.data.random import key
 from fedssl.engines.base import Engine
 from fedssl.engines.host_states import HostStates
 from fedssl.engines.remote.codec import MalformedError, check_like, describe_tree
+from fedssl.federation.aggregate import count_samples
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.server import learning_rates
@@ -117,14 +118,13 @@ class LocalCohort(Cohort):
                 self.engine.algorithm.check_state("client", client.state)
                 self.engine.states[int(ids[0])] = client.state
             if task.seen == "mean":
-                share, reply = self.aggregator.contribute(
-                    task.name, client.weight, reply, self.weight
-                )
+                samples = count_samples(self.weight, client.trainer.batches, client.samples)
+                share, reply = self.aggregator.contribute(task.name, samples, reply, self.weight)
             yield ids, share, reply
 
     def _work(self, task: ClientTask, payload: Payload) -> Iterator[Worked]:
         same = not any(item.differs for item in payload)
-        averaged = task.seen == "mean" and self.weight == "samples"
+        averaged = task.seen == "mean" and self.weight != "uniform"
         merge, pool = averaged and self.engine.merges and same, self.engine.pool
         if not merge and pool is not None and pool.is_ready(task.name) and len(self.ids) > 1:
             yield from self._side_by_side(pool, task, payload)

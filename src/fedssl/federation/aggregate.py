@@ -7,9 +7,15 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from fedssl.training.batches import Batches
 from fedssl.util.trees import Tree, add_up, scale
 
-Weight = Literal["samples", "uniform"]
+Weight = Literal["samples", "used", "uniform"]
+
+
+def count_samples(weight: Weight, batches: Batches, held: int) -> int:
+    """Return how many of a client's samples count in a mean: all, or those in its statistics."""
+    return batches.averaged(held) if weight == "used" else batches.contributing(held)
 
 
 class TooFewReplies(Exception):
@@ -30,7 +36,7 @@ class Aggregator:
         self, task: str, samples: int, reply: Tree, weight: Weight
     ) -> tuple[float, Tree]:
         """Return a client's weight in the mean, and the tree that it sends."""
-        return (samples if weight == "samples" else 1), reply
+        return (1 if weight == "uniform" else samples), reply
 
     def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
         """Aggregate the contributions; raise ``NothingToAverage`` if there are none."""

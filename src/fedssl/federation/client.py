@@ -83,11 +83,6 @@ class Client:
         """How many batches one epoch of its samples has."""
         return self.trainer.batches.per_epoch(self.samples)
 
-    @property
-    def weight(self) -> int:
-        """Its weight in a mean: the samples that contribute to the round."""
-        return self.trainer.batches.contributing(self.samples)
-
     # Exchanges with the server.
 
     def mean(self, model: Tensor, function: Callable[[EncodedBatch], Tree]) -> Tree:

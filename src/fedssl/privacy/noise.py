@@ -86,7 +86,7 @@ class Noisy(Aggregator):
         Losses stay with the client: each would be one more release.
         """
         most = self.privacy.most_samples
-        share = min(samples, most) / most if weight == "samples" else 1.0
+        share = 1.0 if weight == "uniform" else min(samples, most) / most
         if isinstance(reply, Mapping):
             reply = {name: leaf for name, leaf in reply.items() if not name.endswith("loss")}
         each, clip = list(leaves(reply)), self.clip(task)

@@ -66,7 +66,7 @@ class Batches:
         return self.first_epoch(samples) * min(samples, self.size or samples)
 
     def contributing(self, samples: int) -> int:
-        """Different samples that a round uses: N_k of the DCCO paper's Eq. 3."""
+        """Different samples that a round can use."""
         if self.size is None or self.steps is None:
             return samples
         return min(samples, self.steps * self.size)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import MalformedError, Packed, unpack, unpack_like
 from fedssl.engines.remote.messages import CHANGE, Reply, half_precision_leaves
+from fedssl.federation.aggregate import count_samples
 from fedssl.federation.task import ClientTask
 from fedssl.util.trees import Tree, flatten
 
@@ -56,7 +57,8 @@ class ReplyChecker:
     def _check_share(self, task: ClientTask, client: int, share: float, like: Tree) -> None:
         """Refuse a share other than that of the images that the client is known to have."""
         size = int(self.engine.groups.sizes[client])
-        samples = self.engine.trainer.batches.contributing(size)
+        weight, batches = self.engine.algorithm.weight, self.engine.trainer.batches
+        samples = count_samples(weight, batches, size)
         expected = self._contribute(task, samples, like)[0]
         if share != expected:
             raise MalformedError(f"a weight of {share:g}, expected {expected:g}")

@@ -20,6 +20,7 @@ from fedssl.engines.remote.codec import MalformedError, pack, unpack_flat
 from fedssl.engines.remote.disk_states import DiskStates
 from fedssl.engines.remote.messages import Reply, Request, SecureStep, half_precision_leaves
 from fedssl.engines.remote.payload import read_arguments
+from fedssl.federation.aggregate import count_samples
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
@@ -149,7 +150,8 @@ class Site:
             self.store.save(client, one.state, request.round, request.history)
         if request.weight is None:
             return 1.0, reply
-        return engine.aggregator.contribute(request.task, one.weight, reply, request.weight)
+        samples = count_samples(request.weight, engine.trainer.batches, one.samples)
+        return engine.aggregator.contribute(request.task, samples, reply, request.weight)
 
     def _collect_payload(self, request: Request) -> dict[str, Tensor]:
         """Return all tensors of the request; those of earlier exchanges were kept on disk."""
