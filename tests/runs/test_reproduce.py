@@ -52,8 +52,8 @@ rows:
     [
         ("table2/fedbyol/lambda-0.1", ["global", "personal"]),
         ("table2/fedbyol/lambda-5", ["global", "personal"]),  # no number in the paper
-        ("table2-fedprox/fedbyol/lambda-0.1", ["global"]),
-        ("table2-fedprox/fedbyol/lambda-5", ["global"]),
+        ("table2-fedprox/fedbyol/lambda-0.1", ["global", "local"]),
+        ("table2-fedprox/fedbyol/lambda-5", ["global", "local"]),
     ],
 )
 def test_each_kind_of_model_that_there_is_has_a_column(
