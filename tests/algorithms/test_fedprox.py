@@ -33,10 +33,10 @@ def test_rounds_are_those_of_a_plain_loop_with_the_term_in_its_loss() -> None:
     loops = loops_of(Plain, config, *SIZES)
     for round in range(2):
         start = engine.trainer.flat.named(server.weights.clone())
-        for loop in loops:
-            loop.receive(start)
-            loop.pull = (2.0, [start[name] for name, _ in loop.network.named_parameters()])
-            loop.round(round)
+        for plain in loops:
+            plain.receive(start)
+            plain.pull = (2.0, [start[name] for name, _ in plain.network.named_parameters()])
+            plain.round(round)
         step(engine, server, round)
         assert_network(engine, server.weights, mean_network(loops))
 
