@@ -19,6 +19,7 @@ from fedssl.config import Encoder
 from fedssl.contrib import detection
 from fedssl.contrib.detection import CocoSplit, Settings, build_detector, load_body
 from fedssl.models.encoders import encoder
+from fedssl.models.norms import BatchNorm
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 
@@ -92,8 +93,8 @@ def test_batch_norm_is_frozen_and_the_rest_of_the_encoder_is_trained(data, tmp_p
     model = build_detector(body, 2, SIDE, 8)
     detection.fit(model, CocoSplit(data, "train"), settings, torch.device("cpu"))
     changed = {name for name, t in body.state_dict().items() if not torch.equal(t, before[name])}
-    norms = {n for n, layer in body.named_modules() if isinstance(layer, torch.nn.BatchNorm2d)}
-    assert changed and not any(name.rpartition(".")[0] in norms for name in changed)
+    norms = {n for n, layer in body.named_modules() if isinstance(layer, BatchNorm)}
+    assert norms and changed and not any(name.rpartition(".")[0] in norms for name in changed)
 
 
 def test_the_rate_warms_up_and_falls_twice():
