@@ -386,10 +386,10 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
         queues[owner(members.tolist())] += 2 * members.tolist()
         return look(members, *rest)
 
-    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, secret: Any) -> Tensor:
+    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, *rest: Any) -> Tensor:
         client = next(k for k in range(5) if torch.equal(images, w.images[0][groups[k]]))
         renewed.setdefault(client, []).extend(groups[client][own].tolist())
-        return encode(ccl, w, images, own, secret)
+        return encode(ccl, w, images, own, *rest)
 
     monkeypatch.setattr(trainer, "encode_batch", seen_step)
     monkeypatch.setattr(CCL, "encode", seen_bank)
@@ -419,10 +419,10 @@ def test_neighbours_are_judged_image_by_image(remote: str, monkeypatch: pytest.M
         arrived[owner] += 2 * members.tolist()
         return look(members, *rest)
 
-    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, secret: Any) -> Tensor:
+    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, *rest: Any) -> Tensor:
         client = next(k for k in range(5) if torch.equal(images, w.images[0][groups[k]]))
         renewed.setdefault(client, []).extend(groups[client][own].tolist())
-        return encode(ccl, w, images, own, secret)
+        return encode(ccl, w, images, own, *rest)
 
     def trained(ccl: CCL, client: Client, *sent: Any) -> Any:
         reply, own = train(ccl, client, *sent), arrived[client.id]
