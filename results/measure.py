@@ -22,7 +22,10 @@ from fedssl.util.errors import UserError
 
 
 def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job]:
-    """Return the rows of all lines; no two may have the same folder."""
+    """Return the rows of all lines; no two may have the same folder.
+
+    Lines with the same words may need the same encoder.
+    """
     jobs: dict[Path, reproduce.Job] = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -31,8 +34,9 @@ def planned(lines: list[str], words: list[str], out: Path) -> list[reproduce.Job
             found = reproduce.plan(pattern, [*words, *own], "1", place) if pattern else []
         except (ValueError, UserError) as error:
             raise UserError(f"line {number}: {error}") from None
+        shared = {job.needs.folder for job in found if job.needs is not None}
         for job in found:
-            if jobs.setdefault(job.folder, job) is not job:
+            if jobs.setdefault(job.folder, job) is not job and job.folder not in shared:
                 raise UserError(f"line {number}: {job.label} is also in an earlier line")
     return list(jobs.values())
 

@@ -15,6 +15,7 @@ from helpers import (
     made_split,
     normal_rows,
     record_task,
+    refused,
     replace_task,
     siamese,
     step,
@@ -23,6 +24,7 @@ from helpers import (
     unit_rows,
     without_compiler,
 )
+from PIL import Image
 from plain import Plain, assert_network, flat_params, loops_of, mean_network, mean_state
 from rounds import assert_resumes, go, run_of
 from torch import Tensor
@@ -384,10 +386,10 @@ def test_false_negatives_are_those_of_the_banks_as_they_were(
         queues[owner(members.tolist())] += 2 * members.tolist()
         return look(members, *rest)
 
-    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, secret: Any) -> Tensor:
+    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, *rest: Any) -> Tensor:
         client = next(k for k in range(5) if torch.equal(images, w.images[0][groups[k]]))
         renewed.setdefault(client, []).extend(groups[client][own].tolist())
-        return encode(ccl, w, images, own, secret)
+        return encode(ccl, w, images, own, *rest)
 
     monkeypatch.setattr(trainer, "encode_batch", seen_step)
     monkeypatch.setattr(CCL, "encode", seen_bank)
@@ -417,10 +419,10 @@ def test_neighbours_are_judged_image_by_image(remote: str, monkeypatch: pytest.M
         arrived[owner] += 2 * members.tolist()
         return look(members, *rest)
 
-    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, secret: Any) -> Tensor:
+    def seen_bank(ccl: CCL, w: Any, images: Tensor, own: Any, *rest: Any) -> Tensor:
         client = next(k for k in range(5) if torch.equal(images, w.images[0][groups[k]]))
         renewed.setdefault(client, []).extend(groups[client][own].tolist())
-        return encode(ccl, w, images, own, secret)
+        return encode(ccl, w, images, own, *rest)
 
     def trained(ccl: CCL, client: Client, *sent: Any) -> Any:
         reply, own = train(ccl, client, *sent), arrived[client.id]
@@ -481,6 +483,36 @@ def test_without_the_mask_images_are_mixed_alone() -> None:
         for bank, inputs in zip(found, hidden, strict=True):
             expected = F.normalize(target.module(((inputs + 1) / 2,))[0], dim=1)
             torch.testing.assert_close(bank, expected)
+
+
+def test_half_of_the_mixed_images_are_of_another_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InstaHide's key decides; and public images are read like the clients', grey of 8 pixels."""
+    shades = (10, 200, 90)
+    for number, shade in enumerate(shades):
+        Image.new("RGB", (20, 20), (shade, shade, shade)).save(tmp_path / f"{number}.png")
+    monkeypatch.setenv("FEDSSL_CACHE", str(tmp_path / "cache"))
+    engine, server = made(f"algorithm.mix_root={tmp_path}")
+    step(engine, server, 0)
+    target, images = engine.trainer.target, made_split().images[0][:5]
+    public = torch.stack([torch.full_like(images[0], int(shade)) for shade in shades])
+    target.params.copy_(engine.states[0]["target"])
+    state, shape = key(engine.trainer.config.seed, "share", 0, 0), images.shape[1:]
+    drawn = Key.draw(choose(state, 5, 4096), 5, 4, shape, np.random.default_rng([0, 0]), 3)
+    assert (drawn.members[:, :2] < 5).all() and (drawn.members[:, 2:] >= 5).all()
+    with torch.no_grad():
+        inputs = (encrypt(torch.cat((images, public)), drawn, torch.float64) + 1) / 2
+        expected = F.normalize(target.module((inputs,))[0], dim=1)
+    torch.testing.assert_close(banks(server)["0"], expected)
+
+
+def test_too_few_public_images_are_refused_before_training(tmp_path: Path) -> None:
+    with refused("algorithm.mix_root", str(tmp_path / "nowhere")):
+        build_experiment(run_of("ccl", f"algorithm.mix_root={tmp_path / 'nowhere'}"))
+    Image.new("L", (9, 9)).save(tmp_path / "one.png")
+    with refused("algorithm.mix_root", str(tmp_path)):
+        build_experiment(run_of("ccl", f"algorithm.mix_root={tmp_path}"))
 
 
 @pytest.mark.parametrize("held", [True, False])

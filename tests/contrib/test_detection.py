@@ -19,11 +19,13 @@ from fedssl.config import Encoder
 from fedssl.contrib import detection
 from fedssl.contrib.detection import CocoSplit, Settings, build_detector, load_body
 from fedssl.models.encoders import encoder
+from fedssl.models.norms import BatchNorm
 from fedssl.runs import loop
 from fedssl.runs.build import build_experiment
 
 pytest.importorskip("pycocotools")
 SIDE = 48
+STATISTICS = ("stem.1.running_mean", "stem.1.running_var")
 
 
 def shapes(root, train=12, val=6):
@@ -75,11 +77,72 @@ def test_the_weights_come_from_the_run_and_building_a_detector_changes_none(tmp_
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
     fresh = load_body(run, random=True, seed=1).state_dict()
     assert not torch.equal(fresh["stem.0.weight"], stored["stem.0.weight"])
+    assert all(not torch.equal(fresh[name], stored[name]) for name in STATISTICS)
     note = json.loads((run / "encoder.json").read_text())
     note["encoder"]["initializer"] = "torch"  # as the run's network was drawn
     (run / "encoder.json").write_text(json.dumps(note))
     drawn = load_body(run, random=True, seed=1).state_dict()["stages.0.body.0.weight"]
     assert float(drawn.abs().max()) <= 1 / 24 < float(fresh["stages.0.body.0.weight"].abs().max())
+
+
+def test_batch_norm_is_frozen_and_the_rest_of_the_encoder_is_trained(data, tmp_path):
+    """As in Detectron; also the statistics, which training usually changes."""
+    body = load_body(a_run(tmp_path / "run"), random=False, seed=0)
+    before = {name: tensor.clone() for name, tensor in body.state_dict().items()}
+    settings = Settings(steps=1, batch=2, size=SIDE, width=8)
+    model = build_detector(body, 2, SIDE, 8)
+    detection.fit(model, CocoSplit(data, "train"), settings, torch.device("cpu"))
+    changed = {name for name, t in body.state_dict().items() if not torch.equal(t, before[name])}
+    norms = {n for n, layer in body.named_modules() if isinstance(layer, BatchNorm)}
+    assert norms and changed and not any(name.rpartition(".")[0] in norms for name in changed)
+
+
+def test_the_rate_warms_up_and_falls_twice():
+    """Detectron's default of 90,000 steps: 500 from a third, and drops after 60,000 and 80,000."""
+    rate = [detection._scale_rate(step, 90_000) for step in range(90_000)]
+    assert rate[0] == pytest.approx(1 / 3) and rate[250] == pytest.approx(2 / 3)
+    assert rate[500] == rate[59_999] == 1
+    assert rate[60_000] == rate[79_999] == pytest.approx(0.1)
+    assert rate[80_000] == rate[-1] == pytest.approx(0.01)
+
+
+def test_training_images_have_several_sizes_and_test_images_the_largest(data):
+    model = build_detector(encoder(Encoder("resnet18", "batch"), 3, 128), 2, 800, 8)
+    assert model.transform.min_size == (640, 672, 704, 736, 768, 800)
+    assert model.transform.max_size == 1333
+    image = torch.zeros(3, 80, 100)
+    model.transform.train()
+    sides = {min(model.transform([image])[0].image_sizes[0]) for _ in range(60)}
+    assert len(sides) > 3 and sides <= set(model.transform.min_size)
+    model.transform.eval()
+    assert model.transform([image])[0].image_sizes == [(800, 1000)]
+
+
+def test_a_flipped_image_is_the_mirror_image_with_its_target(data):
+    train = CocoSplit(data, "train")
+    image, target = train.image(1), train.target(1)
+    mirrored, turned = detection.flip(image, target)
+    assert torch.equal(mirrored[:, :, 0], image[:, :, -1])
+    for box, mask, label in zip(turned["boxes"], turned["masks"], turned["labels"], strict=True):
+        columns = torch.where(mask > 0)[1]
+        assert abs(columns.min() - box[0]) <= 1 and abs(columns.max() + 1 - box[2]) <= 1
+        assert int(mirrored[:, mask > 0].mean(1).argmax()) == int(label) - 1
+    assert (turned["boxes"][:, 0] < turned["boxes"][:, 2]).all()
+
+
+def test_a_share_of_the_images_is_drawn_and_half_of_the_images_are_flipped():
+    def drawn(fraction, seed=0):
+        settings = Settings(steps=300, batch=4, fraction=fraction, seed=seed)
+        return [each for batch in detection._draw_batches(200, settings) for each in batch]
+
+    all_, tenth, hundredth = ({i for i, _ in drawn(f)} for f in (1.0, 0.1, 0.01))
+    assert len(all_) == 200 and len(tenth) == 20 and len(hundredth) == 2
+    assert hundredth < tenth and tenth != {i for i, _ in drawn(0.1, seed=1)}
+    assert 0.45 < np.mean([flipped for _, flipped in drawn(1.0)]) < 0.55
+    seen = [flipped for i, flipped in drawn(0.01) if i in hundredth]
+    assert len(set(seen)) == 2  # drawn anew in each epoch
+    first = [i for i, _ in drawn(1.0)][:200]
+    assert sorted(first) == list(range(200)) and first != sorted(first)
 
 
 def test_targets_are_what_the_file_says(data):
@@ -167,11 +230,17 @@ def test_end_to_end_from_the_command_line(data, tmp_path, capsys, monkeypatch):
     run = a_run(tmp_path / "run", size=128)
     # Narrow heads on coarse maps: the same work in little time.
     monkeypatch.setattr(detection, "Settings", functools.partial(Settings, width=16))
-    words = ["--steps", "3", "--batch", "2", "--size", str(SIDE), "--device", "cpu"]
+    words = ["--steps", "3", "--batch", "2", "--size", str(SIDE), "--fraction", "0.5"]
+    words += ["--device", "cpu"]
     assert cli.main(["detect", str(run), str(data), *words]) == 0
     assert "box ap " in capsys.readouterr().out
     (line,) = (json.loads(text) for text in (run / "detections.jsonl").read_text().splitlines())
-    assert line["steps"] == 3 and not line["random"] and 0 <= line["mask_ap"] <= 100
+    assert (
+        line["steps"] == 3
+        and line["fraction"] == 0.5
+        and not line["random"]
+        and 0 <= line["mask_ap"] <= 100
+    )
 
 
 def test_detection_starts_where_pretraining_ended(data, tmp_path, monkeypatch):
@@ -252,3 +321,6 @@ def test_the_help_says_where_images_are_looked_for(data, capsys):
 def test_settings_out_of_range():
     with refused("--lr", -1):
         Settings(lr=-1)
+    for share in (0, 1.5, float("nan")):
+        with refused("--fraction", share):
+            Settings(fraction=share)

@@ -243,6 +243,10 @@ def test_clusters_of_an_untrained_encoder_are_warned_of(
         assert any("partition.encoder=RUN" in w for w in list_warnings(experiment)) == warned
     given = resolved(*CLUSTERS, "partition.encoder=run").partition
     assert not list(heterogeneity.describe_clusters(given))
+    (line,) = heterogeneity.describe_clusters(
+        resolved(*CLUSTERS, "partition.encoder_recipe=my/encoder").partition
+    )
+    assert "fedssl run my/encoder --out RUN" in line
 
 
 def test_clusters_of_a_given_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -520,6 +520,13 @@ def test_a_file_that_cannot_run_as_it_is_runs_no_row(
     assert not (tmp_path / "out").exists()
 
 
+def test_rows_of_several_lines_share_an_encoder(tmp_path: Path) -> None:
+    lines = [f"decssl/figure2/dec-ssl/features-{alpha} seed=1" for alpha in (5, 1)]
+    jobs = load("results/measure.py").planned(lines, [], tmp_path)
+    encoder, *rows = (job.folder.name for job in jobs)
+    assert (encoder, rows) == ("feature-encoder", ["features-5", "features-1"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", sorted(ROOT.glob("results/plan-*.txt")), ids=lambda p: p.stem)
 def test_what_is_planned_can_run_and_is_not_measured_yet(plan: Path, tmp_path: Path) -> None:

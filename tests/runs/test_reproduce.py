@@ -52,8 +52,8 @@ rows:
     [
         ("table2/fedbyol/lambda-0.1", ["global", "personal"]),
         ("table2/fedbyol/lambda-5", ["global", "personal"]),  # no number in the paper
-        ("table2-fedprox/fedbyol/lambda-0.1", ["global"]),
-        ("table2-fedprox/fedbyol/lambda-5", ["global"]),
+        ("table2-fedprox/fedbyol/lambda-0.1", ["global", "local"]),
+        ("table2-fedprox/fedbyol/lambda-5", ["global", "local"]),
     ],
 )
 def test_each_kind_of_model_that_there_is_has_a_column(
@@ -112,6 +112,68 @@ def test_a_table_is_run_once_and_shown_beside_the_papers_numbers(
     # Part of the table keeps the other lines.
     assert main(["reproduce", "mine.yaml/*/iid", *command[2:]]) == 0
     assert lines(Path("a/mine/table.jsonl")) == written
+
+
+ROWS = ("simclr", "byol")
+ENCODER = """
+table: Tiny Table 2
+about: clients differ in the features of an encoder
+columns:
+  labels: {partition: &skew {name: skew, clients: 3, beta: 0}}
+  features: {partition: {<<: *skew, source: features, sources: 3, encoder_recipe: enc.yaml}}
+rows:
+  simclr: {}
+  byol: {objective: {name: byol, projector: [16, 16], predictor: [16, 16]}}
+"""
+
+
+@pytest.fixture
+def features(table: str) -> str:
+    base = TABLE.partition("columns:")[0].partition("data:")
+    common = "data:" + base[2]
+    Path("common.yaml").write_text(common)
+    other = "extends: common.yaml\nencoder: {groups: 4}\nobjective: {name: supervised}\n"
+    Path("enc.yaml").write_text(other)
+    Path("features.yaml").write_text("extends: common.yaml" + ENCODER)
+    return "features.yaml"
+
+
+def test_an_encoder_that_partitions_need_is_trained_first_and_once(
+    features: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["reproduce", features, "--scale", "0.1", "--out", "a", "device=cpu"]
+    assert main(command) == 0
+    titles = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    names = ["enc.yaml", *(f"{features}/{r}/{c}" for r in ROWS for c in ("labels", "features"))]
+    assert titles == [f"[{i}/5] {name}" for i, name in enumerate(names, 1)]
+    settings = config.read_yaml(Path("a/features/simclr/features/config.yaml"))
+    assert settings["partition"]["encoder"] == str(Path("a/enc").absolute())
+    assert config.read_yaml(Path("a/features/simclr/labels/config.yaml"))["partition"] == {
+        **settings["partition"], "source": "labels", "encoder": None, "encoder_recipe": None,
+        "sources": 5,
+    }  # fmt: skip
+    written = lines(Path("a/features/table.jsonl"))
+    assert all(row["changed"] == {"rounds": 2} for row in written)
+    held = json.loads(Path("a/features/simclr/features/clients.json").read_text())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "run", lambda *_, **__: pytest.fail("it was run again"))
+        assert main(command) == 0
+    row = f"{features}/simclr/features"
+    given = ["reproduce", row, "--scale", "0.1", "--out", "b", "partition.encoder=a/enc"]
+    assert main(given) == 0 and not Path("b/enc").exists()
+    folder = Path("b/features/simclr/features")
+    assert json.loads((folder / "clients.json").read_text()) == held
+    # The rows' own keys are checked before the encoder is trained.
+    assert main(["reproduce", row, "--out", "c", "partition.sources=5000"]) == 2
+    assert "partition.sources=5000" in capsys.readouterr().err and not Path("c").exists()
+
+
+def test_a_searched_key_leaves_the_encoder_alone(features: str) -> None:
+    words = ["data.holdout=0.1", "evaluate.protocols=[knn,heldout@10%]", "client.lr=[0.01,0.03]"]
+    jobs = reproduce.plan(f"{features}/*/features", words, "1", Path("a"))
+    assert [job.choice for job in jobs] == ["", *["client.lr=0.01", "client.lr=0.03"] * 2]
+    assert jobs[0].settings.client.lr == 0.03 and jobs[0].settings.data.holdout == 0.1
 
 
 def test_ctrl_c_and_the_same_command_again(

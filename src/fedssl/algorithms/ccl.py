@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedssl.algorithms.false_negatives import (
     list_origins,
     log_ratios,
 )
-from fedssl.algorithms.instahide import Key, encrypt, mixture
+from fedssl.algorithms.instahide import Key, encrypt, load_public_images, mixture
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
@@ -92,6 +92,14 @@ class CCL(Algorithm):
             help="k, the number of images that InstaHide mixes. 1: no InstaHide, which also needs "
             "`algorithm.share_plain=true`.",
         )
+        mix_root: str | None = key(
+            None,
+            path=True,
+            needs="remote=both|only",
+            help="Folder with public images of another data set, at each site. Half of the mixed "
+            "images are from there, as InstaHide's authors recommend. `null`: all are the "
+            "client's own.",
+        )
         mask: bool = key(
             True,
             needs="remote=both|only",
@@ -153,7 +161,11 @@ class CCL(Algorithm):
             )
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
-        """Warn if a single client has no remote features."""
+        """Warn if a single client has no remote features; read the public images once."""
+        if config.engine.sites is None and self.params.mix_root is not None:
+            side = config.data.size or 32
+            shape, least = (1, side, side), self.params.mix // 2
+            load_public_images(self.params.mix_root, config.data, shape, least)
         if self.shares and clients == 1:
             return ["ccl with one client: there are no remote features, so it is MoCo alone"]
         return ()
@@ -161,7 +173,8 @@ class CCL(Algorithm):
     @property
     def minimum_images(self) -> int:
         """The images of a client that the loss compares, or that InstaHide mixes."""
-        return max(self.objective.min_samples, self.params.mix if self.shares else 1)
+        mixed = self.params.mix - (self.params.mix // 2 if self.params.mix_root else 0)
+        return max(self.objective.min_samples, mixed if self.shares else 1)
 
     @property
     def shares(self) -> bool:
@@ -239,7 +252,9 @@ class CCL(Algorithm):
         # Batch norm looks at them together. With no backward pass there is room for more at once.
         batches = np.array_split(chosen, max(1, trainer.batches.per_epoch(len(chosen)) // 4))
         images, secret = trainer.images[0][client.members], self.secret(client)
-        features = [self.encode(trainer, images, batch, secret) for batch in batches]
+        public = self.public_images(trainer, images)
+        pool = torch.cat((images, public)) if len(public) else images
+        features = [self.encode(trainer, pool, batch, secret, len(public)) for batch in batches]
         return {"features": torch.cat(features)}
 
     def secret(self, client: Client) -> np.random.Generator:
@@ -253,18 +268,31 @@ class CCL(Algorithm):
         images: Tensor,
         chosen: NDArray[np.int64],
         secret: np.random.Generator,
+        public: int,
     ) -> Tensor:
-        """Compute features of some images by the momentum model; its inputs are between 0 and 1."""
+        """Compute features of some images by the momentum model; its inputs are between 0 and 1.
+
+        The last ``public`` of the images are public ones.
+        """
         assert trainer.target is not None
         if self.params.mix == 1:
             inputs = scale_pixels(trainer, images[to_device(chosen, trainer.device)])
         else:
-            drawn = Key.draw(chosen, len(images), self.params.mix, images.shape[1:], secret)
+            count, shape = len(images) - public, images.shape[1:]
+            drawn = Key.draw(chosen, count, self.params.mix, shape, secret, public)
             blend = encrypt if self.params.mask else mixture
             inputs = (blend(images, drawn, trainer.dtype) + 1) / 2
         with trainer.autocast():
             (features,) = trainer.target.module((inputs,))
         return F.normalize(features.to(trainer.dtype), dim=1)
+
+    def public_images(self, trainer: Trainer, images: Tensor) -> Tensor:
+        """Return the images of another data set to mix with; none without ``mix_root``."""
+        root, shape = self.params.mix_root, cast(tuple[int, int, int], tuple(images.shape[1:]))
+        if root is None:
+            return images[:0]
+        data, least = trainer.config.data, self.params.mix // 2
+        return load_public_images(root, data, shape, least).to(images.device)
 
     def loss(self, encoded: EncodedBatch, remote: Tensor, chosen: Tensor) -> Tensor:
         """L_contrast + λ L_neigh (Eq. 12), in both directions as MoCo's."""

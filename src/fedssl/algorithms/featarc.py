@@ -60,11 +60,9 @@ class FeatARC(Algorithm):
     distance is σ² + σ²/n to another cluster's mean and σ² − σ²/n to its own. With ``leave_out``,
     a client takes its part out of its cluster's mean first.
 
-    Neither form finds groups reliably with the paper's optimizer and batches. In four trials with
-    two planted groups, 6, 4, 4 and 4 of 6 clients ended with their group; with ``leave_out`` 6, 5,
-    5 and 4; they begin with 4 (docs/papers/decssl.md). Group norm did better than batch norm that
-    stays with the clients. If each cluster starts with the same share of every group, neither form
-    can tell the groups apart.
+    With the paper's optimizer and batches, groups of clients are found in some runs only, in either
+    form (docs/papers/decssl.md). If every cluster starts with the same share of each group, the
+    models differ by chance alone, and nothing tells a client where its group is.
     """
 
     result = Result("personal", description="global: that of cluster 0")

@@ -5,6 +5,7 @@ It is no proof of privacy: Carlini et al. (2020) recover the private images from
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedssl.config import Data
+from fedssl.data.load import convert_channels, load_dataset
+from fedssl.util.errors import UserError
+
 BOUND = 0.65  # c₁, the most that one image weighs, as in the authors' program
 
 
@@ -20,7 +25,8 @@ BOUND = 0.65  # c₁, the most that one image weighs, as in the authors' program
 class Key:
     """A key that encrypts some images. Keep it secret, and use it once.
 
-    ``members [n, k]``: which of the client's images are mixed, the encrypted one first;
+    ``members [n, k]``: which images are mixed, the encrypted one first. Public images follow the
+    client's, and the last k/2 are of these where there are any;
     ``weights [n, k]``: λ; ``signs [n, …]``: σ, one for every number of an image.
     """
 
@@ -36,13 +42,32 @@ class Key:
         k: int,
         shape: Sequence[int],
         generator: np.random.Generator,
+        public: int = 0,
     ) -> Key:
         """Draw a key for ``images`` among ``count``, each with k − 1 different others."""
-        others = distinct(len(images), count - 1, k - 1, generator)
+        shown = k // 2 if public else 0
+        others = distinct(len(images), count - 1, k - 1 - shown, generator)
         others += others >= images[:, None]  # skip the image itself
+        partners = count + distinct(len(images), public, shown, generator)
         signs = generator.integers(0, 2, (len(images), *shape), dtype=np.int8) * 2 - 1
-        members = np.concatenate((images[:, None], others), axis=1)
+        members = np.concatenate((images[:, None], others, partners), axis=1)
         return cls(members, weights(len(images), k, generator), signs)
+
+
+@functools.lru_cache(maxsize=1)
+def load_public_images(root: str, data: Data, shape: tuple[int, int, int], least: int) -> Tensor:
+    """Load the images of another data set in a folder, at the clients' ``shape``."""
+    channels, height, width = shape
+    own = Data(name="folder", root=root, size=max(height, width), cache=data.cache)
+    try:
+        images = convert_channels(load_dataset(own), [channels]).train.images[0]
+    except UserError as error:
+        error.key, error.value = "algorithm.mix_root", root
+        raise
+    if len(images) < least:
+        problem = f"holds {len(images)} images, and {least} are mixed with each image"
+        raise UserError(problem, key="algorithm.mix_root", value=root, fix="Give more images.")
+    return images[..., :height, :width]
 
 
 def distinct(rows: int, count: int, k: int, generator: np.random.Generator) -> NDArray[np.int64]:

@@ -81,6 +81,10 @@ def add_detect(commands: Commands) -> None:
     detect.add_argument(
         "--size", type=int, default=256, help="shorter side of images in pixels (default: 256)"
     )
+    detect.add_argument(
+        "--fraction", type=float, default=1.0,
+        help="share of the training images to use, drawn by the seed (default: 1)",
+    )  # fmt: skip
     detect.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     detect.add_argument(
         "--random", action="store_true", help="start from random weights, for comparison"
@@ -124,7 +128,7 @@ def _detect(options: argparse.Namespace) -> int:
     from fedssl.contrib import detection
     from fedssl.util.device import pick_device
 
-    names = ("steps", "batch", "lr", "size", "seed", "random")
+    names = ("steps", "batch", "lr", "size", "fraction", "seed", "random")
     settings = detection.Settings(**{name: getattr(options, name) for name in names})
     scores = detection.detect(options.run, options.data, settings, pick_device(options.device))
     print("   ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in scores.items()))

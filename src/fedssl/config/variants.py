@@ -61,6 +61,13 @@ class SourceParams(PartitionParams):
         help="Encoder whose features are clustered: a run's folder or `encoder.safetensors`. "
         "`null`: an untrained encoder of the run's architecture.",
     )
+    encoder_recipe: str | None = key(
+        None,
+        needs="source=features",
+        affects="nothing",
+        help="Recipe of that encoder: `fedssl reproduce` trains it first, once for all rows, "
+        "unless `partition.encoder` is given.",
+    )
 
 
 @dataclass(frozen=True)

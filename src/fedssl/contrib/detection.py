@@ -1,4 +1,8 @@
-"""Detection and segmentation with a run's encoder: Mask R-CNN, fine-tuned (Dec-SSL, Table 1)."""
+"""Detection and segmentation with a run's encoder: Mask R-CNN, fine-tuned (Dec-SSL, Table 1).
+
+The training follows the default of Detectron (Girshick et al. 2018). docs/papers/decssl.md lists
+the differences.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
-from fedssl.data.random import key, permutation
+from fedssl.data.random import key, mix, permutation, uniform
 from fedssl.encoder.load import load_encoder, parse_note
 from fedssl.models.encoders import ResNet
+from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
 from fedssl.util.errors import TrainingError, UserError
 
@@ -31,16 +37,22 @@ FIELDS = {  # that entries of a file need
     "annotations": ("segmentation", "bbox", "area", "iscrowd", "category_id", "image_id"),
 }
 ANCHOR = 8  # side of an anchor in strides of its level: 32 pixels at stride 4
+# Of training images, with their sizes if --size is 800; of the rate, with steps of 90,000.
+SCALES = tuple(k / 25 for k in range(20, 26))  # of the shorter side: 640, 672, …, 800
+LONGEST = 5 / 3  # the longest side, as a multiple of --size: 1,333
+DROPS = (2 / 3, 8 / 9)  # shares of the steps after which the rate falls to a tenth: 60,000, 80,000
+WARM_UP = 1 / 3  # share of the rate in the first step
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Length and size of the fine-tuning; detectron's lr of 0.02 is for batches of 16."""
+    """Length and size of the fine-tuning; Detectron's lr of 0.02 is for batches of 16."""
 
     steps: int = 9000
     batch: int = 4
     lr: float = 0.005
-    size: int = 256  # the shorter side of images
+    size: int = 256  # the shorter side of test images, and at most of training images
+    fraction: float = 1.0  # share of the training images
     seed: int = 0
     random: bool = False  # start from random weights, for comparison
     width: int = WIDTH  # smaller for a trial on a CPU, where the heads take most of the time
@@ -50,6 +62,9 @@ class Settings:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise UserError("must be above 0", key=f"--{name}", value=value)
+        if not 0 < self.fraction <= 1:
+            fix = "Use a share of the training images, above 0 and at most 1."
+            raise UserError("not a share", key="--fraction", value=self.fraction, fix=fix)
 
 
 class CocoSplit:
@@ -158,15 +173,25 @@ def _find_stages(body: ResNet) -> tuple[list[int], list[int], list[int]]:
 
 
 def load_body(run: Path, random: bool, seed: int) -> ResNet:
-    """Load a run's encoder, or draw random weights for it."""
+    """Load a run's encoder, or an untrained one of its kind."""
     encoder = load_encoder(run)
     if encoder.channels != 3:
         raise UserError(f"{run}: its encoder takes gray images", fix="Use a run on color images.")
     if not isinstance(encoder.body, ResNet):
         raise UserError(f"{run}: its encoder has no stages", fix="Use a run of a ResNet.")
-    if random:
-        initialize(encoder.body, seed, parse_note(encoder.note, run).initializer)
-    return encoder.body
+    if not random:
+        return encoder.body
+    settings = parse_note(encoder.note, run)
+    body = make_encoder(settings, encoder.channels, min(encoder.note["size"]))
+    initialize(body, seed, settings.initializer)
+    return cast(ResNet, body)
+
+
+def freeze_batch_norm(module: nn.Module) -> None:
+    """Keep the weights and running statistics of batch norm as they are, in training too."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.eval().requires_grad_(False)
 
 
 def build_detector(body: ResNet, classes: int, size: int, width: int = WIDTH) -> nn.Module:
@@ -182,8 +207,8 @@ def build_detector(body: ResNet, classes: int, size: int, width: int = WIDTH) ->
     # With a width of 256 the heads are torchvision's own.
     return MaskRCNN(
         pyramid,
-        min_size=size,
-        max_size=2 * size,
+        min_size=tuple(round(size * scale) for scale in SCALES),  # tests have the last
+        max_size=round(size * LONGEST),
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
         rpn_anchor_generator=anchors,
@@ -213,17 +238,20 @@ def detect(run: Path, data: Path, settings: Settings, device: torch.device) -> d
 
 
 def fit(model: nn.Module, train: CocoSplit, settings: Settings, device: torch.device) -> None:
-    """Train with SGD: a short warm-up, and a tenth of the rate in the last quarter."""
+    """Train with SGD on flipped and scaled images, with frozen batch norm and a falling rate."""
     model.train()
+    freeze_batch_norm(model)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(params, settings.lr, momentum=0.9, weight_decay=1e-4)
-    warm, late = max(1, min(500, settings.steps // 10)), 3 * settings.steps // 4
     bar = tqdm(total=settings.steps, desc="mask r-cnn", unit="step", disable=None)
-    for step, chosen in enumerate(_batches(len(train), settings)):
-        factor = min(1.0, (step + 1) / warm) * (0.1 if step >= late else 1.0)
-        optimizer.param_groups[0]["lr"] = settings.lr * factor
-        images = [train.image(i).to(device) for i in chosen]
-        targets = [{k: v.to(device) for k, v in train.target(i).items()} for i in chosen]
+    for step, chosen in enumerate(_draw_batches(len(train), settings)):
+        optimizer.param_groups[0]["lr"] = settings.lr * _scale_rate(step, settings.steps)
+        images, targets = [], []
+        for i, is_flipped in chosen:
+            image, target = train.image(i), train.target(i)
+            image, target = flip(image, target) if is_flipped else (image, target)
+            images.append(image.to(device))
+            targets.append({name: value.to(device) for name, value in target.items()})
         loss = sum(model(images, targets).values())
         assert isinstance(loss, Tensor)
         if not bool(torch.isfinite(loss)):
@@ -235,12 +263,39 @@ def fit(model: nn.Module, train: CocoSplit, settings: Settings, device: torch.de
     bar.close()
 
 
-def _batches(count: int, settings: Settings) -> Iterator[list[int]]:
-    """Yield batches of shuffled epochs; a batch may begin in one and end in the next."""
-    keys = (key(settings.seed, "detection", epoch) for epoch in itertools.count())
-    numbers = itertools.chain.from_iterable(permutation(k, count).tolist() for k in keys)
+def _scale_rate(step: int, steps: int) -> float:
+    """Return the factor of the rate: a linear warm-up, and a tenth after each drop."""
+    warm = max(1, min(500, steps // 10))
+    rise = min(1.0, WARM_UP + (1 - WARM_UP) * step / warm)
+    return rise * 0.1 ** sum(step >= drop * steps for drop in DROPS)
+
+
+def flip(image: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mirror an image with its boxes and masks, left to right."""
+    left, top, right, bottom = target["boxes"].unbind(1)
+    width = image.shape[2]
+    boxes = torch.stack((width - right, top, width - left, bottom), dim=1)
+    return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
+
+
+def _draw_batches(count: int, settings: Settings) -> Iterator[list[tuple[int, bool]]]:
+    """Yield batches of images, and whether each is flipped: half of them are.
+
+    Every epoch is shuffled. A batch may begin in one epoch and end in the next.
+    """
+    kept = permutation(key(settings.seed, "fraction"), count)
+    kept = kept[: max(1, round(settings.fraction * count))]
+
+    def draw() -> Iterator[tuple[int, bool]]:
+        for epoch in itertools.count():
+            order = permutation(key(settings.seed, "detection", epoch), len(kept))
+            states = torch.arange(len(kept))
+            drawn = uniform(mix(key(settings.seed, "flip", epoch), states), 1)[:, 0]
+            yield from zip(kept[order].tolist(), (drawn < 0.5).tolist(), strict=True)
+
+    images = draw()
     for _ in range(settings.steps):
-        yield list(itertools.islice(numbers, settings.batch))
+        yield list(itertools.islice(images, settings.batch))
 
 
 @torch.no_grad()

@@ -95,9 +95,16 @@ def alter_images(params: SourceParams, images: Tensor, labels: Tensor) -> Tensor
 def describe_clusters(params: PartitionParams) -> Iterator[str]:
     """Warn if images are clustered by the features of an untrained network."""
     if isinstance(params, SourceParams) and params.source == "features" and params.encoder is None:
+        recipe = params.encoder_recipe
+        fix = "Set partition.encoder=RUN to use a trained encoder, as the paper does"
+        if recipe is not None:
+            fix = (
+                f"`fedssl reproduce` trains {recipe} first and uses its encoder. Or train it with "
+                f"`fedssl run {recipe} --out RUN`, and set partition.encoder=RUN"
+            )
         yield (
             "partition.source=features: clusters are made from the features of an untrained "
-            "network. Set partition.encoder=RUN to use a trained encoder, as the paper does"
+            f"network. {fix}"
         )
 
 

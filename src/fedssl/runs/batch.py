@@ -32,6 +32,11 @@ class PlannedRun:
     settings: Config
     folder: Path
 
+    @property
+    def checkable(self) -> Config:
+        """The settings as far as they can be checked before any run."""
+        return self.settings
+
     def summary(self) -> dict[str, Any] | None:
         """Return the summary of the run; ``None`` if it is not finished."""
         return read_json(self.folder / "summary.json", {}) or None
@@ -49,10 +54,10 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
     for run in (run for run in runs if run.summary() is None):
         source = run.settings.data, run.settings.split_seed
         with name_in_errors(run.label), plugins.translate_errors():
-            check_environment(run.settings)
+            check_environment(run.checkable)
             if source not in loaded:
                 loaded[source] = load_dataset(*source)
-            _check_parts(run.settings, loaded[source])
+            _check_parts(run.checkable, loaded[source])
     _check_same_images(runs, {data: dataset for (data, _), dataset in loaded.items()})
 
 

@@ -58,7 +58,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
-    if not models.has_personal:
+    if not (models.has_personal or models.further_models()):
         checkpoint.forget_clients(out, experiment)
     return summary
 

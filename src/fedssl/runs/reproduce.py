@@ -55,6 +55,21 @@ class Job(PlannedRun):
     command: str
     choice: str  # of the values that are searched, those of this run
     left_out: tuple[str, ...] = ()  # words with keys that this row lacks and others have
+    needs: PlannedRun | None = None  # the run that trains partition.encoder
+
+    @property
+    def checkable(self) -> Config:
+        """The settings, without an encoder that is not trained yet."""
+        if self.needs is None or self.needs.summary() is not None:
+            return self.settings
+        return _with_encoder(self.settings, None)
+
+    def after(self, run: PlannedRun) -> Job:
+        """Return the same run, with the encoder that another run trains."""
+        settings, published = (
+            _with_encoder(each, str(run.folder)) for each in (self.settings, self.published)
+        )
+        return dataclasses.replace(self, settings=settings, published=published, needs=run)
 
     @property
     def table_file(self) -> Path:
@@ -164,15 +179,22 @@ class Job(PlannedRun):
 
 
 def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> list[Job]:
-    """List the runs of the recipes that match a pattern."""
+    """List the runs of the recipes that match a pattern, and before them those that they need."""
     share = _read_scale(scale)
     root = out or (ROOT if share == 1 else ROOT / f"scale-{share:g}")
     recipes = {name: config.read_recipe(name) for name in config.match_recipes(pattern)}
+    needed = _find_needed(recipes, words)
+    first = dict.fromkeys(needed.values())
+    recipes = {name: config.read_recipe(name) for name in first} | recipes
     left_out = _find_lacking(recipes, words)
-    jobs = []
+    jobs: list[Job] = []
     for name, recipe in recipes.items():
         table, row, column = _find_place(name)
         own = [word for word in words if word not in left_out[name]]
+        if name in first:  # one run for all rows, whatever they search
+            swept = config.find_sweep(config.apply_words(recipe, own))
+            own = [word for word in own if word.partition("=")[0].strip() not in swept]
+        encoder = next((job for job in jobs if job.name == needed.get(name)), None)
         with name_in_errors(name, "recipe"):
             tree = config.apply_words(recipe, own)
             for choice, settings in _list_choices(tree).items():
@@ -190,8 +212,26 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
                     choice=choice,
                     left_out=left_out[name],
                 )
-                jobs.append(job)
+                jobs.append(job if encoder is None else job.after(encoder))
     return jobs
+
+
+def _find_needed(recipes: Mapping[str, config.Recipe], words: Sequence[str]) -> dict[str, str]:
+    """Return, by recipe, the recipe of the encoder by whose features it divides images."""
+    needed = {}
+    for name, recipe in recipes.items():
+        partition = config.apply_words(recipe, words).get("partition", {})
+        uses_features = partition.get("source") == "features" and not partition.get("encoder")
+        if uses_features and partition.get("encoder_recipe"):
+            needed[name] = str(partition["encoder_recipe"])
+    return needed
+
+
+def _with_encoder(settings: Config, encoder: str | None) -> Config:
+    """Return the run with another encoder for its partition."""
+    assert isinstance(settings.partition, config.SourceParams)
+    partition = dataclasses.replace(settings.partition, encoder=encoder)
+    return dataclasses.replace(settings, partition=partition)
 
 
 def _find_lacking(
