@@ -32,7 +32,7 @@ SETTINGS = {"device": "cuda", "precision": "bf16", "rounds": 1_000_000, "schedul
 RECIPES = {
     "ccl": "ccl/table1/ccl/cifar10-iid",
     "featarc": "decssl/table2-top/featarc/iid",
-    "ditto": "perfcl/table2/fedbyol-lambda0.1/cifar10",
+    "ditto": "perfcl/table2/fedbyol/lambda-0.1",
     "simclr": "ccl/table1/fedsimclr/cifar10-iid",
 }
 ROWS = ("silo", "dcco", *RECIPES)
@@ -61,7 +61,9 @@ def local(name: str, config: Config, samples: int) -> Row:
     trainer = engine.trainer
     if isinstance(engine.algorithm, CCL):  # all shapes are those of later rounds from the first on
         rows = min(engine.algorithm.features, samples), engine.algorithm.width
-        server.state["banks"] = {str(k): torch.randn(rows).cuda() for k in range(CLIENTS)}
+        server.state["banks"] = {
+            str(k): torch.randn(rows).to(trainer.device) for k in range(CLIENTS)
+        }
 
     def bare() -> None:
         for replay in list(trainer.compiled_steps.by_shape.values()):

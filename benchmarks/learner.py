@@ -128,7 +128,7 @@ class Learner(nn.Module):
 
 
 def load(module: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load a model's tensors; torch adds counters to those of batch norm, which ours has none of."""
+    """Load a model's tensors; batch norm here has no counter of batches."""
     module.load_state_dict(state, strict=False)
 
 

@@ -62,7 +62,7 @@ def work_of(name: str, o: argparse.Namespace) -> Work:
         tree |= {
             "augment": {"name": "fedema"},
             "encoder": {"name": "tiny" if o.tiny else "resnet18", "norm": "batch"},
-            "objective": {"name": "byol"},
+            "objective": {"name": "byol"} | ({"projector": [64, 32]} if o.tiny else {}),
             "algorithm": {"name": "fedavg", "local_epochs": 1, "batch": batch},
             "client": {"lr": 0.032, "momentum": 0.9, "weight_decay": 5e-4},
         }
