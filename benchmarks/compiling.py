@@ -45,7 +45,7 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
     times: dict[str, float] = {"imports": time.perf_counter() - STARTED}
 
     def wait() -> float:
-        if device == "cuda":
+        if device == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -55,8 +55,7 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
             try:
                 return function(*arguments, **named)
             finally:
-                if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-                    spent[name] += wait() - start
+                spent[name] += wait() - start
 
         return call
 
@@ -69,7 +68,10 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.warm_pool()
-        AsyncCompile.wait_pool_ready(60)
+        if hasattr(AsyncCompile, "wait_pool_ready"):  # since torch 2.12 or so
+            AsyncCompile.wait_pool_ready(60)
+        else:
+            time.sleep(10)
         times["pool"] = time.perf_counter() - STARTED - times["imports"]
     real = compiled.compile_function
 
