@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import replace_task
 from PIL import Image
+from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache
 
 from fedssl import config
 from fedssl.data.dataset import Split
@@ -231,3 +232,16 @@ def test_centralized_training_is_judged_on_the_clients_of_the_partition() -> Non
     session = build_experiment(config.resolve(config.read_recipe(None), words))
     session.evaluator.evaluate_clients(session.models)
     assert len(session.evaluator.client_scores["global"]) == 5
+
+
+def test_compiled_code_is_kept_beside_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in torch's temporary folder; a folder that the user has named stays."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "theirs"))
+    words = "algorithm.name=fedavg", "algorithm.batch=8", "engine.compile=on"
+    build_experiment(small(*words, f"data.cache={tmp_path}"))
+    assert torch_cache() == str(tmp_path / "theirs")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    build_experiment(small(*words, f"data.cache={tmp_path}"))
+    assert torch_cache() == str(tmp_path / "compiled")

@@ -69,8 +69,8 @@ class Data:
         None,
         path=True,
         affects="nothing",
-        help="Folder for decoded images and downloads. `null`: `$FEDSSL_CACHE`, else "
-        "`~/.cache/fedssl`.",
+        help="Folder for decoded images, downloads and compiled code. `null`: `$FEDSSL_CACHE`, "
+        "else `~/.cache/fedssl`.",
     )
 
 
