@@ -76,10 +76,7 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
             time.sleep(10)
         times["pool"] = time.perf_counter() - STARTED - times["imports"]
     if variant == "mark":
-        names = (
-            "torch.amp.autocast_mode._enter_autocast",
-            "torch.amp.autocast_mode._exit_autocast",
-        )
+        names = [f"torch.amp.autocast_mode._{way}_autocast" for way in ("enter", "exit")]
         inductor.unsafe_marked_cacheable_functions = dict.fromkeys(names, torch.__version__)
     notes = Notes()
     for name in ("torch._functorch._aot_autograd.autograd_cache", "torch._inductor.codecache"):
