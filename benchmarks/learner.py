@@ -55,7 +55,7 @@ class Learner(nn.Module):
         self.work, self.autocasts = work, config.precision == "bf16"
         self.objective = configuration.variant("objective", config.objective.name)(config.objective)
         network = build_network(config, self.objective, (3,), work.pixels, 0)
-        self.network = network.to(work.device, memory_format=torch.channels_last)
+        self.network = network.to(work.device).to(memory_format=torch.channels_last)
         self.target: Network | None = None
         if isinstance(self.objective, BYOL):
             self.target = copy.deepcopy(Network(self.network.towers)).requires_grad_(False)

@@ -92,7 +92,8 @@ def fedssl(work: Work, rounds: int, workers: int) -> Times:
 def pytorch(work: Work, rounds: int, workers: int, compiled: bool = False) -> Times:
     """FedAvg by hand, client after client."""
     learner, images = Learner(work, compiled), images_of(work)
-    model, targets = clone(learner.network.state_dict()), {}
+    model = clone(learner.network.state_dict())
+    targets: dict[int, dict[str, Tensor]] = {}
     latest: list[Tensor] = []
 
     def one() -> None:
@@ -215,7 +216,7 @@ def flower(work: Work, rounds: int, workers: int) -> Times:
             context.state["target"] = ArrayRecord(dict(learner.target.state_dict()))
         metrics = MetricRecord({"num-examples": work.samples, "loss": loss})
         content = {"arrays": ArrayRecord(dict(learner.network.state_dict())), "metrics": metrics}
-        return Message(RecordDict(content), reply_to=message)
+        return Message(RecordDict(content), reply_to=message)  # type: ignore[arg-type]
 
     def note(number: int, arrays: ArrayRecord) -> None:
         ends.append(time.perf_counter())
