@@ -39,8 +39,8 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
     from common import engine_of, even, made
 
     from fedssl import config as configuration
+    from fedssl.algorithms.ccl import CCL
     from fedssl.data.random import key, mix
-    from fedssl.federation.algorithm import Algorithm
     from fedssl.training import compiled
 
     spent: dict[str, float] = defaultdict(float)
@@ -124,7 +124,7 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
     trainer, algorithm = engine.trainer, engine.algorithm
     times["setup"] = wait() - STARTED - sum(times.values())
     if variant == "trials":
-        torch.backends.cudnn.flags = no_trials  # type: ignore[assignment]
+        torch.backends.cudnn.flags = no_trials
     start = wait()
     if work == "cco":
         trainer.compile_passes()
@@ -152,13 +152,13 @@ def measure(work: str, variant: str, device: str) -> dict[str, Any]:
         inputs: tuple[torch.Tensor, ...] = ()
         function = None
         if work == "ccl":
+            assert isinstance(algorithm, CCL)
             function = algorithm.loss
             remote = torch.nn.functional.normalize(torch.randn(4 * 4096, 128, device=device), dim=1)
             inputs = remote, torch.arange(4096, device=device)
         compiled_step = compiled.CompiledStep(trainer, batch, None, function, inputs)
         if device == "cpu":
             compiled_step._step()
-    assert isinstance(algorithm, Algorithm)
     ready = wait() - start
     from torch._dynamo.utils import calculate_time_spent, counters
 

@@ -100,9 +100,10 @@ class Learner(nn.Module):
     @torch.no_grad()
     def _follow(self) -> None:
         assert self.target is not None and isinstance(self.objective, BYOL)
-        followed = list(self.network.towers.parameters())
+        followed: list[Tensor] = list(self.network.towers.parameters())
         share = 1 - self.objective.params.momentum
-        torch._foreach_lerp_(list(self.target.parameters()), followed, share)
+        follows: list[Tensor] = list(self.target.parameters())
+        torch._foreach_lerp_(follows, followed, share)
 
     def train_client(self, images: Tensor) -> Tensor:
         """Train for an epoch of full batches; return the mean loss."""
