@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import torch
 from helpers import replace_task
 from PIL import Image
+from torch._inductor.runtime.cache_dir_utils import cache_dir as torch_cache
 
 from fedssl import config
 from fedssl.data.dataset import Split
 from fedssl.data.labels import draw_share
 from fedssl.runs import loop
-from fedssl.runs.build import build_experiment
+from fedssl.runs.build import build_experiment, compiles_steps
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
 from fedssl.util.errors import UserError
@@ -231,3 +233,36 @@ def test_centralized_training_is_judged_on_the_clients_of_the_partition() -> Non
     session = build_experiment(config.resolve(config.read_recipe(None), words))
     session.evaluator.evaluate_clients(session.models)
     assert len(session.evaluator.client_scores["global"]) == 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithm.name=ccl objective.name=moco objective.projector=[16,8] algorithm.neighbours=4",
+        "algorithm.name=featarc objective.name=simclr objective.projector=[16,8]",
+    ],
+)
+def test_long_runs_compile_by_themselves_on_a_gpu(words: str) -> None:
+    local = "partition.name=iid partition.clients=10 algorithm.batch=16 algorithm.local_epochs=1"
+    experiment = build_experiment(small(*words.split(), *local.split()))
+    trainer, algorithm = experiment.trainer, experiment.engine.algorithm
+    found = {}
+    for device, rounds, choice in product(("cpu", "cuda"), (5, 50), ("auto", "off")):
+        trainer.device = torch.device(device)
+        engine = replace(trainer.config.engine, compile=choice)
+        trainer.config = replace(trainer.config, rounds=rounds, engine=engine)
+        found[device, rounds, choice] = compiles_steps(trainer, algorithm, experiment.clients)
+    assert [case for case, compiles in found.items() if compiles] == [("cuda", 50, "auto")]
+
+
+def test_compiled_code_is_kept_beside_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in torch's temporary folder; a folder that the user has named stays."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "theirs"))
+    words = "algorithm.name=fedavg", "algorithm.batch=8", "engine.compile=on"
+    build_experiment(small(*words, f"data.cache={tmp_path}"))
+    assert torch_cache() == str(tmp_path / "theirs")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    build_experiment(small(*words, f"data.cache={tmp_path}"))
+    assert torch_cache() == str(tmp_path / "compiled")

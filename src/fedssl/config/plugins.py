@@ -261,11 +261,18 @@ def find_call_error(function: Any, *arguments: Any) -> str | None:
     """Return why a function cannot be called with these arguments, or ``None`` if it can."""
     try:
         with contextlib.suppress(ValueError):  # functions of compiled modules may have no signature
-            # A decorated function is called by its wrapper's signature.
-            inspect.signature(function, follow_wrapped=False).bind(*arguments)
+            if inspect.ismethod(function):  # its class's function has one signature for all objects
+                function, arguments = function.__func__, (function.__self__, *arguments)
+            _signature(function).bind(*arguments)
     except TypeError as error:
         return str(error)
     return None
+
+
+@functools.cache  # every exchange of a round asks, before its first kernel
+def _signature(function: Any) -> inspect.Signature:
+    """Return how a function is called: a decorated one by its wrapper's signature."""
+    return inspect.signature(function, follow_wrapped=False)
 
 
 def call_protocol(function: Any, spec: str, *arguments: Any) -> dict[str, float]:

@@ -82,8 +82,8 @@ class Data:
         None,
         path=True,
         affects="nothing",
-        help="Folder for decoded images and downloads. `null`: `$FEDSSL_CACHE`, else "
-        "`~/.cache/fedssl`.",
+        help="Folder for decoded images, downloads and compiled code. `null`: `$FEDSSL_CACHE`, "
+        "else `~/.cache/fedssl`.",
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ def data_root(data: config.Data) -> Path:
 
 
 def cache_folder(data: config.Data) -> Path:
-    """Return the folder of decoded images and downloads."""
+    """Return the folder of decoded images, downloads and compiled code."""
     return Path(data.cache or os.environ.get("FEDSSL_CACHE") or "~/.cache/fedssl").expanduser()
 
 

@@ -20,6 +20,7 @@ from fedssl.data.dataset import Census, Dataset, Groups
 from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import convert_channels
 from fedssl.data.partition import client_names
+from fedssl.data.places import cache_folder
 from fedssl.engines.base import Engine
 from fedssl.engines.flower.simulation import SimulatedEngine
 from fedssl.engines.local import LocalEngine
@@ -42,7 +43,7 @@ from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import pick_device
-from fedssl.util.tuning import keep_freed_memory
+from fedssl.util.tuning import keep_compiled_code, keep_freed_memory
 
 # Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
 # (results/measured.jsonl): the first round took 22 to 63 s longer, a step 9 ms in place of 46.
@@ -277,7 +278,10 @@ def build_engine(
         engine = SimulatedEngine(trainer, algorithm, groups, aggregator, build=build_worker_engine)
     if config.evaluate.drift:
         trainer.watched = {}
-    if compiles_passes(engine):
+    passes = compiles_passes(engine)
+    if trainer.compiles or passes:
+        keep_compiled_code(cache_folder(config.data) / "compiled")
+    if passes:
         trainer.compile_passes()
     return engine
 

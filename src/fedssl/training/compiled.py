@@ -100,8 +100,11 @@ class CompiledStep:
         self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
         trainer.augmentation.constants(self.state.device)
         networks = [trainer.flat] if trainer.target is None else [trainer.flat, trainer.target]
-        copies = (BF16Weights(flat) for flat in networks if trainer.precision == "bf16")
-        self.bf16_weights = [each for each in copies if each.pairs[0]]
+        rounding = (BF16Weights(flat) for flat in networks if trainer.precision == "bf16")
+        self.bf16_weights = [each for each in rounding if each.pairs[0]]
+        # Of all networks in one list: each list of its own would be compiled by itself.
+        self.rounded = [copy for each in self.bf16_weights for copy in each.pairs[0]]
+        self.exact = [weight for each in self.bf16_weights for weight in each.pairs[1]]
         self.gradients = [[s.of(flat.gradient) for s in flat.learned] for flat in trainer.learning]
         self._forward = compile_function(self._loss)
         self._copy = compile_function(copy_tensors, only_copies=True)
@@ -133,8 +136,9 @@ class CompiledStep:
         """Do what ``Trainer.step`` does, from the views to the update."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.trainer.stacked_views())
+            if self.rounded:
+                self._copy(self.rounded, self.exact)
             for weights in self.bf16_weights:
-                self._copy(*weights.pairs)
                 stack.enter_context(weights.in_use())
             loss, encodings = self._forward(self.members, self.state, *self.inputs)
             gradients = differentiate(loss, *self.trainer.learning)

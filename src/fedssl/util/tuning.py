@@ -1,10 +1,12 @@
-"""Tune the threads and the memory of a training process."""
+"""Tune the threads, the memory and the compiler of a training process."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 ALLOCATING = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -32,3 +34,14 @@ def keep_freed_memory() -> None:
     if mallopt is not None and not os.environ.keys() & set(ALLOCATING):
         mallopt(_MAP, 32 << 20)  # older versions refuse more
         mallopt(_TRIM, 1 << 30)
+
+
+def keep_compiled_code(folder: Path) -> None:
+    """Let torch keep compiled code in this folder, unless the user has named another.
+
+    Torch's own folder is a temporary one, which a restart empties: the next run would compile for a
+    minute again. It stays where this folder cannot be made.
+    """
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
