@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.runs.reader import find_runs
 from fedssl.util import files
 from fedssl.util.errors import UserError
-
-SILENT_SECONDS = 3.0  # before progress is printed
+from fedssl.util.status import stage
 
 
 def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
@@ -23,14 +21,11 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     files.check_suffix(target, "--out", ".html", ".htm")
     found = find_runs(runs)
     files.make_output_folder(target.parent, "--out")
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        if time.monotonic() - started > SILENT_SECONDS:
-            print(f"report: {text}", file=sys.stderr)
-
-    with files.replace_output(target, "--out", private=True) as new:  # it shows images
-        new.write_text(build_page(found, say), encoding="utf-8")
+    with (
+        stage("writing the report"),
+        files.replace_output(target, "--out", private=True) as new,  # it shows images
+    ):
+        new.write_text(build_page(found), encoding="utf-8")
     return target
 
 

@@ -104,7 +104,7 @@ class Comparison:
         return [measure for measure in self.measures if measure in NOT_PERCENT]
 
 
-def table(runs: Sequence[str | Path]) -> str:
+def table(runs: Sequence[str | Path], width: int | None = None) -> str:
     """Return a table of runs for the terminal, with remarks below it."""
     comparison = compare(find_runs(runs))
     measures = comparison.measures
@@ -113,7 +113,7 @@ def table(runs: Sequence[str | Path]) -> str:
         values = (row.values.get(m) for m in measures)
         cells = (v.text(m) if v else "–" for m, v in zip(measures, values, strict=True))
         lines.append([row.name, *row.about, *cells])
-    return "\n\n".join([align_columns(lines), *comparison.remarks])
+    return "\n\n".join([align_columns(lines, width), *comparison.remarks])
 
 
 def compare(runs: Sequence[RunReader]) -> Comparison:

@@ -6,7 +6,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fedssl.report.messages import Sheet
 from fedssl.runs.folder import format_deploy_command
 from fedssl.runs.metrics import is_number
 from fedssl.runs.reader import RunReader
+from fedssl.util.status import stage
 from fedssl.util.templates import load_templates
 from fedssl.util.text import format_bytes, format_client, name_measure
 
@@ -168,15 +169,15 @@ class Page:
         return {run.label: first.setdefault(repr(run.holdings), run.label) for run in self.shown}
 
 
-def build_page(runs: Sequence[RunReader], say: Callable[[str], None]) -> str:
-    """Return the page's HTML; ``say`` is told what is being read."""
+def build_page(runs: Sequence[RunReader]) -> str:
+    """Return the page's HTML."""
     page = Page(runs)
     for run in page.runs:
-        say(f"{run.label}: reading its metrics")
-        _ = run.history
+        with stage(f"reading the metrics of {run.label}"):
+            _ = run.history
     for run in page.shown:
-        say(f"{run.label}: embedding its test images")
-        _ = run.images
+        with stage(f"embedding images with {run.label}"):
+            _ = run.images
     text = TEMPLATES.get_template("page.html").render(
         page=page,
         headline=_fill("headline", page),

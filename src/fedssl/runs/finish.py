@@ -16,6 +16,7 @@ from fedssl.runs import checkpoint, metrics
 from fedssl.runs.build import Experiment
 from fedssl.util.device import name_device
 from fedssl.util.files import save_tensors, write_json
+from fedssl.util.status import stage
 
 MOST_PERSONAL_FILES = 100
 
@@ -29,7 +30,8 @@ def list_clients(experiment: Experiment) -> list[dict[str, Any]]:
 def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Evaluate the result and an untrained network; write encoder and summary."""
     rows, result = _evaluate(experiment)
-    export(experiment, out)
+    with stage("writing the encoder"):
+        export(experiment, out)
     models, evaluator, trainer = experiment.models, experiment.evaluator, experiment.trainer
     if trainer.watched:
         features = drift.extract_features(models, evaluator)
@@ -77,10 +79,13 @@ def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict
     if not evaluator.is_possible:
         return {}, {}
     with experiment.overhead.timed("evaluate"):
-        rows["untrained"] = evaluator.evaluate_untrained(experiment.untrained())
+        with stage("evaluating an untrained encoder"):
+            rows["untrained"] = evaluator.evaluate_untrained(experiment.untrained())
         if experiment.config.encoder.init is not None:
-            rows["initial"] = evaluator.evaluate(experiment.trainer.initial)
-        return rows, evaluator.evaluate_result(experiment.models)
+            with stage("evaluating the given encoder"):
+                rows["initial"] = evaluator.evaluate(experiment.trainer.initial)
+        with stage("evaluating the trained encoder"):
+            return rows, evaluator.evaluate_result(experiment.models)
 
 
 def _describe_norms(experiment: Experiment) -> str:

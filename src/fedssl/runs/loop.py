@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -43,6 +42,7 @@ from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, list_warnings
 from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, write_json
+from fedssl.util.status import say, stage
 
 Say = Callable[[str], None]
 
@@ -84,7 +84,7 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
     check_environment(settings, out)
     check_folder(settings, out, resume)
     overhead = Overhead()
-    with plugins.translate_errors(), overhead.timed("prepare"):
+    with plugins.translate_errors(), overhead.timed("prepare"), stage("preparing the run"):
         experiment = build_experiment(settings)
     experiment.overhead = overhead
     if resume:
@@ -108,7 +108,7 @@ class RunInFolder:
                 write_json(out / "clients.json", list_clients(experiment))
         experiment.engine.open(out)
         if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
-            print(f"fedssl: no checkpoint in {out}: it starts at round 1", file=sys.stderr)
+            say(f"fedssl: no checkpoint in {out}: it starts at round 1")
 
     def train(self, stop: Stop, log: MetricsLog) -> None:
         """Run the rounds that are left, where the engine's transport is open."""
@@ -246,7 +246,7 @@ def _stop_on_signals() -> Iterator[Stop]:
         if stop.is_immediate:
             raise KeyboardInterrupt
         stop.requested = True
-        print("Stopping after this round. Press Ctrl-C again to stop at once.", file=sys.stderr)
+        say("Stopping after this round. Press Ctrl-C again to stop at once.")
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     try:
