@@ -93,6 +93,8 @@ def _run(options: argparse.Namespace) -> int:
 
     from fedssl import report
     from fedssl.runs import loop
+    from fedssl.runs.outcome import judge_run
+    from fedssl.runs.reader import RunReader
     from fedssl.runs.result import format_cost, format_result
 
     if not options.resume and find_config(out) is None:
@@ -104,8 +106,11 @@ def _run(options: argparse.Namespace) -> int:
     try:
         print(format_result(summary, settings, terminal_width()))
     finally:  # also when the table cannot be printed
-        report.write_page_or_warn(out)
-    print(f"\n{format_cost(summary)}\n{out}")
+        page = report.write_page_or_warn(out)
+    print(f"\n{format_cost(summary)}")
+    if outcome := judge_run(RunReader(out)):
+        print(outcome.sentence)
+    print(f"Run: {out}" if page is None else f"Report: {page.absolute().as_uri()}")
     return 0
 
 

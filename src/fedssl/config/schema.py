@@ -18,6 +18,7 @@ from fedssl.util.errors import UserError, suggest
 DataName = Literal[
     "digits", "fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet", "folder", "paired"
 ]
+OWN_DATA = ("folder", "paired")  # names of data that the user brings; others are published
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,8 @@ class Evaluate:
         nonempty=True,
         affects="evaluation",
         help="Protocols after training, such as `knn`, `linear`, `linear@500` (with 500 labels) or "
-        "`semi@10%`. `null`: `knn` and `linear`, or `unlabeled` if there are no labels.",
+        "`semi@10%`. `null`: `knn` and `linear`, or `unlabeled` and `transfer` if there are no "
+        "labels.",
     )
     every: int = key(
         0,

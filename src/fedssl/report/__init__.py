@@ -40,10 +40,11 @@ def _choose_file(runs: Sequence[str | Path]) -> Path:
     return (above.parent if above in folders else above) / "report.html"
 
 
-def write_page_or_warn(run: Path) -> None:
+def write_page_or_warn(run: Path) -> Path | None:
     """Write the page of a run that has ended; only warn if that fails."""
     try:
-        write_page([run])
+        return write_page([run])
     except Exception as error:  # the run itself succeeded
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         print(f"fedssl: no report.html: {' '.join(text.split())}", file=sys.stderr)
+        return None

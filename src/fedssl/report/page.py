@@ -15,6 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from fedssl import __version__
+from fedssl.config import OWN_DATA
 from fedssl.report import comparison, curves, embeddings
 from fedssl.report.data import Holdings, RunData, load_holdings, try_section
 from fedssl.report.description import describe
@@ -52,7 +53,7 @@ class ReportedRun:
         self.run, self.label, self.settings = run, label, run.settings
         self.sentence = describe(run, seed=several)
         # The recipe for folders says how to use it, and nothing about this run.
-        has_own_data = self.settings.data.name in comparison.OWN_DATA
+        has_own_data = self.settings.data.name in OWN_DATA
         self.about = "" if has_own_data else self.settings.about
         self.is_deployed = self.settings.engine.sites is not None
         self.is_finished = run.finished

@@ -39,7 +39,7 @@ from fedssl.runs.folder import (
 )
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.progress import Progress
-from fedssl.runs.validate import check_environment, list_warnings
+from fedssl.runs.validate import check_environment, describe_privacy, list_warnings
 from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, write_json
 from fedssl.util.status import say, stage
@@ -141,6 +141,8 @@ def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
         logs = [MetricsLog(run.experiment, run.settings, run.out) for run in runs]
         for log in logs:
             stack.callback(log.close)
+        if note := describe_privacy(runs[0].experiment):  # once: baselines have the same clients
+            say(note)
         with _stop_on_signals() as stop, plugins.translate_errors(can_resume=True):
             for run, log in zip(runs, logs, strict=True):
                 run.train(stop, log)
