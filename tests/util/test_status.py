@@ -38,12 +38,12 @@ def test_short_stages_in_a_row_are_not_silent(capsys: pytest.CaptureFixture[str]
     assert len(capsys.readouterr().err.splitlines()) >= 2
 
 
-def test_whoever_prints_keeps_the_stage_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    with status.stage("training"):
-        for _ in range(20):
-            status.note_output()
-            time.sleep(0.01)
-    assert capsys.readouterr().err == ""
+def test_output_starts_a_new_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "SILENCE", 10.0)
+    monkeypatch.setattr(status._display, "last", time.monotonic() - 20)
+    assert status.is_due()
+    status.note_output()
+    assert not status.is_due()
 
 
 def test_a_long_run_has_a_short_log(

@@ -30,7 +30,6 @@ def list_clients(experiment: Experiment) -> list[dict[str, Any]]:
 
 def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Evaluate the result and an untrained network; write encoder and summary."""
-    rows: dict[str, Any]
     rows, result = _evaluate(experiment)
     with stage("writing the encoder"):
         export(experiment, out)
@@ -88,9 +87,9 @@ def _measure_label_distance(experiment: Experiment) -> dict[str, float]:
     return {"label_distance": mean_distance(experiment.clients, labels)}
 
 
-def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def _evaluate(experiment: Experiment) -> tuple[dict[str, Any], dict[str, float]]:
     """Measure untrained and given weights, by row, and the result."""
-    evaluator, rows = experiment.evaluator, {}
+    evaluator, rows = experiment.evaluator, dict[str, Any]()
     if not evaluator.is_possible:
         return {}, {}
     with experiment.overhead.timed("evaluate"):
