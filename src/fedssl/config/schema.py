@@ -346,6 +346,12 @@ class Evaluate:
         affects="monitoring",
         help="Algorithms to train with the same settings, for comparison.",
     )
+    show_training_images: bool = key(
+        False,
+        affects="nothing",
+        help="Show training images in the report where there are no test images. Only people who "
+        "may see them should get the report.",
+    )
     drift: bool = key(
         False,
         affects="monitoring",

@@ -14,6 +14,7 @@ from fedssl.util.text import format_client, name_measure
 
 MOST_POINTS = 1500  # of one curve
 ALL_POINTS, FEWEST_POINTS = 12_000, 200  # of all runs' curves of a measure; of a curve even then
+FLAT = 0.05  # of the most bytes of a round: a smaller difference is no curve worth drawing
 # Title and unit by measure, in the order of the page; accuracies follow the first.
 TITLES = {
     "loss": ("Loss", ""),
@@ -49,6 +50,16 @@ class Series:
     total: int  # points before thinning
     extremes: list[tuple[float, int]]  # first, last, lowest and highest value with their rounds
 
+    @property
+    def lowest(self) -> float:
+        """The lowest value."""
+        return self.extremes[2][0]
+
+    @property
+    def highest(self) -> float:
+        """The highest value."""
+        return self.extremes[3][0]
+
     @classmethod
     def from_curve(cls, name: str, colour: int, curve: Curve, most: int) -> Series:
         """Keep at most ``most`` points of a curve."""
@@ -70,6 +81,12 @@ class Panel:
     series: list[Series] = field(default_factory=list)
     colours: int = 0
     legend: bool = False
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether each curve has one value, or nearly the same bytes, in all rounds."""
+        slack = FLAT if self.unit == "B" else 0.0
+        return all(one.highest - one.lowest <= slack * abs(one.highest) for one in self.series)
 
     @property
     def order(self) -> tuple[float, str]:

@@ -23,6 +23,7 @@ from fedssl.report.history import History, read_history
 from fedssl.report.messages import Sheet
 from fedssl.runs.folder import format_deploy_command
 from fedssl.runs.metrics import is_number
+from fedssl.runs.outcome import Outcome, judge_run
 from fedssl.runs.reader import RunReader
 from fedssl.util.status import stage
 from fedssl.util.templates import load_templates
@@ -38,9 +39,9 @@ SECTIONS = {
     "result": "Result",
     "curves": "Curves",
     "partition": "Who holds what",
-    "messages": "What clients sent",
+    "messages": "What clients send",
     "clients": "Accuracy of each client",
-    "map": "Map of test images",
+    "map": "Map of images",
     "neighbours": "Nearest neighbours",
     "rerun": "How to run it again",
 }
@@ -70,9 +71,14 @@ class ReportedRun:
         return try_section(lambda: load_holdings(self._data))
 
     @cached_property
-    def images(self) -> embeddings.TestImages | str:
-        """The test images with their embeddings, or why they cannot be shown."""
-        return try_section(lambda: embeddings.embed_test_images(self._data))
+    def images(self) -> embeddings.ShownImages | str:
+        """Images with their embeddings, or why they cannot be shown."""
+        return try_section(lambda: embeddings.embed_images(self._data))
+
+    @cached_property
+    def outcome(self) -> Outcome | None:
+        """What the run learned."""
+        return judge_run(self.run) if self.is_finished else None
 
     @cached_property
     def messages(self) -> Sheet:
@@ -145,6 +151,16 @@ class Page:
         self.shown, self.rest = self.runs[:MOST_SHOWN], self.runs[MOST_SHOWN:]
         self.title = f"{len(runs)} runs" if several else self.runs[0].label
 
+    @property
+    def sections(self) -> dict[str, str]:
+        """The titles of the sections that have something to show, or to explain."""
+        titles = dict(SECTIONS)
+        if not any(run.client_scores for run in self.runs):
+            del titles["clients"]
+        if all(isinstance(run.images, str) for run in self.shown):
+            del titles["neighbours"]  # the map's section gives the reason
+        return titles
+
     @cached_property
     def comparison(self) -> comparison.Comparison:
         """The models of all runs."""
@@ -182,7 +198,7 @@ def build_page(runs: Sequence[RunReader]) -> str:
     text = TEMPLATES.get_template("page.html").render(
         page=page,
         headline=_fill("headline", page),
-        sections=[(key, title, _fill(key, page)) for key, title in SECTIONS.items()],
+        sections=[(key, title, _fill(key, page)) for key, title in page.sections.items()],
         version=__version__,
         date=time.strftime("%Y-%m-%d %H:%M"),
     )
