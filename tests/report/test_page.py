@@ -329,7 +329,7 @@ def test_a_number_that_is_not_finite_leaves_all_figures(
 def test_missing_data_leaves_the_other_sections(named: Path, tmp_path: Path) -> None:
     gone = again(named, tmp_path / "gone", data__root=str(tmp_path / "nowhere"))
     text = report.write_page([gone]).read_text()
-    assert "data.root" in plain(text).split("Map of test images")[-1]
+    assert "data.root" in plain(text).split("Map of images")[-1]
     # Sizes are in the run's own folder.
     assert block(text)["bars"][0]["sizes"] == [12, 12] and "map" not in block(text)
 
@@ -394,7 +394,7 @@ TINY = ("rounds=1", "evaluate.baselines=[]", "evaluate.protocols=knn")
 @pytest.mark.page
 def test_a_run_leaves_its_page(tmp_path: Path) -> None:
     assert main(["run", *TINY, "--out", str(tmp_path / "a")]) == 0
-    assert "Map of test images" in (tmp_path / "a/report.html").read_text()
+    assert "Map of images" in (tmp_path / "a/report.html").read_text()
     keys: dict[str, Any] = {"evaluate__baselines": [], "evaluate__protocols": ["knn"]}
     fedssl.train(out=tmp_path / "b", rounds=1, **keys)
     assert (tmp_path / "b/report.html").exists()
