@@ -130,7 +130,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("levels", "test", "why"),
     [
-        ((), False, "no test split, and training images are not shown"),
+        ((), False, "set evaluate.show_training_images: true"),
         ((), True, None),
         (("class", "case"), True, None),
     ],
@@ -155,6 +155,19 @@ def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_pa
     text = report.write_page([path]).read_text()
     assert "The images have no labels" not in text and "d<i>" not in text
     assert "From clients.json, without classes: data.root=" in text and "no such folder" in text
+
+
+def test_training_images_are_shown_if_the_key_allows_it(tmp_path: Path) -> None:
+    data = folder(tmp_path / "photos", (), False) | {"levels": None}
+    words = ("partition.name=iid", "partition.clients=2", "cohort.size=null")
+    made(tmp_path / "first", words)
+    path = untrained(again(tmp_path / "first", tmp_path / "hidden", data=data))
+    hidden = report.write_page([path]).read_text()
+    assert "neighbours</h2>" not in hidden and hidden.count("show_training_images: true") == 1
+    allowed = again(path, tmp_path / "shown", evaluate__show_training_images=True)
+    text = report.write_page([allowed]).read_text()
+    assert images_of(allowed).split == "training" and "neighbours</h2>" in text
+    assert "This section shows training images" in text
 
 
 def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

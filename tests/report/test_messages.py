@@ -66,7 +66,7 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
         assert not kinds and "every image leaves its site" in sheet.verdict and not notes
     else:
         tasks = algorithm.tasks().values()
-        small = {t.name for t in tasks if t.seen == "log" or t.reveals == "loss"}
+        small = {t.name for t in tasks if t.is_logged or t.reveals == "loss"}
         assert kinds == {t.name: "log" if t.name in small else "readable" for t in tasks}
         assert sorted(kinds.values(), reverse=True) == list(kinds.values())  # the readable first
         assert text.count('class="readable"') == len(kinds) - len(small)

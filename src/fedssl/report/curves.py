@@ -81,12 +81,7 @@ class Panel:
     series: list[Series] = field(default_factory=list)
     colours: int = 0
     legend: bool = False
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether each curve has one value, or nearly the same bytes, in all rounds."""
-        slack = FLAT if self.unit == "B" else 0.0
-        return all(one.highest - one.lowest <= slack * abs(one.highest) for one in self.series)
+    is_flat: bool = False  # a sentence says the values better
 
     @property
     def order(self) -> tuple[float, str]:
@@ -121,6 +116,9 @@ def draw_panels(histories: Sequence[tuple[str, History]]) -> list[Panel]:
                 panel.series.append(series)
         panel.colours = max(many, len(panel.series))
         panel.legend = panel.colours > 1
+        slack = FLAT if panel.unit == "B" else 0.0
+        each = (one.highest - one.lowest <= slack * abs(one.highest) for one in panel.series)
+        panel.is_flat = len(panel.series) <= many and all(each)
     return sorted(panels.values(), key=lambda panel: panel.order)
 
 

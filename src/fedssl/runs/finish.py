@@ -34,7 +34,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     with stage("writing the encoder"):
         export(experiment, out)
     models, evaluator, trainer = experiment.models, experiment.evaluator, experiment.trainer
-    measure = outcome.find_measure(rows, result)
+    measure = outcome.find_measure(rows.get("untrained", {}), result)
     if measure is not None and result[measure] < rows["untrained"][measure]:
         rows["unlabeled"] = _measure_without_labels(experiment)
     if trainer.watched:
