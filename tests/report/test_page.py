@@ -254,7 +254,7 @@ def test_numbers_equal_the_files(one: Path, trained: Path) -> None:
     )
     assert sum(map(sum, data["bars"][0]["held"])) == sum(own["samples"] for own in run.clients)
     seen = plain(text)
-    assert f"dcco first 0 finished {run.summary['knn_top1']:.1f} %" in seen.replace("\xa0", " ")
+    assert f"dcco {run.summary['knn_top1']:.1f} %" in seen.replace("\xa0", " ")
     scores = run.summary["per_client"]["global"]
     assert f"{min(scores.values()):.1f} (client " in seen
     assert f"{max(scores.values()):.1f} (client " in seen
