@@ -121,18 +121,18 @@ class RunInFolder:
         def work() -> None:
             experiment.server.public = experiment.public
             stop.server = experiment.server
-            with contextlib.closing(bar):
-                idle = config.find_idle_keys(self.settings)
-                for warning in (*idle, *list_warnings(experiment)):
-                    bar.say(warning)
-                if not (self.out / checkpoint.FILE).exists():
-                    checkpoints.write()  # one to go back to, from the first round on
-                if experiment.server.round < rounds:
-                    with announce_compiling(experiment, bar):
-                        run_rounds(experiment, self.out, others, stop, bar.say)
+            idle = config.find_idle_keys(self.settings)
+            for warning in (*idle, *list_warnings(experiment)):
+                bar.say(warning)
+            if not (self.out / checkpoint.FILE).exists():
+                checkpoints.write()  # one to go back to, from the first round on
+            if experiment.server.round < rounds:
+                with announce_compiling(experiment, bar):
+                    run_rounds(experiment, self.out, others, stop, bar.say)
             experiment.engine.rest()
 
-        experiment.engine.drive(work)
+        with contextlib.closing(bar):  # also if the engine cannot start
+            experiment.engine.drive(work)
 
 
 def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
