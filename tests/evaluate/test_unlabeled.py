@@ -106,7 +106,8 @@ def test_measures_depend_on_the_seed_by_the_choice_of_images_alone(monkeypatch):
 
     first, again, other = (measure(images, views, seed) for seed in (0, 0, 1))
     assert first == again
-    assert {name for name in first if first[name] == other[name]} == {"effective_rank"}
+    same = {name for name in first if first[name] == other[name]}
+    assert same - {"views_matched"} == {"effective_rank"}  # all views of these images match
 
 
 def test_views_matched_by_hand_and_by_chance():
