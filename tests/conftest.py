@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 from fedssl import report
 from fedssl.models import vit
 from fedssl.objectives import mae
+from fedssl.util import status
 
 # A busy machine is slow, and no test of properties is about time.
 hypothesis.settings.register_profile("fedssl", deadline=None)
@@ -39,6 +41,13 @@ def no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A run's page takes two seconds, which only tests of it are worth."""
     if request.node.get_closest_marker("page") is None:
         monkeypatch.setattr(report, "write_page_or_warn", lambda run: None)
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is slow: no line about it comes between those that a test expects."""
+    monkeypatch.setattr(status, "SILENCE", math.inf)
+    monkeypatch.setattr(status, "LIVE_AFTER", math.inf)
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from image_folders import gradient, rows, save
 from PIL import Image, ImageOps
 
 from fedssl.data import decode
+from fedssl.util import status
 
 # Decoding
 
@@ -195,16 +197,22 @@ def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
     assert len(set(met)) == threads
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_else_one_line(
-    terminal: bool,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_decoding_shows_how_many_images_are_done(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(status, "SILENCE", 0.0)
+    monkeypatch.setattr(status, "TICK", 0.01)
+    monkeypatch.setattr(decode, "CHUNK", 1)
+    slow = decode.decode_file
+
+    def decode_slowly(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return slow(*arguments)
+
+    monkeypatch.setattr(decode, "decode_file", decode_slowly)
     load(folder)
-    said = capsys.readouterr().err
-    assert "5/5" in said if terminal else said == f"decoding 5 images of {folder} ...\n"
-    load(folder)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"decoding 5 images of {folder} (")
+    assert lines[-1].startswith(f"decoding 5 images of {folder}: ") and " of 5 (" in lines[-1]
+    load(folder)  # from the cache
     assert capsys.readouterr().err == ""

@@ -14,6 +14,8 @@ from fedssl.evaluate.registry import choose_protocols, parse_protocol
 
 SHARE = "collaborative@10%"
 
+UNLABELED = {"effective_rank", "alignment", "uniformity", "views_matched"}
+
 
 def views(images, index, view):
     return images.float() / 255 + 0.1 * view
@@ -99,7 +101,7 @@ def test_protocols_by_default_and_by_name():
         (labelled, unknown),
         (one_class, labelled),
     ):
-        assert choose_protocols(Evaluate(), train, test) == ("unlabeled",)
+        assert choose_protocols(Evaluate(), train, test) == ("unlabeled", "transfer")
         check(Evaluate(), train, test, 3)
     assert choose_protocols(Evaluate(protocols=("finetune",)), bare, None) == ("finetune",)
 
@@ -214,7 +216,7 @@ def test_judges_by_every_protocol_and_names_each(preset, monkeypatch):
     accuracies = {k: v for k, v in result.items() if k.endswith("_top1")}
     assert list(accuracies) == [f"{name}_top1" for name in names[:6]]
     assert min(accuracies.values()) > 90.0
-    assert set(result) - set(accuracies) == {"effective_rank", "alignment", "uniformity"}
+    assert set(result) - set(accuracies) == UNLABELED
 
 
 def test_settings_reach_their_protocols(monkeypatch):
@@ -242,7 +244,7 @@ def test_features_are_computed_once_for_all_protocols_and_only_where_needed(prot
 
 def test_without_labels_it_says_what_can_be_said():
     result = run(Evaluate(), Split(split().images), None, classes=0)
-    assert set(result) == {"effective_rank", "alignment", "uniformity"}
+    assert set(result) == {*UNLABELED, "transfer_to_digits"}
 
 
 def test_few_labels_are_drawn_by_seed():

@@ -8,7 +8,7 @@ from torch import nn
 from fedssl.config import Evaluate
 from fedssl.data.dataset import Split
 from fedssl.evaluate import unlabeled
-from fedssl.evaluate.unlabeled import alignment, effective_rank, uniformity
+from fedssl.evaluate.unlabeled import alignment, effective_rank, uniformity, views_matched
 
 
 def cloud(n, d, seed=0):
@@ -106,4 +106,14 @@ def test_measures_depend_on_the_seed_by_the_choice_of_images_alone(monkeypatch):
 
     first, again, other = (measure(images, views, seed) for seed in (0, 0, 1))
     assert first == again
-    assert {name for name in first if first[name] == other[name]} == {"effective_rank"}
+    same = {name for name in first if first[name] == other[name]}
+    assert same - {"views_matched"} == {"effective_rank"}  # all views of these images match
+
+
+def test_views_matched_by_hand_and_by_chance():
+    first = torch.eye(4)
+    assert views_matched(first, 3 * first) == 100
+    assert views_matched(first, first[[1, 0, 2, 3]]) == 50
+    assert views_matched(torch.ones(4, 2), torch.ones(4, 2)) <= 25  # one point matches by chance
+    near = first + 0.1 * cloud(4, 4)
+    assert views_matched(near, first) == views_matched(7 * near, 0.2 * first)

@@ -31,8 +31,8 @@ from fedssl.runs.reader import RunReader
 from fedssl.runs.split import split_clients
 
 
-def images_of(path: Path) -> embeddings.TestImages:
-    return embeddings.embed_test_images(RunData(RunReader(path)))
+def images_of(path: Path) -> embeddings.ShownImages:
+    return embeddings.embed_images(RunData(RunReader(path)))
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("levels", "test", "why"),
     [
-        ((), False, "no test split, and training images are not shown"),
+        ((), False, "set evaluate.show_training_images: true"),
         ((), True, None),
         (("class", "case"), True, None),
     ],
@@ -143,18 +143,31 @@ def test_other_data(levels: tuple[str, ...], test: bool, why: str | None, tmp_pa
     if why is not None:
         assert isinstance(shown, str) and why in shown
     else:
-        assert isinstance(shown, embeddings.TestImages), shown
+        assert isinstance(shown, embeddings.ShownImages), shown
         assert (shown.labels is None) == (not levels) and len(shown.queries) >= 6
         assert shown.thumbnails.uri.startswith("data:image/jpeg")
     text = report.write_page([path]).read_text()
     assert "it could not be made" not in text
-    assert ("There are no labels to tell classes by" in text) == (not levels)
+    assert ("The images have no labels" in text) == (not levels)
     (tmp_path / "d<i>").rename(tmp_path / "gone")
     known = [{"client": k, "name": str(k), "samples": 4} for k in range(2)]
     (path / "clients.json").write_text(json.dumps(known))
     text = report.write_page([path]).read_text()
-    assert "There are no labels to tell" not in text and "d<i>" not in text
+    assert "The images have no labels" not in text and "d<i>" not in text
     assert "From clients.json, without classes: data.root=" in text and "no such folder" in text
+
+
+def test_training_images_are_shown_if_the_key_allows_it(tmp_path: Path) -> None:
+    data = folder(tmp_path / "photos", (), False) | {"levels": None}
+    words = ("partition.name=iid", "partition.clients=2", "cohort.size=null")
+    made(tmp_path / "first", words)
+    path = untrained(again(tmp_path / "first", tmp_path / "hidden", data=data))
+    hidden = report.write_page([path]).read_text()
+    assert "neighbours</h2>" not in hidden and hidden.count("show_training_images: true") == 1
+    allowed = again(path, tmp_path / "shown", evaluate__show_training_images=True)
+    text = report.write_page([allowed]).read_text()
+    assert images_of(allowed).split == "training" and "neighbours</h2>" in text
+    assert "This section shows training images" in text
 
 
 def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +177,7 @@ def test_a_page_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     untrained(made(tmp_path / "b")).joinpath("encoder.json").rename(path / "encoder.json")
     (tmp_path / "b/encoder.safetensors").rename(path / "encoder.safetensors")
     text = report.write_page([path]).read_text()
-    assert text.count("data.name=cifar10: ") == 3  # partition, map, neighbours
+    assert text.count("data.name=cifar10: ") == 2  # partition and map
     assert "AssertionError" not in text
 
 
@@ -181,6 +194,6 @@ def test_a_section_that_fails_leaves_the_others(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Mock(side_effect=ZeroDivisionError("never mind"))
-    monkeypatch.setattr(embeddings, "embed_test_images", broken)
+    monkeypatch.setattr(embeddings, "embed_images", broken)
     text = report.write_page([trained], tmp_path / "page.html").read_text()
     assert "it could not be made (ZeroDivisionError: never mind)" in text

@@ -66,7 +66,10 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
         assert not kinds and "every image leaves its site" in sheet.verdict and not notes
     else:
         tasks = algorithm.tasks().values()
-        assert kinds == {t.name: "mean" if t.seen == "mean" else "single" for t in tasks}
+        small = {t.name for t in tasks if t.is_logged or t.reveals == "loss"}
+        assert kinds == {t.name: "log" if t.name in small else "readable" for t in tasks}
+        assert sorted(kinds.values(), reverse=True) == list(kinds.values())  # the readable first
+        assert text.count('class="readable"') == len(kinds) - len(small)
     assert ("a simulation in one process" in text) == bool(kinds)
     assert ("each client's own reply" in sheet.verdict) == bool(algorithm.asked(False, "each"))
     logged = name in ("fedu", "fedema", "featarc")
@@ -76,9 +79,10 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
     assert not any("folder's name" in note for note in notes)
     assert "it could not be made" not in text
     for row in sheet.rows:
-        assert f"<code>{row.task}</code>" in text and row.content in text and row.seen in text
+        assert f"<code>{row.task}</code>" in text and row.content in text
+        assert f"</span>{row.seen.removeprefix('unmasked')}" in text or f">{row.seen}<" in text
     if name == "standalone":
-        assert sheet.verdict.endswith("each trained alone and sent only its loss.")
+        assert sheet.verdict.endswith("each trains alone and sends only its loss.")
         assert [row.content for row in sheet.rows] == ["Its loss, nothing else"]
 
 
@@ -102,11 +106,14 @@ def test_secure_sums(tmp_path: Path) -> None:
     words = (*WORDS["fedavg"], *SECURE)
     path = made(tmp_path / "a", words, None, lines(words))
     sheet = sheet_of(path)
-    assert sheet.verdict == "No image left a client; the server learned only sums over the clients."
+    assert (
+        sheet.verdict == "No image leaves a client; the server learns only sums over the clients."
+    )
     assert [row.visibility for row in sheet.rows] == ["masked"]
     secure = sheet.protection["Secure sums"]
     assert secure.startswith("on") and "at least 4 of the 5 clients of a round" in secure
-    assert "a simulation in Flower's worker processes" in page_of(path)
+    text = page_of(path)
+    assert "a simulation in Flower's worker processes" in text and 'class="masked">masked<' in text
     early = sheet_of(made(tmp_path / "b", words)).protection["Secure sums"]
     assert "at least 67% of a round's clients, and three," in early
     logged = sheet_of(made(tmp_path / "c", (*WORDS["fedema"], *SECURE)))
@@ -147,8 +154,8 @@ def test_noise_of_each_norm(name: str, more: tuple[str, ...], said: str, tmp_pat
 def test_robust_means_show_single_replies(tmp_path: Path) -> None:
     words = (*WORDS["dcco"], "cohort.average=median")
     sheet = sheet_of(made(tmp_path / "a", words, None, lines(words)))
-    assert [row.visibility for row in sheet.rows] == ["single"] * 3
-    assert "“locate” and “encode” and “descend” and compared them" in sheet.verdict
+    assert [row.visibility for row in sheet.rows] == ["readable"] * 3
+    assert "“locate” and “encode” and “descend” and compares them" in sheet.verdict
     assert sheet.protection["Secure sums"] == "off, and not possible with these settings"
 
 

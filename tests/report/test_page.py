@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from made_runs import NASTY, again, made
+from made_runs import NASTY, again, made, scored
 
 import fedssl
 from fedssl import config, report
@@ -168,6 +168,33 @@ def test_no_overflow(browser: Any, two: Path, width: int, scheme: str) -> None:
         assert len(found.page.screenshot(full_page=True)) > 10_000
 
 
+def test_a_narrow_screen_says_that_a_table_scrolls(browser: Any, two: Path) -> None:
+    for width, hinted in ((390, True), (1400, False)):
+        with Opened(browser, two, width) as found:
+            found.page.wait_for_timeout(100)
+            hints = found.page.locator("section#result .scroll, section#messages .scroll")
+            assert hints.count() > 1 and hints.first.is_visible() == hinted
+
+
+def test_curves_that_do_not_change_are_a_sentence(tmp_path: Path) -> None:
+    bytes_of = {1: (1_040_000, 500), 2: (1_000_000, 900)}
+    lines = tuple(
+        {"round": k, "loss": 3.0 - k, "epsilon": 2.5, "bytes_up": up, "bytes_down": down}
+        for k, (up, down) in bytes_of.items()
+    )
+    text = report.write_page([made(tmp_path / "a", (), None, lines)]).read_text()
+    drawn = {panel["title"]: panel["series"][0]["y"] for panel in block(text)["lines"]}
+    assert drawn == {"Loss": [2.0, 1.0], "Bytes down per round, all clients": [500, 900]}
+    assert "Bytes up per round, all clients: 1.0 MB ε spent: 2.5" in plain(text)
+
+
+def test_the_page_begins_with_what_was_learned(tmp_path: Path) -> None:
+    text = plain(report.write_page([made(tmp_path / "a", (), scored(70, 80))]).read_text())
+    learned = "-10.0 points against an untrained encoder (knn). Likely reason: too few rounds"
+    assert learned in text and text.index(learned) < text.index("Result")
+    assert "Accuracy of each client" not in text  # no client was evaluated
+
+
 def test_print_is_black_on_white(browser: Any, two: Path) -> None:
     with Opened(browser, two, 720, color_scheme="dark") as found:
         found.page.emulate_media(media="print", color_scheme="dark")
@@ -214,8 +241,6 @@ def test_numbers_equal_the_files(one: Path, trained: Path) -> None:
     assert loss["y"] == [line["loss"] for line in lines]
     knn = panels["Accuracy"]["series"][0]
     assert knn["y"] == [line["knn_top1"] for line in lines if "knn_top1" in line]
-    up = panels["Bytes up per round, all clients"]["series"][0]
-    assert up["y"] == [line["bytes_up"] for line in lines]
     speed = panels["Images per second"]["series"][0]
     assert speed["y"] == pytest.approx([line["images"] / line["seconds"] for line in lines])
     rows = {row["name"]: row["mean"] for row in data["dots"][0]}
@@ -229,7 +254,7 @@ def test_numbers_equal_the_files(one: Path, trained: Path) -> None:
     )
     assert sum(map(sum, data["bars"][0]["held"])) == sum(own["samples"] for own in run.clients)
     seen = plain(text)
-    assert f"dcco first 0 finished {run.summary['knn_top1']:.1f} %" in seen.replace("\xa0", " ")
+    assert f"dcco {run.summary['knn_top1']:.1f} %" in seen.replace("\xa0", " ")
     scores = run.summary["per_client"]["global"]
     assert f"{min(scores.values()):.1f} (client " in seen
     assert f"{max(scores.values()):.1f} (client " in seen
@@ -295,7 +320,7 @@ def test_an_unfinished_run(trained: Path, tmp_path: Path) -> None:
     assert "Not finished: round 3 of 50" in seen
     assert "the run has not ended" in seen
     last = [line["knn_top1"] for line in RunReader(half).lines() if "knn_top1" in line][-1]
-    assert f"not finished: 3 of 50 {last:.1f} %" in seen.replace("\xa0", " ")
+    assert f"dcco {last:.1f} %" in seen.replace("\xa0", " ")
     for name in ("metrics.jsonl", "clients.json"):
         (half / name).unlink()
     seen = plain(report.write_page([half]).read_text())
@@ -329,7 +354,7 @@ def test_a_number_that_is_not_finite_leaves_all_figures(
 def test_missing_data_leaves_the_other_sections(named: Path, tmp_path: Path) -> None:
     gone = again(named, tmp_path / "gone", data__root=str(tmp_path / "nowhere"))
     text = report.write_page([gone]).read_text()
-    assert "data.root" in plain(text).split("Map of test images")[-1]
+    assert "data.root" in plain(text).split("Map of images")[-1]
     # Sizes are in the run's own folder.
     assert block(text)["bars"][0]["sizes"] == [12, 12] and "map" not in block(text)
 
@@ -353,7 +378,7 @@ def test_a_hundred_thousand_rounds(browser: Any, trained: Path, tmp_path: Path) 
     assert path.stat().st_size < 15e6
     with Opened(browser, path) as found:
         assert found.seconds < 3
-        assert found.page.locator("figure.lines .curve").count() > 3
+        assert found.page.locator("figure.lines .curve").count() >= 1
     loss = block(path.read_text())["lines"][0]["series"][0]
     assert len(loss["x"]) <= curves.MOST_POINTS
     assert (loss["x"][0], loss["x"][-1]) == (1, 100_000)
@@ -394,7 +419,7 @@ TINY = ("rounds=1", "evaluate.baselines=[]", "evaluate.protocols=knn")
 @pytest.mark.page
 def test_a_run_leaves_its_page(tmp_path: Path) -> None:
     assert main(["run", *TINY, "--out", str(tmp_path / "a")]) == 0
-    assert "Map of test images" in (tmp_path / "a/report.html").read_text()
+    assert "Map of images" in (tmp_path / "a/report.html").read_text()
     keys: dict[str, Any] = {"evaluate__baselines": [], "evaluate__protocols": ["knn"]}
     fedssl.train(out=tmp_path / "b", rounds=1, **keys)
     assert (tmp_path / "b/report.html").exists()

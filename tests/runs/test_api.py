@@ -176,7 +176,8 @@ def test_the_first_round_is_not_in_the_estimate(
 ) -> None:
     """It compiles: 100 s, and each of the others takes 10."""
     clock = iter([0.0, 100.0, 110.0, 120.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(progress.status, "is_due", lambda: True)
     bar = progress.Progress("mine", 5)
     for round in (1, 2, 3):
         bar.update(round, 0.5, 1000)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from fedssl import config
 from fedssl.cli.recipes import format_recipes
 from fedssl.runs.result import format_result
@@ -63,3 +65,20 @@ def test_a_prefix_lists_recipes_with_the_papers_numbers() -> None:
     assert line.endswith("the figure prints no number")
     (_, line) = format_recipes("decssl/figure2/standalone/labels-5").splitlines()
     assert line.endswith("the paper has no such row") and "prints" not in line
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("pattern", [None, "fedema/table3"])
+def test_a_table_fits_its_terminal_and_loses_no_letter(pattern: str | None, width: int) -> None:
+    wide, narrow = format_recipes(pattern), format_recipes(pattern, width)
+    assert max(map(len, narrow.splitlines())) <= width < max(map(len, wide.splitlines()))
+    # Long words are cut in two, but every letter is there.
+    assert sorted("".join(narrow.split())) == sorted("".join(wide.split()))
+
+
+def test_measures_become_rows_in_a_narrow_terminal() -> None:
+    table = {"untrained": {f"linear@{n}_top1": 50.0 for n in (10, 50, 100, 500)}, "dcco": {}}
+    assert len(format_measures(table, 100).splitlines()) == 3
+    lines = format_measures(table, 60).splitlines()
+    assert lines[0].split() == ["untrained", "dcco"] and len(lines) == 5
+    assert lines[1].split() == ["linear,", "10", "labels", "50.0", "%", "–"]

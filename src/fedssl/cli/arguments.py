@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -28,6 +29,16 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty name; give one, or . for the current folder")
     return Path(text)
+
+
+def load_torch() -> None:
+    """Import torch and say so: on a slow disk this takes many seconds."""
+    if "torch" in sys.modules:
+        return
+    from fedssl.util.status import stage_without_threads
+
+    with stage_without_threads("loading PyTorch"):
+        import torch  # noqa: F401
 
 
 RECIPE = "a recipe's name or file (default: the digits demonstration), and keys to change"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedssl.cli.arguments import Commands, path
+from fedssl.cli.arguments import Commands, load_torch, path
 
 COCO = (
     "holds annotations/instances_NAME.json with its images in the folder NAME, for one NAME that "
@@ -94,6 +94,7 @@ def add_detect(commands: Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.encoder import export
 
     for line in export.export(options.run, options.format, options.out):
@@ -102,6 +103,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _embed(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.encoder import embed
 
     done = embed.embed(options.run, options.images, options.to, options.batch, options.device)
@@ -110,6 +112,7 @@ def _embed(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.encoder.search import search
     from fedssl.util.text import printable
 

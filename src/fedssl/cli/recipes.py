@@ -6,7 +6,7 @@ import argparse
 
 from fedssl import config
 from fedssl.cli.arguments import Commands, complete_with
-from fedssl.util.text import align_columns, name_measure
+from fedssl.util.text import align_columns, name_measure, terminal_width
 
 
 def add_recipes(commands: Commands) -> None:
@@ -20,15 +20,15 @@ def add_recipes(commands: Commands) -> None:
 
 
 def _recipes(options: argparse.Namespace) -> int:
-    print(format_recipes(options.pattern))
+    print(format_recipes(options.pattern, terminal_width()))
     return 0
 
 
-def format_recipes(pattern: str | None = None) -> str:
+def format_recipes(pattern: str | None = None, width: int | None = None) -> str:
     """Format the recipes that match a pattern, or one line for each table without a pattern."""
     lines = [["recipe", "what it reproduces", "the paper's number"]]
     if pattern is not None:
-        return align_columns([*lines, *map(describe_recipe, config.match_recipes(pattern))])
+        return align_columns([*lines, *map(describe_recipe, config.match_recipes(pattern))], width)
     tables = {}
     for name in config.list_recipes():
         table = config.find_table(name)
@@ -39,7 +39,7 @@ def format_recipes(pattern: str | None = None) -> str:
         else:
             count = f"{len(table.cells())} recipes: fedssl recipes {name}"
             lines.append([name, f"{table.title}: {table.about}", count])
-    return align_columns(lines)
+    return align_columns(lines, width)
 
 
 def describe_recipe(name: str) -> list[str]:

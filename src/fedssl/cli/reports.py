@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fedssl.cli.arguments import Commands, path
+from fedssl.cli.arguments import Commands, load_torch, path
 
 RUNS = "a run's folder, or the folder of a sweep or a table, for all its runs"
 
@@ -32,6 +32,7 @@ def add_compare(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl import report
 
     print(report.write_page(options.runs, options.out))
@@ -39,7 +40,9 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.report import comparison
+    from fedssl.util.text import terminal_width
 
-    print(comparison.table(options.runs))
+    print(comparison.table(options.runs, terminal_width()))
     return 0

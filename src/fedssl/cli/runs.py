@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl import config
-from fedssl.cli.arguments import Commands, add_words, complete_with, path, split_words
+from fedssl.cli.arguments import (
+    Commands,
+    add_words,
+    complete_with,
+    load_torch,
+    path,
+    split_words,
+)
 from fedssl.runs.folder import SWEEP, check_alone, find_config, make_folder
 from fedssl.util.errors import UserError, format_resume
+from fedssl.util.text import terminal_width
 
 REPRODUCE = """examples:
   fedssl reproduce fedema/table3                          every cell of a table, one after another
@@ -75,6 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     else:
         recipe = config.read_recipe(name)
     tree = config.apply_words(recipe, words)
+    load_torch()
     # Words without lists, for a sweep's folder, are an error that the sweep reports.
     if config.find_sweep(tree) or (held is not None and held.name == SWEEP):
         notes = list(config.find_omissions(recipe, tree))
@@ -84,6 +93,8 @@ def _run(options: argparse.Namespace) -> int:
 
     from fedssl import report
     from fedssl.runs import loop
+    from fedssl.runs.outcome import judge_run
+    from fedssl.runs.reader import RunReader
     from fedssl.runs.result import format_cost, format_result
 
     if not options.resume and find_config(out) is None:
@@ -93,10 +104,13 @@ def _run(options: argparse.Namespace) -> int:
     except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     try:
-        print(format_result(summary, settings))
+        print(format_result(summary, settings, terminal_width()))
     finally:  # also when the table cannot be printed
-        report.write_page_or_warn(out)
-    print(f"\n{format_cost(summary)}\n{out}")
+        page = report.write_page_or_warn(out)
+    print(f"\n{format_cost(summary)}")
+    if outcome := judge_run(RunReader(out)):
+        print(outcome.sentence)
+    print(f"Run: {out}" if page is None else f"Report: {page.absolute().as_uri()}")
     return 0
 
 
@@ -115,13 +129,14 @@ def _sweep(tree: config.Recipe, out: Path, resume: bool, notes: Sequence[str]) -
     except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     if summaries:
-        print(sweep.format_table(summaries))
+        print(sweep.format_table(summaries, terminal_width()))
     total = len(sweep.list_runs(tree))
     print(f"\n{len(summaries)} of {total} runs\n{out}")
     return 0 if len(summaries) == total else 1
 
 
 def _reproduce(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.runs import loop, reproduce
     from fedssl.runs.paper_table import format_tables
 
@@ -131,16 +146,17 @@ def _reproduce(options: argparse.Namespace) -> int:
     except (loop.Interrupted, KeyboardInterrupt):
         finished = [job for job in jobs if job.summary() is not None]
         if finished:
-            print(format_tables(finished, options.words))
+            print(format_tables(finished, options.words, terminal_width()))
         print("fedssl: stopped. The same command continues from here.", file=sys.stderr)
         return 130
-    print(format_tables(jobs, options.words))
+    print(format_tables(jobs, options.words, terminal_width()))
     return 1 if failed else 0
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.runs.reevaluate import evaluate
     from fedssl.util.text import format_measures
 
-    print(format_measures(evaluate(options.run, options.words)))
+    print(format_measures(evaluate(options.run, options.words), terminal_width()))
     return 0

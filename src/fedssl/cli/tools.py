@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from fedssl import config
-from fedssl.cli.arguments import Commands, add_words, path, split_words
+from fedssl.cli.arguments import Commands, add_words, load_torch, path, split_words
 from fedssl.util.files import check_suffix
 
 
@@ -49,6 +49,7 @@ def _partition(options: argparse.Namespace) -> int:
     if options.out is not None:
         check_suffix(options.out, "--out", ".png")
 
+    load_torch()
     from fedssl.data import charts
     from fedssl.data.client_table import format_table
     from fedssl.data.dirichlet import describe_imbalance
@@ -58,13 +59,17 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.runs.sources import find_sources
     from fedssl.runs.split import split_clients
     from fedssl.util.device import pick_device
+    from fedssl.util.status import stage
+    from fedssl.util.text import terminal_width
 
-    dataset = load_dataset(settings.data, settings.split_seed)
-    sources = find_sources(settings, dataset, pick_device(settings.device))
-    groups = split_clients(settings, dataset, sources)
+    with stage("loading the images"):
+        dataset = load_dataset(settings.data, settings.split_seed)
+        sources = find_sources(settings, dataset, pick_device(settings.device))
+        groups = split_clients(settings, dataset, sources)
     labels = sources.labels.numpy()
     names = client_names(settings.partition, groups, dataset)
-    print(format_table(groups, labels, sources.names, names, sources.kind))
+    width = terminal_width()
+    print(format_table(groups, labels, sources.names, names, sources.kind, width))
     partition = settings.partition
     for note in (*describe_imbalance(partition, groups.sizes), *describe_clusters(partition)):
         print(f"fedssl: {note}", file=sys.stderr)

@@ -24,6 +24,7 @@ from fedssl.config.recipe_files import list_recipes as list_recipes
 from fedssl.config.recipe_files import match_recipes as match_recipes
 from fedssl.config.recipe_files import read_recipe as read_recipe
 from fedssl.config.recipe_files import read_yaml as read_yaml
+from fedssl.config.schema import OWN_DATA as OWN_DATA
 from fedssl.config.schema import TIMM as TIMM
 from fedssl.config.schema import Augment as Augment
 from fedssl.config.schema import Cohort as Cohort

@@ -19,6 +19,7 @@ from fedssl.util.errors import UserError, suggest
 DataName = Literal[
     "digits", "fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet", "folder", "paired"
 ]
+OWN_DATA = ("folder", "paired")  # names of data that the user brings; others are published
 
 
 def _check_name(key: str, name: str, known: tuple[str, ...], *others: str) -> None:
@@ -316,7 +317,8 @@ class Evaluate:
         nonempty=True,
         affects="evaluation",
         help="Protocols after training, such as `knn`, `linear`, `linear@500` (with 500 labels) or "
-        "`semi@10%`. `null`: `knn` and `linear`, or `unlabeled` if there are no labels.",
+        "`semi@10%`. `null`: `knn` and `linear`, or `unlabeled` and `transfer` if there are no "
+        "labels.",
     )
     every: int = key(
         0,
@@ -370,6 +372,12 @@ class Evaluate:
         (),
         affects="monitoring",
         help="Algorithms to train with the same settings, for comparison.",
+    )
+    show_training_images: bool = key(
+        False,
+        affects="nothing",
+        help="Show training images in the report where there are no test images. Only people who "
+        "may see them should get the report.",
     )
     drift: bool = key(
         False,

@@ -42,6 +42,7 @@ def format_table(
     classes: Sequence[str],
     names: Sequence[str] = (),
     kind: str = "classes",
+    width: int | None = None,
 ) -> str:
     """Format who holds what as plain text; ``names`` are the clients', ``kind`` the labels'."""
     used = len(groups.members)
@@ -62,7 +63,7 @@ def format_table(
         )
         cells = _class_cells(held[:MOST_CLIENTS], classes, kind)
         rows = [a + b for a, b in zip(rows, cells, strict=True)]
-    lines += ["", align_columns(rows)]
+    lines += ["", align_columns(rows, width)]
     if len(groups) > MOST_CLIENTS:
         lines.append(f"… and {len(groups) - MOST_CLIENTS} more clients")
     return "\n".join(lines)

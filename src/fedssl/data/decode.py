@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import statistics
-import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
-from tqdm import tqdm
 
 from fedssl.data.cache import Meta, grow_array, load_or_build
 from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.util.errors import UserError
+from fedssl.util.status import stage
 from fedssl.util.text import printable, shorten_list
 
 CHUNK = 32  # images that a thread decodes in one go
@@ -89,17 +88,6 @@ def list_failures(files: Mapping[str, str]) -> str:
     """Name the first few files with their reasons, and count the others."""
     named = [f"{printable(path)} ({reason})" for path, reason in files.items()]
     return shorten_list(named, MOST_NAMED)
-
-
-@contextlib.contextmanager
-def show_progress(total: int, text: str) -> Iterator[Callable[[int], object]]:
-    """Show a bar on a terminal, one plain line elsewhere; yield the function that advances it."""
-    if sys.stderr.isatty():
-        with tqdm(total=total, desc=text, unit=" images") as bar:
-            yield bar.update
-    else:
-        print(f"{text} ...", file=sys.stderr, flush=True)
-        yield lambda count: None
 
 
 # One image -----------------------------------------------------------------------------------
@@ -222,12 +210,12 @@ def _decode_into(
     total = sum(map(len, splits.values()))
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow's remarks on odd files, one for each
-        show_progress(total, f"decoding {total} images of {root}") as advance,
+        stage(f"decoding {total:,} images of {root}", total) as progress,
     ):
         size = size or _common_size(root, splits.values())
         for split, rows in splits.items():
             paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
-            count, failed = _decode_split(root, rows, size, paths, advance)
+            count, failed = _decode_split(root, rows, size, paths, progress.advance)
             if not count:
                 problem = f"no image for {split} can be read"
                 fix = "Replace the files, or remove them all."

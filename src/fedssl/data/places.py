@@ -36,7 +36,7 @@ def name_images(data: config.Data) -> tuple[str, str]:
 
 def use_local_copy(data: config.Data) -> config.Data:
     """Point ``data.root`` at the copy on this machine; never download."""
-    is_here = data.name in ("digits", "folder", "paired") or plugins.is_own(data.name)
+    is_here = data.name in ("digits", *config.OWN_DATA) or plugins.is_own(data.name)
     if data.root is not None or is_here:
         return data
     folders = list_folders(data, data.name)
@@ -51,7 +51,7 @@ def use_local_copy(data: config.Data) -> config.Data:
 def check_root(data: config.Data) -> None:
     """Check that ``data.root`` is given where it is needed, and is a folder that can be read."""
     if data.root is None:
-        if data.name in ("folder", "paired"):
+        if data.name in config.OWN_DATA:
             fix = "Set data.root to the folder with the images."
             raise UserError("data.root is not set", key="data.name", value=data.name, fix=fix)
         return

@@ -26,11 +26,12 @@ from torch.nn import functional
 from fedssl import config
 from fedssl.data.cache import Meta, grow_array, load_or_build, replace_folder
 from fedssl.data.dataset import Dataset, Split
-from fedssl.data.decode import Pixels, show_progress
+from fedssl.data.decode import Pixels
 from fedssl.data.folders import SplitFiles, find_split, load_files
 from fedssl.data.image_files import File, digest_files
 from fedssl.data.places import cache_folder, data_root, list_folders, name_images, root_error
 from fedssl.util.errors import UserError
+from fedssl.util.status import stage
 
 TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 TINY_MD5 = "90528d7ca1a48142e341f4ef8d21d0de"
@@ -139,7 +140,7 @@ def _write_arrays(
         raise UserError(str(error), key=key, value=value, fix="Replace the file.") from None
     contents = {}
     total = sum(len(labels) for _, labels in raw.values())
-    with show_progress(total, f"preparing {total} images of {data.name}") as advance:
+    with stage(f"preparing {total:,} images of {data.name}", total) as progress:
         for split, (parts, labels) in raw.items():
             numbers = labels.astype(np.int64)
             np.save(new / f"{split}-labels.npy", numbers)
@@ -148,7 +149,7 @@ def _write_arrays(
                 for block in _blocks(parts):
                     digest.update(np.ascontiguousarray(block).data)
                     append(resize(torch.from_numpy(block), data.size or block.shape[-1]).numpy())
-                    advance(len(block))
+                    progress.advance(len(block))
             contents[split] = digest.hexdigest()
     return {"classes": list(classes), "contents": contents}
 

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
-from fedssl.data.decode import decode_files, list_failures, show_progress
+from fedssl.data.decode import decode_files, list_failures
 from fedssl.data.image_files import find_images, image_extensions
 from fedssl.encoder.load import ImageEncoder, load_encoder
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 from fedssl.util.files import replace_output
+from fedssl.util.status import say, stage
 from fedssl.util.text import printable
 
 Rows = NDArray[np.float32]
@@ -138,7 +138,7 @@ def embed_files(
     with (
         warnings.catch_warnings(),
         contextlib.closing(decode_files(files, encoder.height, encoder.channels)) as decoded,
-        show_progress(len(files), text) as update,
+        stage(text, len(files)) as progress,
     ):
         warnings.simplefilter("ignore")  # Pillow warns once for each odd file
         pairs = zip(files, decoded, strict=True)
@@ -147,13 +147,13 @@ def embed_files(
             for path, pixels in part:
                 if isinstance(pixels, str):
                     skipped[printable(path)] = pixels
-                    tqdm.write(f"fedssl: {printable(path)}: skipped ({pixels})", file=sys.stderr)
+                    say(f"fedssl: {printable(path)}: skipped ({pixels})")
                 else:
                     squares[path] = pixels
             if squares:
                 images = torch.from_numpy(np.stack(list(squares.values())))
                 yield list(squares), encoder.embed_bytes(encoder.crop(images))
-            update(len(part))
+            progress.advance(len(part))
 
 
 def report_skipped(images: str, count: int, skipped: dict[str, str]) -> None:

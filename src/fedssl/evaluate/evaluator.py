@@ -25,6 +25,7 @@ from fedssl.evaluate.per_client import PerClient
 from fedssl.evaluate.registry import choose_protocols, parse_protocol
 from fedssl.models.network import Tower
 from fedssl.training.trainer import Trainer
+from fedssl.util.status import stage
 
 Probes = dict[int | None, linear.Head]  # by client; None: of the global model
 MOST_EVALUATED = 5  # personal models that an evaluation averages over
@@ -69,7 +70,8 @@ class ModelEvaluator:
         for spec in specs:
             if spec not in self._protocols:
                 self._protocols[spec] = parse_protocol(spec)
-            results |= self._protocols[spec].evaluate(model)
+            with stage(spec):
+                results |= self._protocols[spec].evaluate(model)
         return results
 
     def evaluate_untrained(self, weights: Tensor) -> dict[str, float]:

@@ -16,6 +16,7 @@ from fedssl.evaluate.per_client import PerClient
 from fedssl.evaluate.plugin import PluginProtocol
 from fedssl.evaluate.probe import LinearProbe
 from fedssl.evaluate.semi import SemiSupervised
+from fedssl.evaluate.transfer import Transfer
 from fedssl.evaluate.unlabeled import Unlabeled
 from fedssl.util.errors import UserError
 
@@ -24,7 +25,7 @@ NAMES: dict[str, type[Protocol]] = {
     each.name: each
     for each in (
         *(KNN, LinearProbe, FineTuned, SemiSupervised, HeldOut, Collaborative),
-        *(Head, PerClient, Unlabeled),
+        *(Head, PerClient, Unlabeled, Transfer),
     )
 }
 TARGETS = ("knn", "linear")  # the accuracies that evaluate.targets are compared with
@@ -60,15 +61,15 @@ def choose_protocols(
 ) -> tuple[str, ...]:
     """Return the protocols of a configuration.
 
-    By default these are kNN and linear, or ``unlabeled`` without classes, and the network's own
-    classifier if it has one.
+    By default these are kNN and linear, or ``unlabeled`` and ``transfer`` without classes, and the
+    network's own classifier if it has one.
     """
     if settings.protocols is not None:
         return settings.protocols
     labels = train.full_labels
     has_classes = len(labels[labels >= 0].unique()) > 1
     has_labels = test is not None and bool((test.full_labels >= 0).any())
-    specs = ("knn", "linear") if has_labels and has_classes else ("unlabeled",)
+    specs = ("knn", "linear") if has_labels and has_classes else ("unlabeled", "transfer")
     return (*specs, "head") if has_head else specs
 
 

@@ -40,6 +40,7 @@ class Unlabeled(Protocol):
             "effective_rank": effective_rank(features),
             "alignment": alignment(first, second),
             "uniformity": uniformity(features[index.to(device)]),
+            "views_matched": views_matched(first, second),
         }
 
 
@@ -75,3 +76,14 @@ def uniformity(features: Tensor) -> float:
     """
     distances = torch.pdist(F.normalize(features.double()))
     return distances.square().mul(-2).exp().mean().log().item()
+
+
+def views_matched(first: Tensor, second: Tensor) -> float:
+    """Return the share of images, in percent, whose second view is nearest to their first one.
+
+    Nearest among the second views of all images, by cosine similarity. Alignment and uniformity
+    both change with the scale of the angles between features; this share does not.
+    """
+    similarity = F.normalize(first.double()) @ F.normalize(second.double()).T
+    found = similarity.argmax(dim=1) == torch.arange(len(first), device=first.device)
+    return 100.0 * found.double().mean().item()

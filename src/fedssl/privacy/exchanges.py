@@ -9,7 +9,8 @@ from fedssl.config import Config, Privacy
 from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.task import ClientTask
 
-Visibility = Literal["single", "mean", "masked"]
+# Whether the server can read a reply. Numbers for the log, which reveal little, are apart.
+Visibility = Literal["readable", "masked", "log"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ def describe_view(config: Config, algorithm: Algorithm, task: ClientTask) -> tup
     """Return how much the server sees of a task's replies, in one word and in a sentence."""
     average, privacy, noise = config.cohort.average, config.privacy, ""
     if task.seen == "each":
-        return "single", "the server sees each client's own reply"
+        return "readable", "the server sees each client's own reply"
     if task.is_logged:
-        return "single", "single numbers of each client, for the log"
+        return "log", "single numbers of each client, for the log"
     if average != "mean":
-        return "single", f"the server sees each client's own reply, and uses their {average}"
+        return "readable", f"the server sees each client's own reply, and uses their {average}"
     if privacy.noise is not None:
         bound = task.bound(algorithm)
         norm = privacy.clip if bound is None else bound
@@ -65,7 +66,7 @@ def describe_view(config: Config, algorithm: Algorithm, task: ClientTask) -> tup
     if privacy.secure:
         return "masked", f"masked: the server learns only the sum over the clients{noise}"
     text = "unmasked: the server uses only the mean, and could see each client's own reply"
-    return "mean", text + noise
+    return "log" if task.reveals == "loss" else "readable", text + noise
 
 
 def list_exchanges(config: Config) -> str:

@@ -85,6 +85,30 @@ def describe_leaks(
     return f"Privacy: {'; '.join(parts)}. See docs/privacy.md."
 
 
+def summarize_risks(
+    config: Config, algorithm: Algorithm, sizes: Sequence[int], names: Sequence[str] = ()
+) -> str | None:
+    """Return the most serious risk in one short line, or ``None``."""
+    if leaks := find_leaks(config, algorithm, sizes):
+        images = any(risk.reveals == "image" for risk, _ in leaks)
+        learned = f"could recover {'' if images else 'encodings of '}single images"
+        if not config.privacy.secure:
+            used = {client for _, few_used in leaks for client in few_used}
+            learned += f" ({_name_clients(sorted(used), len(sizes), names)})"
+    elif gathered := algorithm.asked(config.privacy.secure, "each"):
+        learned = f"sees each client's reply to {', '.join(task.name for task in gathered)}"
+    else:
+        return None
+    return f"Privacy: the server {learned}. Details: report.html."
+
+
+def _name_clients(used: Sequence[int], clients: int, names: Sequence[str]) -> str:
+    if len(used) == clients:
+        return "all clients"
+    own_names = [names[k] for k in used if k < len(names) and names[k] != str(k)]
+    return shorten_list(own_names, 2) if own_names else f"{len(used):,} of {clients:,} clients"
+
+
 def _describe_use(
     config: Config, used: Mapping[int, int], clients: int, names: Sequence[str]
 ) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.runs.reader import find_runs
 from fedssl.util import files
 from fedssl.util.errors import UserError
-
-SILENT_SECONDS = 3.0  # before progress is printed
+from fedssl.util.status import stage
 
 
 def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
@@ -23,14 +21,11 @@ def write_page(runs: Sequence[str | Path], out: Path | None = None) -> Path:
     files.check_suffix(target, "--out", ".html", ".htm")
     found = find_runs(runs)
     files.make_output_folder(target.parent, "--out")
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        if time.monotonic() - started > SILENT_SECONDS:
-            print(f"report: {text}", file=sys.stderr)
-
-    with files.replace_output(target, "--out", private=True) as new:  # it shows images
-        new.write_text(build_page(found, say), encoding="utf-8")
+    with (
+        stage("writing the report"),
+        files.replace_output(target, "--out", private=True) as new,  # it shows images
+    ):
+        new.write_text(build_page(found), encoding="utf-8")
     return target
 
 
@@ -45,10 +40,11 @@ def _choose_file(runs: Sequence[str | Path]) -> Path:
     return (above.parent if above in folders else above) / "report.html"
 
 
-def write_page_or_warn(run: Path) -> None:
+def write_page_or_warn(run: Path) -> Path | None:
     """Write the page of a run that has ended; only warn if that fails."""
     try:
-        write_page([run])
+        return write_page([run])
     except Exception as error:  # the run itself succeeded
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         print(f"fedssl: no report.html: {' '.join(text.split())}", file=sys.stderr)
+        return None

@@ -24,7 +24,6 @@ ORDER: tuple[Kind, ...] = ("run", "baseline", "untrained", "paper")
 IGNORED = config.keys_affecting(config.Config, "nothing", "speed") | {"seed"}
 # Keys that name no group: those that change no model, and those that every row shows.
 UNNAMED = config.keys_affecting(config.Config, "evaluation", "monitoring") | {"algorithm.name"}
-OWN_DATA = ("folder", "paired")  # data.name where data.root says which images
 LABEL_FIRST = ("data.", "objective.", "partition.", "rounds", "algorithm.", "encoder.")
 MOST_NAMES = 5  # in a sentence
 
@@ -104,7 +103,7 @@ class Comparison:
         return [measure for measure in self.measures if measure in NOT_PERCENT]
 
 
-def table(runs: Sequence[str | Path]) -> str:
+def table(runs: Sequence[str | Path], width: int | None = None) -> str:
     """Return a table of runs for the terminal, with remarks below it."""
     comparison = compare(find_runs(runs))
     measures = comparison.measures
@@ -113,7 +112,7 @@ def table(runs: Sequence[str | Path]) -> str:
         values = (row.values.get(m) for m in measures)
         cells = (v.text(m) if v else "–" for m, v in zip(measures, values, strict=True))
         lines.append([row.name, *row.about, *cells])
-    return "\n\n".join([align_columns(lines), *comparison.remarks])
+    return "\n\n".join([align_columns(lines, width), *comparison.remarks])
 
 
 def compare(runs: Sequence[RunReader]) -> Comparison:
@@ -268,7 +267,7 @@ def _remarks(runs: Sequence[RunReader], names: Mapping[Path, str]) -> Iterator[s
 def _data_set(run: RunReader) -> str:
     """Name a run's images."""
     data = run.settings.data
-    return f"{data.name} {data.root}" if data.name in OWN_DATA else data.name
+    return f"{data.name} {data.root}" if data.name in config.OWN_DATA else data.name
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from fedssl.util.text import format_client, name_measure
 
 MOST_POINTS = 1500  # of one curve
 ALL_POINTS, FEWEST_POINTS = 12_000, 200  # of all runs' curves of a measure; of a curve even then
+FLAT = 0.05  # of the most bytes of a round: a smaller difference is no curve worth drawing
 # Title and unit by measure, in the order of the page; accuracies follow the first.
 TITLES = {
     "loss": ("Loss", ""),
@@ -49,6 +50,16 @@ class Series:
     total: int  # points before thinning
     extremes: list[tuple[float, int]]  # first, last, lowest and highest value with their rounds
 
+    @property
+    def lowest(self) -> float:
+        """The lowest value."""
+        return self.extremes[2][0]
+
+    @property
+    def highest(self) -> float:
+        """The highest value."""
+        return self.extremes[3][0]
+
     @classmethod
     def from_curve(cls, name: str, colour: int, curve: Curve, most: int) -> Series:
         """Keep at most ``most`` points of a curve."""
@@ -70,6 +81,7 @@ class Panel:
     series: list[Series] = field(default_factory=list)
     colours: int = 0
     legend: bool = False
+    is_flat: bool = False  # a sentence says the values better
 
     @property
     def order(self) -> tuple[float, str]:
@@ -104,6 +116,9 @@ def draw_panels(histories: Sequence[tuple[str, History]]) -> list[Panel]:
                 panel.series.append(series)
         panel.colours = max(many, len(panel.series))
         panel.legend = panel.colours > 1
+        slack = FLAT if panel.unit == "B" else 0.0
+        each = (one.highest - one.lowest <= slack * abs(one.highest) for one in panel.series)
+        panel.is_flat = len(panel.series) <= many and all(each)
     return sorted(panels.values(), key=lambda panel: panel.order)
 
 

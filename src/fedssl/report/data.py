@@ -96,7 +96,7 @@ def load_holdings(data: RunData) -> Holdings:
     sizes = groups.sizes.tolist()
     labels = assigned.labels.numpy()
     if not (labels[groups.members] >= 0).any():
-        return Holdings(names, sizes, remark="There are no labels to tell classes by.")
+        return Holdings(names, sizes, remark="The images have no labels.")
     held = count_labels(groups, labels, len(assigned.names))[:MOST_CLIENTS]
     classes = list(assigned.names) or [str(c) for c in range(held.shape[1])]
     apart = mean_distance(groups, labels)

@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from fedssl.config import Config, SourceParams, variant
-from fedssl.report.comparison import OWN_DATA
+from fedssl.config import OWN_DATA, Config, SourceParams, variant
 from fedssl.runs.reader import RunReader
 
 # Settings of a partition that go without saying.

@@ -1,4 +1,4 @@
-"""Test images as the encoder sees them: a map, and each image's nearest neighbours."""
+"""Images as the encoder sees them: a map, and each image's nearest neighbours."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ MOST_IMAGES = 1000
 TILE = 32  # pixels per side of a thumbnail, at most
 QUERIES, NEIGHBOURS = 8, 5
 COMPONENTS, ITERATIONS = 50, 500  # of t-SNE: its input's dimensions, and its steps
+HIDDEN = (
+    "there are no test images, and training images are shown only if you allow it: set "
+    "evaluate.show_training_images: true in the run's config.yaml, and call fedssl report again"
+)
 Ints = NDArray[np.int64]
 
 
@@ -42,8 +46,8 @@ class Thumbnails:
 
 
 @dataclass(frozen=True)
-class TestImages:
-    """Test images with their embeddings in the plane and their neighbours."""
+class ShownImages:
+    """Images with their embeddings in the plane and their neighbours."""
 
     model: str
     projection: str  # how points were computed
@@ -55,7 +59,8 @@ class TestImages:
     before: Ints  # neighbours of each image before training
     after: Ints
     precision: tuple[float, float] | None  # neighbours of the right class in %, before and after
-    total: int  # test images, of which at most MOST_IMAGES are shown
+    total: int  # images, of which at most MOST_IMAGES are shown
+    split: str  # test, or training
 
     def label(self, index: int) -> int | None:
         """Return an image's class, if it has one."""
@@ -63,35 +68,35 @@ class TestImages:
         return label if 0 <= label < len(self.classes) else None
 
 
-def embed_test_images(data: RunData) -> TestImages:
-    """Embed a run's test images with its encoder and with the untrained one."""
+def embed_images(data: RunData) -> ShownImages:
+    """Embed a run's test images with its encoder and with the untrained one.
+
+    Without test images, embed training images if ``evaluate.show_training_images`` allows it.
+    """
     config, tower = data.settings, int(data.settings.evaluate.tower == "second")
     encoder = load_encoder(data.run.path, tower)
     dataset, size = data.dataset, config.evaluate.size
-    test = dataset.test
-    if test is None or not len(test):
-        raise Unavailable(
-            "the data has no test split, and training images are not shown. For the neighbours of "
-            "an image, use `fedssl search RUN IMAGE FOLDER`"
-        )
-    if size is not None and size != config.data.size:
-        test = data.resized(size).test
-        assert test is not None
-    chosen = np.arange(len(test))
-    if len(test) > MOST_IMAGES:
-        chosen = np.sort(choose(key(config.seed, "report"), len(test), MOST_IMAGES))
-    images = test.images[tower % len(dataset.train.images)][chosen]
+    has_test = dataset.test is not None and len(dataset.test) > 0
+    if not has_test and not config.evaluate.show_training_images:
+        raise Unavailable(HIDDEN)
+    resized = dataset if size in (None, config.data.size) else data.resized(size)
+    split = resized.test if has_test else resized.train
+    assert split is not None
+    chosen = np.arange(len(split))
+    if len(split) > MOST_IMAGES:
+        chosen = np.sort(choose(key(config.seed, "report"), len(split), MOST_IMAGES))
+    images = split.images[tower % len(dataset.train.images)][chosen]
     device = pick_device("auto")
     features = [
         extract(body.to(device), images).cpu()
         for body in (build_untrained(config, dataset, tower), encoder.body)
     ]
-    labels = None if test.labels is None else test.labels[chosen].cpu().numpy()
+    labels = None if split.labels is None else split.labels[chosen].cpu().numpy()
     if labels is not None and not (labels >= 0).any():
         labels = None
     before, after = map(find_neighbours, features)
     points, projection = project(features[1])
-    return TestImages(
+    return ShownImages(
         encoder.note["model"],
         projection,
         points,
@@ -102,7 +107,8 @@ def embed_test_images(data: RunData) -> TestImages:
         before,
         after,
         None if labels is None else (_precision(before, labels), _precision(after, labels)),
-        len(test),
+        len(split),
+        "test" if has_test else "training",
     )
 
 

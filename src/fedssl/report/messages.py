@@ -1,4 +1,4 @@
-"""Show what clients sent: every task, how much of it the server saw, and its bytes."""
+"""Show what clients send: every task, how much of it the server sees, and its bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from fedssl.privacy.leakage import describe_leaks
 from fedssl.report.history import History, Traffic
 from fedssl.runs.metrics import is_number
 from fedssl.runs.reader import RunReader
+
+IMPORTANCE: tuple[Visibility, ...] = ("readable", "masked", "log")
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class Sheet:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of the table."""
-        return [] if self.algorithm.pools_data else list(map(self._row, self.asked.values()))
+        """The rows of the table; the replies that the server could read come first."""
+        rows = [] if self.algorithm.pools_data else map(self._row, self.asked.values())
+        return sorted(rows, key=lambda row: IMPORTANCE.index(row.visibility))
 
     def _row(self, task: ClientTask) -> Row:
         content = task.summary if self.shares_model else "Its loss, nothing else"
@@ -62,34 +65,36 @@ class Sheet:
         """The sheet in one sentence, and a warning if replies could reveal single images."""
         if self.algorithm.pools_data:
             name = plugins.short_name(self.config.algorithm.name)
-            return f"{name} has all data in one place: in practice, every image leaves its site."
+            return f"{name} has all data in one place: at real sites, every image leaves its site."
         names, sizes = ([client[key] for client in self.run.clients] for key in ("name", "samples"))
         leaks = describe_leaks(self.config, self.algorithm, sizes, names)
         return " ".join(filter(None, (f"{self._summarize()}.", leaks)))
 
     def _summarize(self) -> str:
-        config, each = self.config, "the server saw each client's own reply to"
+        config, each = self.config, "the server sees each client's own reply to"
         if not self.shares_model:
-            return "No image and no model left a client: each trained alone and sent only its loss"
+            return (
+                "No image and no model leaves a client: each trains alone and sends only its loss"
+            )
         is_logged = any(task.seen == "log" for task in self.asked.values())
         logged = ", and single numbers of each client for its log" if is_logged else ""
         if gathered := self.algorithm.asked(config.privacy.secure, "each"):
-            return f"No image left a client, but {each} {_quote(gathered)}{logged}"
+            return f"No image leaves a client, but {each} {_quote(gathered)}{logged}"
         if config.cohort.average != "mean":
             means = self.algorithm.asked(False, "mean")
             shown = [task for task in self.asked.values() if task in means] or means
-            return f"No image left a client; {each} {_quote(shown)} and compared them{logged}"
-        text = "used only means over the clients, but it could have read each reply"
+            return f"No image leaves a client; {each} {_quote(shown)} and compares them{logged}"
+        text = "uses only means over the clients, but it could read each reply"
         if config.privacy.secure:
-            text = "learned only sums over the clients"
+            text = "learns only sums over the clients"
         epsilon = self.history.last.get("epsilon")
         if is_number(epsilon):
             text += (
-                f"; it added noise before use, so the model is ({epsilon:.3g}, "
+                f"; it adds noise before use, so the model is ({epsilon:.3g}, "
                 f"{config.privacy.delta:g})-differentially private for all data of a client, "
                 "provided that the server is trusted"
             )
-        return f"No image left a client; the server {text}{logged}"
+        return f"No image leaves a client; the server {text}{logged}"
 
     @property
     def notes(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from fedssl import __version__
+from fedssl.config import OWN_DATA
 from fedssl.report import comparison, curves, embeddings
 from fedssl.report.data import Holdings, RunData, load_holdings, try_section
 from fedssl.report.description import describe
@@ -22,7 +23,9 @@ from fedssl.report.history import History, read_history
 from fedssl.report.messages import Sheet
 from fedssl.runs.folder import format_deploy_command
 from fedssl.runs.metrics import is_number
+from fedssl.runs.outcome import Outcome, judge_run
 from fedssl.runs.reader import RunReader
+from fedssl.util.status import stage
 from fedssl.util.templates import load_templates
 from fedssl.util.text import format_bytes, format_client, name_measure
 
@@ -36,9 +39,9 @@ SECTIONS = {
     "result": "Result",
     "curves": "Curves",
     "partition": "Who holds what",
-    "messages": "What clients sent",
+    "messages": "What clients send",
     "clients": "Accuracy of each client",
-    "map": "Map of test images",
+    "map": "Map of images",
     "neighbours": "Nearest neighbours",
     "rerun": "How to run it again",
 }
@@ -51,7 +54,7 @@ class ReportedRun:
         self.run, self.label, self.settings = run, label, run.settings
         self.sentence = describe(run, seed=several)
         # The recipe for folders says how to use it, and nothing about this run.
-        has_own_data = self.settings.data.name in comparison.OWN_DATA
+        has_own_data = self.settings.data.name in OWN_DATA
         self.about = "" if has_own_data else self.settings.about
         self.is_deployed = self.settings.engine.sites is not None
         self.is_finished = run.finished
@@ -68,9 +71,14 @@ class ReportedRun:
         return try_section(lambda: load_holdings(self._data))
 
     @cached_property
-    def images(self) -> embeddings.TestImages | str:
-        """The test images with their embeddings, or why they cannot be shown."""
-        return try_section(lambda: embeddings.embed_test_images(self._data))
+    def images(self) -> embeddings.ShownImages | str:
+        """Images with their embeddings, or why they cannot be shown."""
+        return try_section(lambda: embeddings.embed_images(self._data))
+
+    @cached_property
+    def outcome(self) -> Outcome | None:
+        """What the run learned."""
+        return judge_run(self.run) if self.is_finished else None
 
     @cached_property
     def messages(self) -> Sheet:
@@ -143,6 +151,16 @@ class Page:
         self.shown, self.rest = self.runs[:MOST_SHOWN], self.runs[MOST_SHOWN:]
         self.title = f"{len(runs)} runs" if several else self.runs[0].label
 
+    @property
+    def sections(self) -> dict[str, str]:
+        """The titles of the sections that have something to show, or to explain."""
+        titles = dict(SECTIONS)
+        if not any(run.client_scores for run in self.runs):
+            del titles["clients"]
+        if all(isinstance(run.images, str) for run in self.shown):
+            del titles["neighbours"]  # the map's section gives the reason
+        return titles
+
     @cached_property
     def comparison(self) -> comparison.Comparison:
         """The models of all runs."""
@@ -168,19 +186,19 @@ class Page:
         return {run.label: first.setdefault(repr(run.holdings), run.label) for run in self.shown}
 
 
-def build_page(runs: Sequence[RunReader], say: Callable[[str], None]) -> str:
-    """Return the page's HTML; ``say`` is told what is being read."""
+def build_page(runs: Sequence[RunReader]) -> str:
+    """Return the page's HTML."""
     page = Page(runs)
     for run in page.runs:
-        say(f"{run.label}: reading its metrics")
-        _ = run.history
+        with stage(f"reading the metrics of {run.label}"):
+            _ = run.history
     for run in page.shown:
-        say(f"{run.label}: embedding its test images")
-        _ = run.images
+        with stage(f"embedding images with {run.label}"):
+            _ = run.images
     text = TEMPLATES.get_template("page.html").render(
         page=page,
         headline=_fill("headline", page),
-        sections=[(key, title, _fill(key, page)) for key, title in SECTIONS.items()],
+        sections=[(key, title, _fill(key, page)) for key, title in page.sections.items()],
         version=__version__,
         date=time.strftime("%Y-%m-%d %H:%M"),
     )

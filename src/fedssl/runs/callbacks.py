@@ -19,6 +19,7 @@ from fedssl.runs import checkpoint, loggers, metrics
 from fedssl.runs.build import Experiment
 from fedssl.runs.progress import Progress
 from fedssl.util.files import write_text
+from fedssl.util.status import stage
 
 LOGGED_ROUNDS = 2000  # loggers show no more, and a point costs as much as a small round
 CHECKPOINT_SHARE = 50  # at most one part in so many of a run's time goes into checkpoints
@@ -57,7 +58,7 @@ class Evaluation:
         # All protocols run at the end anyway.
         is_due = every and done % every == 0 and (monitor is not None or done < config.rounds)
         if is_due and evaluator.is_possible:
-            with self.experiment.overhead.timed("evaluate"):
+            with self.experiment.overhead.timed("evaluate"), stage("evaluating"):
                 line |= evaluator.evaluate_result(self.experiment.models, monitor)
 
 
@@ -127,7 +128,7 @@ class Checkpoints:
 
     def write(self) -> None:
         """Write a checkpoint now."""
-        with self.experiment.overhead.timed("checkpoint"):
+        with self.experiment.overhead.timed("checkpoint"), stage("writing a checkpoint"):
             checkpoint.write(self.out, self.experiment)
 
 

@@ -11,11 +11,13 @@ from fedssl import __version__, config
 from fedssl.config import plugins
 from fedssl.data.client_table import mean_distance
 from fedssl.evaluate import drift
+from fedssl.evaluate.unlabeled import Unlabeled
 from fedssl.models.weights import SUFFIXES
-from fedssl.runs import checkpoint, metrics
+from fedssl.runs import checkpoint, metrics, outcome
 from fedssl.runs.build import Experiment
 from fedssl.util.device import name_device
 from fedssl.util.files import save_tensors, write_json
+from fedssl.util.status import stage
 
 MOST_PERSONAL_FILES = 100
 
@@ -29,20 +31,24 @@ def list_clients(experiment: Experiment) -> list[dict[str, Any]]:
 def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Evaluate the result and an untrained network; write encoder and summary."""
     rows, result = _evaluate(experiment)
-    export(experiment, out)
+    with stage("writing the encoder"):
+        export(experiment, out)
     models, evaluator, trainer = experiment.models, experiment.evaluator, experiment.trainer
+    measure = outcome.find_measure(rows.get("untrained", {}), result)
+    if measure is not None and result[measure] < rows["untrained"][measure]:
+        rows["unlabeled"] = _measure_without_labels(experiment)
     if trainer.watched:
         features = drift.extract_features(models, evaluator)
         drift.draw_features(features, experiment.names, out / "local-features.png")
     settings = experiment.config.evaluate
     watched = settings.monitor or (evaluator.protocols if evaluator.is_possible else ())
-    measure = "linear_top1" if "linear" in watched else "knn_top1"
+    target = "linear_top1" if "linear" in watched else "knn_top1"
     summary: dict[str, Any] = {
         **result,
         "rounds": experiment.server.round,
         **metrics.totals(out, experiment.overhead.take()),
         **experiment.engine.aggregator.compute_privacy(),
-        **metrics.first_rounds(out, settings.targets, measure, result),
+        **metrics.first_rounds(out, settings.targets, target, result),
         **({"per_client": evaluator.client_scores} if evaluator.client_scores else {}),
         "judged": models.result,
         "result": result,
@@ -63,6 +69,16 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     return summary
 
 
+def _measure_without_labels(experiment: Experiment) -> dict[str, dict[str, float]]:
+    """Measure what can explain a result below the untrained encoder: have features collapsed?"""
+    evaluator = experiment.evaluator
+    with experiment.overhead.timed("evaluate"), stage("looking for the reason of a low result"):
+        return {
+            "untrained": evaluator.evaluate(experiment.untrained(), (Unlabeled.name,)),
+            "result": evaluator.evaluate_result(experiment.models, (Unlabeled.name,)),
+        }
+
+
 def _measure_label_distance(experiment: Experiment) -> dict[str, float]:
     """Measure how different the clients' labels are, in a simulation with labelled images."""
     if experiment.server.census is None:
@@ -71,16 +87,19 @@ def _measure_label_distance(experiment: Experiment) -> dict[str, float]:
     return {"label_distance": mean_distance(experiment.clients, labels)}
 
 
-def _evaluate(experiment: Experiment) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def _evaluate(experiment: Experiment) -> tuple[dict[str, Any], dict[str, float]]:
     """Measure untrained and given weights, by row, and the result."""
-    evaluator, rows = experiment.evaluator, {}
+    evaluator, rows = experiment.evaluator, dict[str, Any]()
     if not evaluator.is_possible:
         return {}, {}
     with experiment.overhead.timed("evaluate"):
-        rows["untrained"] = evaluator.evaluate_untrained(experiment.untrained())
+        with stage("evaluating an untrained encoder"):
+            rows["untrained"] = evaluator.evaluate_untrained(experiment.untrained())
         if experiment.starts_from_given:
-            rows["initial"] = evaluator.evaluate(experiment.trainer.initial)
-        return rows, evaluator.evaluate_result(experiment.models)
+            with stage("evaluating the given encoder"):
+                rows["initial"] = evaluator.evaluate(experiment.trainer.initial)
+        with stage("evaluating the trained encoder"):
+            return rows, evaluator.evaluate_result(experiment.models)
 
 
 def _describe_norms(experiment: Experiment) -> str:

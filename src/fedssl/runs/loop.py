@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,9 +39,10 @@ from fedssl.runs.folder import (
 )
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.progress import Progress
-from fedssl.runs.validate import check_environment, list_warnings
+from fedssl.runs.validate import check_environment, describe_privacy, list_warnings
 from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, write_json
+from fedssl.util.status import say, stage
 
 Say = Callable[[str], None]
 MakeCallback = Callable[[Experiment], Callback]
@@ -89,7 +89,7 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
     check_environment(settings, out)
     check_folder(settings, out, resume)
     overhead = Overhead()
-    with plugins.translate_errors(), overhead.timed("prepare"):
+    with plugins.translate_errors(), overhead.timed("prepare"), stage("preparing the run"):
         experiment = build_experiment(settings)
     experiment.overhead = overhead
     if resume:
@@ -114,7 +114,7 @@ class RunInFolder:
                 write_json(out / "clients.json", list_clients(experiment))
         experiment.engine.open(out)
         if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
-            print(f"fedssl: no checkpoint in {out}: it starts at round 1", file=sys.stderr)
+            say(f"fedssl: no checkpoint in {out}: it starts at round 1")
 
     def train(self, stop: Stop, log: MetricsLog) -> None:
         """Run the rounds that are left, where the engine's transport is open."""
@@ -127,18 +127,18 @@ class RunInFolder:
         def work() -> None:
             experiment.server.public = experiment.public
             stop.server = experiment.server
-            with contextlib.closing(bar):
-                idle = config.find_idle_keys(self.settings)
-                for warning in (*idle, *list_warnings(experiment)):
-                    bar.say(warning)
-                if not (self.out / checkpoint.FILE).exists():
-                    checkpoints.write()  # one to go back to, from the first round on
-                if experiment.server.round < rounds:
-                    with announce_compiling(experiment, bar):
-                        run_rounds(experiment, self.out, others, stop, bar.say)
+            idle = config.find_idle_keys(self.settings)
+            for warning in (*idle, *list_warnings(experiment)):
+                bar.say(warning)
+            if not (self.out / checkpoint.FILE).exists():
+                checkpoints.write()  # one to go back to, from the first round on
+            if experiment.server.round < rounds:
+                with announce_compiling(experiment, bar):
+                    run_rounds(experiment, self.out, others, stop, bar.say)
             experiment.engine.rest()
 
-        experiment.engine.drive(work)
+        with contextlib.closing(bar):  # also if the engine cannot start
+            experiment.engine.drive(work)
 
 
 def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
@@ -147,6 +147,8 @@ def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
         logs = [MetricsLog(run.experiment, run.settings, run.out) for run in runs]
         for log in logs:
             stack.callback(log.close)
+        if note := describe_privacy(runs[0].experiment):  # once: baselines have the same clients
+            say(note)
         with _stop_on_signals() as stop, plugins.translate_errors(can_resume=True):
             for run, log in zip(runs, logs, strict=True):
                 run.train(stop, log)
@@ -252,7 +254,7 @@ def _stop_on_signals() -> Iterator[Stop]:
         if stop.is_immediate:
             raise KeyboardInterrupt
         stop.requested = True
-        print("Stopping after this round. Press Ctrl-C again to stop at once.", file=sys.stderr)
+        say("Stopping after this round. Press Ctrl-C again to stop at once.")
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     try:

@@ -10,7 +10,7 @@ from fedssl.runs.reproduce import Job
 from fedssl.util.text import align_columns, name_measure
 
 
-def format_tables(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
+def format_tables(jobs: Sequence[Job], words: Sequence[str] = (), width: int | None = None) -> str:
     """Format each table: its name, our numbers beside the paper's, and how the runs differ."""
     groups: dict[str, list[Job]] = {}
     for job in choose_runs(jobs):
@@ -23,7 +23,9 @@ def format_tables(jobs: Sequence[Job], words: Sequence[str] = ()) -> str:
         chosen = [line for job in group for line in _chosen(job, jobs)]
         given = [f"with {' '.join(words)}"] if words else []
         given += _left_out(group)
-        blocks.append("\n".join([head, _grid(group), *_caption(group), *chosen, *given, folder]))
+        blocks.append(
+            "\n".join([head, _grid(group, width), *_caption(group), *chosen, *given, folder])
+        )
     return "\n\n".join(blocks)
 
 
@@ -37,7 +39,7 @@ def choose_runs(jobs: Sequence[Job]) -> list[Job]:
     return list(chosen.values())
 
 
-def _grid(jobs: Sequence[Job]) -> str:
+def _grid(jobs: Sequence[Job], width: int | None) -> str:
     """Align rows and columns, the longer side downwards."""
     cells: dict[tuple[str, str], str] = {}
     for job in jobs:
@@ -49,7 +51,7 @@ def _grid(jobs: Sequence[Job]) -> str:
         rows, columns = columns, rows
         cells = {(column, row): text for (row, column), text in cells.items()}
     body = [[row, *(cells.get((row, column), "") for column in columns)] for row in rows]
-    return align_columns([["ours (paper's)", *columns], *body])
+    return align_columns([["ours (paper's)", *columns], *body], width)
 
 
 def _label(job: Job, measure: str) -> str:

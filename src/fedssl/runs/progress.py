@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-LINE_SECONDS = 5.0
+from fedssl.util import status
 
 
 class Progress:
@@ -22,8 +23,7 @@ class Progress:
         self.images = 0
         self.settled = False
         self.started = time.monotonic()
-        self.last_line = self.started
-        self.live = sys.stderr.isatty() or in_notebook()
+        self.live = status.is_terminal() or in_notebook()
         self.bar = tqdm(
             total=rounds,
             initial=done,
@@ -33,9 +33,15 @@ class Progress:
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
             dynamic_ncols=True,
         )
+        # Shown when a round takes long. A notebook's bar is enough.
+        self._round = status.Stage(self._name_round(done + 1))
+        self._shown = contextlib.ExitStack()
+        if not in_notebook():
+            self._shown.enter_context(status.show(self._round))
 
     def close(self) -> None:
         """Leave the terminal as it was."""
+        self._shown.close()
         self.bar.close()
 
     def after_round(self, line: Mapping[str, Any]) -> None:
@@ -51,19 +57,23 @@ class Progress:
         if self.live:
             self.bar.set_postfix_str(f"{shown}, {self._rate(now):,.0f} images/s", False)
             self.bar.update(round - self.bar.n)
-        elif now - self.last_line > LINE_SECONDS or round == self.rounds:
-            self.last_line = now
+            status.note_output()
+        elif status.is_due() or round == self.rounds:
             left = (now - self.started) / (round - self.first) * (self.rounds - round)
             self.say(
-                f"{self.title} round {round}/{self.rounds}  {shown}  "
+                f"{self._name_round(round)}  {shown}  "
                 f"{self._rate(now):,.0f} images/s  {left:.0f} s left"
             )
         if not self.settled:  # the first round compiles and fills caches: the others are faster
             self.settled, self.first, self.images, self.started = True, round, 0, now
+        self._round.restart(self._name_round(round + 1))
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
-        tqdm.write(line, file=sys.stderr)
+        status.say(line)
+
+    def _name_round(self, round: int) -> str:
+        return f"{self.title} round {min(round, self.rounds)}/{self.rounds}"
 
     def _rate(self, now: float) -> float:
         return self.images / max(1e-9, now - self.started)

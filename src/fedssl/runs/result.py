@@ -11,7 +11,7 @@ from fedssl.util.text import format_bytes, format_measures
 Row = Mapping[str, float]
 
 
-def format_result(summary: Mapping[str, Any], config: Config) -> str:
+def format_result(summary: Mapping[str, Any], config: Config, width: int | None = None) -> str:
     """Format the result beside an untrained network, the baselines and the paper's numbers."""
     table = {"untrained": summary["untrained"]}
     if "initial" in summary:
@@ -26,7 +26,7 @@ def format_result(summary: Mapping[str, Any], config: Config) -> str:
         compared = {key.removeprefix("per-client_").split("_")[0] for key in published}
         which = "".join(f" ({name} model)" for name in ("global", "personal") if name in compared)
         table[f"paper{which}, its data"] = {_split_measure(k)[1]: v for k, v in published.items()}
-    return format_measures(table)
+    return format_measures(table, width)
 
 
 def split_models(name: str, result: Row, model: str) -> dict[str, dict[str, float]]:

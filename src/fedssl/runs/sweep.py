@@ -104,7 +104,7 @@ def _with_absolute_paths(tree: Recipe, one: Config) -> Recipe:
     return config.with_values(tree, {key: values[key] for key in single if key in values})
 
 
-def format_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+def format_table(summaries: Mapping[str, Mapping[str, Any]], width: int | None = None) -> str:
     """Format a row for each run, after an untrained network's numbers that all runs share."""
     results = {name: summary["result"] for name, summary in summaries.items()}
     measures = {measure for result in results.values() for measure in result}
@@ -112,4 +112,4 @@ def format_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     shared = {
         k: v for k, v in untrained[0] if k in measures and all((k, v) in u for u in untrained)
     }
-    return format_measures(({"untrained": shared} if shared else {}) | results)
+    return format_measures(({"untrained": shared} if shared else {}) | results, width)

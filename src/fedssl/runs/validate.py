@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedssl.config import Config
+from fedssl.config import OWN_DATA, Config
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.dirichlet import describe_imbalance
 from fedssl.data.folders import describe_unused
@@ -22,7 +22,7 @@ from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import check_client_sizes, cohort_size
 from fedssl.models.network import Network
 from fedssl.objectives.base import Objective
-from fedssl.privacy.leakage import describe_leaks
+from fedssl.privacy.leakage import summarize_risks
 from fedssl.runs import loggers
 from fedssl.runs.folder import SITES, format_deploy_command
 from fedssl.util.errors import UserError
@@ -164,14 +164,7 @@ def check_engine(engine: Engine) -> None:
 
 def list_warnings(experiment: Experiment) -> Iterator[str]:
     """List what a user should know before the first round."""
-    config, algorithm = experiment.config, experiment.algorithm
-    name, evaluator = config.algorithm.name, experiment.evaluator
-    if gathered := algorithm.asked(config.privacy.secure, "each"):
-        tasks = ", ".join(task.name for task in gathered)
-        yield f"Privacy: with {name}, the server sees each reply to {tasks}. See docs/privacy.md."
-    sizes = experiment.engine.groups.sizes.tolist()
-    if leaks := describe_leaks(config, algorithm, sizes, experiment.names):
-        yield leaks
+    config, evaluator = experiment.config, experiment.evaluator
     yield from experiment.notes
     yield from list_evaluation_warnings(experiment)
     every, rounds = config.evaluate.every, config.rounds
@@ -179,6 +172,18 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
         yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is evaluated"
     if not experiment.of_sites:
         yield from _list_data_warnings(experiment)
+
+
+def describe_privacy(experiment: Experiment) -> str | None:
+    """Describe in one line what the server could learn, where images may be of real people.
+
+    A simulation on published images needs none. The report and docs/privacy.md have the details.
+    """
+    config = experiment.config
+    if not experiment.of_sites and config.data.name not in OWN_DATA:
+        return None
+    sizes = experiment.engine.groups.sizes.tolist()
+    return summarize_risks(config, experiment.algorithm, sizes, experiment.names)
 
 
 def list_evaluation_warnings(experiment: Experiment) -> Iterator[str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 
+GAP = "  "  # between the columns of a table
+LEAST = 8  # characters of a column in a narrow terminal
 NOT_PERCENT = ("effective_rank", "alignment", "uniformity")  # measures of unlabeled
 
 
@@ -42,22 +48,53 @@ def format_client(name: str) -> str:
     return f"client {name}" if name.isdecimal() else name
 
 
-def align_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Format a table with columns of equal width: numbers to the right, words to the left."""
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that shows standard output; ``None`` without one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def align_columns(lines: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Format a table with columns of equal width: numbers to the right, words to the left.
+
+    Cells are wrapped if the table is wider than ``width`` characters.
+    """
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    if width is not None:
+        widths = _shrink(widths, lines, width)
+    rights = [_is_numeric(lines, column) for column in range(len(widths))]
+    printed: list[str] = []
+    for line in lines:
+        cells = [_wrap(text, w) for text, w in zip(line, widths, strict=True)]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            each = zip(parts, widths, rights, strict=True)
+            aligned = (text.rjust(w) if right else text.ljust(w) for text, w, right in each)
+            printed.append(GAP.join(aligned).rstrip())
+    return "\n".join(printed)
 
-    def cell(text: str, width: int, column: int) -> str:
-        cells = [line[column] for line in lines[1:]]
-        if column == 0:
-            numeric = all(map(str.isdecimal, cells))
-        else:
-            numeric = all(cell[:1] in "0123456789–-" for cell in cells)
-        return text.rjust(width) if numeric else text.ljust(width)
 
-    return "\n".join(
-        "  ".join(cell(t, w, i) for i, (t, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    )
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""]
+
+
+def _is_numeric(lines: Sequence[Sequence[str]], column: int) -> bool:
+    cells = [line[column] for line in lines[1:]]
+    if column == 0:
+        return all(map(str.isdecimal, cells))
+    return all(cell[:1] in "0123456789–-" for cell in cells)
+
+
+def _shrink(widths: Sequence[int], lines: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Take characters from the widest columns until the table fits; break words only at last."""
+    shrunk, gaps = list(widths), len(GAP) * (len(widths) - 1)
+    words = [max(len(word) for line in lines for word in line[i].split() or [""])
+             for i in range(len(widths))]  # fmt: skip
+    for least in (words, [LEAST] * len(widths)):
+        while sum(shrunk) + gaps > width:
+            wide = [i for i in range(len(shrunk)) if shrunk[i] > least[i]]
+            if not wide:
+                break
+            shrunk[max(wide, key=shrunk.__getitem__)] -= 1
+    return shrunk
 
 
 def name_measure(measure: str) -> str:
@@ -74,12 +111,19 @@ def name_measure(measure: str) -> str:
     return f"{protocol}, {labels} labels{rest and f' {rest}'}" if at else name.replace("_", " ")
 
 
-def format_measures(table: Mapping[str, Mapping[str, float]]) -> str:
-    """Format a table with a row for each model and a column for each measure."""
+def format_measures(table: Mapping[str, Mapping[str, float]], width: int | None = None) -> str:
+    """Format a table with a row for each model and a column for each measure.
+
+    If that is wider than ``width`` characters, it has a row for each measure.
+    """
     measures = list(dict.fromkeys(m for row in table.values() for m in row))
     head = ["", *map(name_measure, measures)]
     body = [[name, *(_cell(m, row.get(m)) for m in measures)] for name, row in table.items()]
-    return align_columns([head, *body])
+    lines = [head, *body]
+    text = align_columns(lines)
+    if width is None or max(map(len, text.splitlines())) <= width:
+        return text
+    return align_columns(list(zip(*lines, strict=True)), width)
 
 
 def _cell(measure: str, value: float | None) -> str:
