@@ -32,6 +32,7 @@ from fedssl.engines.flower.messages import (
     write_replies,
 )
 from fedssl.engines.remote.messages import Reply, Request
+from fedssl.engines.remote.secure_site import NodeKeys
 from fedssl.engines.remote.site import Site, describe_fault
 from fedssl.runs.build import Experiment, build_site
 from fedssl.util.errors import UserError
@@ -57,7 +58,8 @@ def client_app(recipe: Path) -> ClientApp:
             about.update(_summarize(request))
             # A run keeps the name of its first attempt, however often its server restarts.
             folder = state_folder(data) / request.history.names[0]
-            site = Site(load_experiment(text, data).engine, folder, is_real=True)
+            keys = NodeKeys(str(node.get("key", "")), str(node.get("peers", "")))
+            site = Site(load_experiment(text, data).engine, folder, is_real=True, keys=keys)
             return write_replies(site.answer(request))
 
         def refuse(error: Exception) -> RecordDict:

@@ -19,6 +19,7 @@ from fedssl.engines.remote.messages import (
     Request,
     SecureStep,
     message_bytes,
+    sum_context,
 )
 from fedssl.engines.remote.payload import PayloadWriter
 from fedssl.engines.remote.replies import ReplyChecker
@@ -26,7 +27,7 @@ from fedssl.federation.aggregate import TooFewReplies
 from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
-from fedssl.privacy.checks import survivors_needed
+from fedssl.privacy.checks import smallest_sum
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class RemoteCohort(Cohort):
         try:
             result = self._secure_mean(task, payload, included)
         except SumLost as error:
+            if error.client is not None:
+                self._note_fault(error.client, f"{task.name}: {error}")
             lost = TooFewReplies(f"{task.name}: {error}")
         except TooFewReplies as error:
             lost = error
@@ -95,18 +98,19 @@ class RemoteCohort(Cohort):
 
         name = task.name
         like = self.replies.expected_reply(task)
-        context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{name}"
-        threshold = survivors_needed(self.config.privacy.threshold, len(self.ids))
-        sums = secure.Unmasker(map(int, self.ids), context, threshold, secure.size(like))
+        context = sum_context(self.engine.history, self.round, name)
+        threshold = smallest_sum(self.config, len(self.engine.groups))
+        ids, numbers = self.ids.tolist(), secure.size(like)
+        sums = secure.Unmasker(ids, context, threshold, numbers, self.engine.identities)
         for step in secure.STEPS:
-            request = SecureStep(step, context, threshold, sums.ask())
+            request = SecureStep(step, sums.ask())
             arguments, before = (payload if step == "masked" else ()), self.responded
             replies = self._exchange(task, arguments, sorted(request.messages), request)
             sent = sum(message_bytes(request.messages[k]) for k in self.responded)
             self.traffic.count_down(name, sent)
             self.traffic.count_payload(name, arguments, self.responded)
             taken = [k for k in sorted(replies) if self._take(sums, name, step, k, replies.pop(k))]
-            if step == "unmask":  # who is lost now is in the sum all the same
+            if step in ("agree", "unmask"):  # who is lost now is in the sum all the same
                 self.responded = before
             else:
                 included[:] = taken

@@ -42,6 +42,7 @@ class RemoteEngine(Engine):
     def __post_init__(self) -> None:
         """Begin the run's first attempt."""
         self.transport: Transport | None = None
+        self.identities: dict[int, bytes] = {}  # public keys of clients, from secure sums
         self.attempt = secrets.token_hex(4)
         self.states: ReadOnlyStates = ReadOnlyStates(History((self.attempt,), (0,), 0))
 
@@ -60,12 +61,16 @@ class RemoteEngine(Engine):
         self.states.folder = out / STATES
 
     def notes(self) -> dict[str, str]:
-        """Return which attempt did which rounds, for the checkpoint."""
-        return {"attempts": json.dumps([self.history.names, self.history.starts])}
+        """Return which attempt did which rounds, and the clients' keys, for the checkpoint."""
+        keys = {client: key.decode() for client, key in self.identities.items()}
+        attempts = [self.history.names, self.history.starts]
+        return {"attempts": json.dumps(attempts), "identities": json.dumps(keys)}
 
     def resume(self, notes: Mapping[str, str], round: int) -> None:
         """Start a new attempt at the checkpoint's round."""
         names, starts = json.loads(notes.get("attempts", "[[], []]"))
+        keys = json.loads(notes.get("identities", "{}"))
+        self.identities = {int(client): key.encode() for client, key in keys.items()}
         self.states.history = History((*names, self.attempt), (*starts, round), round)
         self.states.round = round
 
