@@ -21,7 +21,7 @@ from fedssl.engines.remote.secure_site import NodeKeys
 from fedssl.engines.remote.site import Site
 from fedssl.privacy import secure
 from fedssl.privacy.secure import Unmasker
-from fedssl.privacy.secure.identity import make_identity
+from fedssl.privacy.secure.identity import Identity, make_identity
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
 
@@ -209,3 +209,13 @@ def test_a_key_file_that_cannot_be_used_is_said_without_its_path(
         with pytest.raises(UserError) as error:
             NodeKeys(peers=str(path)).trusted()
         assert error.value.key == "node-config peers"
+
+
+def test_a_list_of_peers_without_the_site_itself_is_refused_before_the_run(tmp_path: Path) -> None:
+    peers, own = tmp_path / "peers", tmp_path / "own"
+    peers.write_bytes(Identity().public)
+    with pytest.raises(UserError) as error:
+        NodeKeys(peers=str(peers)).check(own)
+    assert error.value.key == "node-config peers"
+    peers.write_bytes(peers.read_bytes() + b"\n" + make_identity(own).public)
+    NodeKeys(peers=str(peers)).check(own)

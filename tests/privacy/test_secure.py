@@ -462,9 +462,7 @@ def test_a_client_masks_only_what_was_encoded() -> None:
             run.client(5, "masked", run.messages["masked"][5])
 
 
-@pytest.mark.parametrize(
-    ("clients", "threshold"), [(1, 1), (2, 1), (4, 2), (7, 3), (3, 1), (0, 0)]
-)
+@pytest.mark.parametrize(("clients", "threshold"), [(1, 1), (2, 1), (4, 2), (7, 3), (3, 1), (0, 0)])
 def test_a_threshold_of_half_or_of_one_is_refused(clients: int, threshold: int) -> None:
     with pytest.raises(ValueError, match="more than half"):
         Unmasker(range(clients), CONTEXT, threshold, 5)

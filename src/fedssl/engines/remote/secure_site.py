@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 KEY, PEERS = "node-config key", "node-config peers"  # settings of a real site
 
+IDENTITY = "identity"  # the file of the key that a site made
+
 Contribute = Callable[[], tuple[float, Tree]]
 
 
@@ -54,6 +56,14 @@ class NodeKeys:
 
         with _explain(KEY, self.key, "Name a key that ssh-keygen -t ecdsa wrote, no passphrase."):
             return load_identity(Path(self.key).expanduser()) if self.key else make_identity(own)
+
+    def check(self, own: Path) -> None:
+        """Refuse files that cannot be used, or a list of peers without this site."""
+        mine, trusted = self.identity(own).public, self.trusted()
+        if trusted is not None and mine not in trusted:
+            problem = "lacks this site's own public key"
+            fix = "Collect the public keys of all sites again."
+            raise UserError(problem, f"{PEERS} {problem}", key=PEERS, value=self.peers, fix=fix)
 
     def trusted(self) -> set[bytes] | None:
         """Read the public keys that the site trusts; ``None`` if it has no list of them."""

@@ -17,7 +17,7 @@ from fedssl.engines.remote.codec import MalformedError, pack, unpack_flat
 from fedssl.engines.remote.disk_states import DiskStates
 from fedssl.engines.remote.messages import Reply, Request, half_precision_leaves
 from fedssl.engines.remote.payload import read_arguments
-from fedssl.engines.remote.secure_site import NodeKeys, SecureSums
+from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys, SecureSums
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
@@ -102,7 +102,7 @@ class Site:
         """Answer a step of a secure sum, by this site's own threshold, keys and record."""
         clients = self.config.engine.sites if self.is_real else len(self.engine.groups)
         folder = self.store.folder / "sums" / ("site" if self.is_real else str(client))
-        identity = (self.store.folder.parent if self.is_real else folder) / "identity"
+        identity = (self.store.folder.parent if self.is_real else folder) / IDENTITY
         threshold = smallest_sum(self.config, clients or 0)
         sums = SecureSums(folder, threshold, self.keys, identity)
         return sums.answer(
