@@ -272,6 +272,21 @@ def test_a_stranger_cannot_end_a_run(
     assert "fedssl did not write" in capsys.readouterr().err
 
 
+def test_a_site_that_claims_most_images_is_named(
+    sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def claims(asked: Any, reply: Any) -> Any:
+        if asked.metadata.dst_node_id == 13 and "hello" in reply.content.config_records:
+            record = reply.content.config_records["hello"]
+            record["facts"] = json.dumps(json.loads(record["facts"]) | {"samples": 10**7})
+        return reply
+
+    serve_here(settled("rounds=1"), sites, tmp_path / "far", tamper=claims)
+    said = capsys.readouterr().err
+    assert "Site lab has 100.00% of the weight in the mean, by its claim of 10,000,000" in said
+    assert "6 images, where the run started with 10000000" in said
+
+
 @pytest.mark.parametrize("theirs", ["0.0.9", None])
 def test_a_site_with_another_fedssl_is_not_taken(
     theirs: str | None, sites: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from fedssl.util.text import escape
+
 LINE_SECONDS = 5.0
 
 
@@ -63,7 +65,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
-        tqdm.write(line, file=sys.stderr)
+        tqdm.write(escape(line), file=sys.stderr)
 
     def _rate(self, now: float) -> float:
         return self.images / max(1e-9, now - self.started)

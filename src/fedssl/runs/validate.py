@@ -172,6 +172,8 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
     sizes = experiment.engine.groups.sizes.tolist()
     if leaks := describe_leaks(config, algorithm, sizes, experiment.names):
         yield leaks
+    if experiment.of_sites:
+        yield from _describe_weights(experiment)
     yield from experiment.notes
     yield from list_evaluation_warnings(experiment)
     every, rounds = config.evaluate.every, config.rounds
@@ -179,6 +181,21 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
         yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is evaluated"
     if not experiment.of_sites:
         yield from _list_data_warnings(experiment)
+
+
+def _describe_weights(experiment: Experiment) -> Iterator[str]:
+    """Name a site that alone decides what the mean is; it only claims its number of images."""
+    algorithm, batches = experiment.algorithm, experiment.trainer.batches
+    sizes = experiment.engine.groups.sizes.tolist()
+    if algorithm.weight == "samples" and len(sizes) > 1:
+        weights = [batches.contributing(size) for size in sizes]
+        largest = int(np.argmax(weights))
+        share = weights[largest] / sum(weights)
+        if share > 0.5:
+            yield (
+                f"Site {experiment.names[largest]} has {share:.2%} of the weight in the mean, by "
+                f"its claim of {sizes[largest]:,} images. engine.max_samples limits such claims."
+            )
 
 
 def list_evaluation_warnings(experiment: Experiment) -> Iterator[str]:

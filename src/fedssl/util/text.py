@@ -19,6 +19,16 @@ def printable(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
+def escape(text: object) -> str:
+    """Return text on one line, with ``\\x1b`` for an escape character: names may hold any.
+
+    >>> escape("ward\\n")
+    'ward\\\\n'
+    """
+    # Python's own escapes: what a terminal would obey is no printable character.
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a unit.
 
@@ -39,11 +49,12 @@ def name_client(names: Sequence[str], client: int) -> str:
 
 def format_client(name: str) -> str:
     """Format a client's name for a sentence; a number alone would say nothing."""
-    return f"client {name}" if name.isdecimal() else name
+    return f"client {name}" if name.isdecimal() else escape(name)
 
 
 def align_columns(lines: Sequence[Sequence[str]]) -> str:
     """Format a table with columns of equal width: numbers to the right, words to the left."""
+    lines = [[escape(cell) for cell in line] for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def cell(text: str, width: int, column: int) -> str:

@@ -28,6 +28,7 @@ from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
 from fedssl.privacy.checks import smallest_sum
+from fedssl.util.text import escape
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -158,8 +159,7 @@ class RemoteCohort(Cohort):
 
     def _note_fault(self, client: int, reason: str) -> None:
         """Note why a client's reply does not count; the client may have sent any text."""
-        printable = "".join(c if c.isprintable() else " " for c in reason)
-        self.faults[client] = printable[:LONGEST_FAULT]
+        self.faults[client] = escape(reason[:LONGEST_FAULT])[:LONGEST_FAULT]
 
     def _exchange(
         self,

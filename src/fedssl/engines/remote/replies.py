@@ -73,7 +73,6 @@ class ReplyChecker:
         if norm > limit:
             raise MalformedError(f"a change of norm {norm:.4g}, above engine.max_norm={limit:g}")
 
-
     def _check_bound(self, task: ClientTask, tree: Tree) -> None:
         """Refuse what no honest client can send; rounding may add a little."""
         bound, size = task.bound(self.engine.algorithm), Size.of(tree)
