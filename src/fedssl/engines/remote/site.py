@@ -24,6 +24,7 @@ from fedssl.federation.task import ClientTask
 from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
 from fedssl.util.files import save_tensors
+from fedssl.util.text import escape
 from fedssl.util.trees import Tree, unflatten
 
 
@@ -156,7 +157,7 @@ def describe_fault(error: Exception, is_real: bool = True) -> str:
     their text may hold data. File names stay at a real site: ``public`` replaces the text.
     """
     if isinstance(error, (UserError, MalformedError)):
-        print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
+        print(f"fedssl: refused: {escape(error)}", file=sys.stderr, flush=True)
         if is_real and isinstance(error, UserError) and error.public is not None:
             return f"refused: {error.public}; the site's log says more"
         return f"refused: {error}"
