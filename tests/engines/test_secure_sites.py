@@ -137,6 +137,9 @@ def test_the_fewest_clients_are_those_of_the_sites_recipe(tmp_path: Path) -> Non
         cheat.sum([0, 1, 2])
     cheat = Cheat(tmp_path / "drawn", clients=16, size=4)
     assert len(cheat.sum([0, 1, 2])) > 1
+    cheat.round = 1
+    with pytest.raises(Refused, match="5 clients, a round has 4"):  # fewer liars would be enough
+        cheat.sum(range(5))
 
 
 def test_a_round_that_the_checkpoint_holds_is_not_done_again(tmp_path: Path) -> None:

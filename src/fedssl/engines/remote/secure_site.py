@@ -87,9 +87,12 @@ def _explain(key: str, value: str, fix: str) -> Iterator[None]:
 class SecureSums:
     """The secure sums of one run that one client took part in, in a folder of its own."""
 
-    def __init__(self, folder: Path, threshold: int, keys: NodeKeys, identity: Path) -> None:
+    def __init__(
+        self, folder: Path, threshold: int, most: int, keys: NodeKeys, identity: Path
+    ) -> None:
         self.folder = folder
-        self.threshold = threshold  # the fewest clients of a sum, by the site's own recipe
+        # The fewest and the most clients of a sum, by the site's own recipe.
+        self.threshold, self.most = threshold, most
         self.keys = keys
         self.own_key = identity
 
@@ -136,6 +139,8 @@ class SecureSums:
                 return Reply(message=masker.keys(self.keys.identity(self.own_key)))
             if step == "shares":
                 reply = Reply(message=masker.shares(message))
+                if masker.participants > self.most:
+                    raise MalformedError(f"{masker.participants} clients, a round has {self.most}")
                 self._check_peers(masker.identities)
                 return reply
             if vector is not None:

@@ -19,6 +19,7 @@ from fedssl.engines.remote.messages import Reply, Request, half_precision_leaves
 from fedssl.engines.remote.payload import read_arguments
 from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys, SecureSums
 from fedssl.federation.client import Client
+from fedssl.federation.sampling import cohort_size
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
 from fedssl.privacy.checks import smallest_sum
@@ -104,8 +105,11 @@ class Site:
         clients = self.config.engine.sites if self.is_real else len(self.engine.groups)
         folder = self.store.folder / "sums" / ("site" if self.is_real else str(client))
         identity = (self.store.folder.parent if self.is_real else folder) / IDENTITY
-        threshold = smallest_sum(self.config, clients or 0)
-        sums = SecureSums(folder, threshold, self.keys, identity)
+        fewest, most = (
+            smallest_sum(self.config, clients or 0),
+            cohort_size(self.config, clients or 0),
+        )
+        sums = SecureSums(folder, fewest, most, self.keys, identity)
         return sums.answer(
             client, request, payload, lambda: self._contribute(client, request, payload)
         )
