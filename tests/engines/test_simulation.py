@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -127,9 +129,9 @@ def listening(processes: set[int]) -> list[tuple[int, str, int]]:
 
 
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
-INTRUDE = """import ray, sys
-ray.init(address=sys.argv[1], log_to_driver=False)
-print("ran", ray.get(ray.remote(lambda: 6 * 7).remote()))"""
+INTRUDE = """import sys
+from ray._raylet import GcsClient
+print("nodes:", len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=30)))"""
 
 
 @pytest.mark.slow
@@ -147,23 +149,28 @@ def test_nobody_without_the_token_reaches_ray(tmp_path: Path) -> None:
             time.sleep(0.1)
         sockets = listening(descendants(process.pid))
         assert {address for _, address, _ in sockets} <= set(LOOPBACK)
-        (gcs,) = (
-            (owner, port)
+        named = {
+            name: (owner, port)
             for owner, _, port in sockets
-            if b"gcs_server" in Path(f"/proc/{owner}/cmdline").read_bytes().split(b"\0")[0]
-        )
+            for name in ("gcs_server", "RuntimeEnvAgent")
+            if name in Path(f"/proc/{owner}/cmdline").read_text().split("\0")[0]
+        }
+        gcs, agent = named["gcs_server"], named["RuntimeEnvAgent"]
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(f"http://127.0.0.1:{agent[1]}/get_or_create_runtime_env", b"", timeout=60)
         environment = Path(f"/proc/{gcs[0]}/environ").read_text().split("\0")
         known = dict(word.split("=", 1) for word in environment if word.startswith("RAY_AUTH"))
         without = {name: value for name, value in os.environ.items() if name not in known}
         for given in ({}, known | {"RAY_AUTH_TOKEN": "0" * 64}, known):
             done = subprocess.run(
                 [sys.executable, "-c", INTRUDE, f"127.0.0.1:{gcs[1]}"],
-                env={**without, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **given},
+                env=without | given,
                 capture_output=True,
                 text=True,
                 timeout=200,
             )
-            assert ("ran 42" in done.stdout) == (given == known), done.stderr[-2000:]
+            assert ("nodes: 1" in done.stdout) == (given == known), done.stderr[-2000:]
+            assert ("AuthenticationError" in done.stderr) == (given != known)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait()
