@@ -5,6 +5,7 @@ Real processes on loopback are in examples/deployment: they take minutes.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import shutil
@@ -36,7 +37,7 @@ from fedssl.deploy.write import write_app
 from fedssl.runs import checkpoint, loggers, loop
 from fedssl.runs.folder import PACKAGE
 from fedssl.runs.reevaluate import evaluate
-from fedssl.util.errors import UserError
+from fedssl.util.errors import TrainingError, UserError
 
 
 def local(config: Config, sites: Path, out: Path) -> torch.Tensor:
@@ -129,7 +130,8 @@ def test_a_site_whose_images_change_is_told_what_to_do(
             load_experiment.cache_clear()  # a new process, as for every message
         return reply
 
-    serve_here(config, sites, tmp_path / "far", tamper=adds)
+    with contextlib.suppress(TrainingError):  # a secure sum needs all three, so no round counts
+        serve_here(config, sites, tmp_path / "far", tamper=adds)
     assert metrics(tmp_path / "far")[1]["faults"]["1"] == (
         f"train{', keys' * ('privacy.secure=true' in words)}: refused: 7 images, where the run "
         "started with 6. Restore the images, or start a new run."
