@@ -123,7 +123,8 @@ class Size:
             if name.endswith("loss"):
                 losses.append(float(leaf.abs().max()))
             else:
-                norms.append(float(torch.linalg.vector_norm(leaf, dtype=torch.float64)))
+                numbers = leaf if leaf.is_floating_point() else leaf.double()
+                norms.append(float(torch.linalg.vector_norm(numbers, dtype=torch.float64)))
                 count += leaf.numel()
         return cls(max(losses), math.hypot(*norms), count)
 
