@@ -16,6 +16,8 @@ from fedssl.engines.remote.messages import CHANGE, Reply, half_precision_leaves
 from fedssl.federation.task import ClientTask
 from fedssl.util.trees import Tree, flatten
 
+ZERO = 1e-8  # below it most clients sent rounding errors, and nothing can be compared
+
 
 class ReplyChecker:
     """Checks replies against what the algorithm, the data and the configuration allow."""
@@ -94,7 +96,7 @@ class ReplyChecker:
         for name, each in (("loss", loss), ("scale", scale)):
             usual = sorted(each.values())[(len(each) - 1) // 2]
             for client, value in each.items():
-                if value > ratio * usual * self._count_steps(task, client) and usual > 0:
+                if value > ratio * usual * self._count_steps(task, client) and usual > ZERO:
                     outliers[client] = (
                         f"its {name} is {value:.3g}, above engine.max_ratio={ratio:g} times the "
                         f"usual {usual:.3g}"
