@@ -100,7 +100,7 @@ def test_one_site_is_enough_for_a_number(words: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "keys"),
-    [("engine.updates=full", 0), ("engine.updates=fp16", 0), ("privacy.secure=true", 1000)],
+    [("engine.updates=full", 0), ("engine.updates=fp16", 0), ("privacy.secure=true", 4000)],
 )
 def test_messages_count_the_same(words: str, keys: int, tmp_path: Path) -> None:
     """``keys``: the most bytes that a secure sum of five adds to the masked numbers."""

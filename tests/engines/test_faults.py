@@ -105,6 +105,7 @@ SPOILS: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "oversized": (replaced(data=lambda data: data + bytes(8)), "oversized"),
     "truncated": (replaced(data=lambda data: data[:100]), "truncated"),
     "too large a change": (numbers(lambda v: v * 1e6), "engine.max_norm"),
+    "an outlier": (numbers(lambda v: v * 300), "above engine.max_ratio=100 times the usual"),
     "more than was asked": (repeated("change", "more"), "more"),
     "no weight": (sharing(math.nan), "weight"),
     "another weight": (sharing(1e12), "a weight of 1e+12, expected 6"),
@@ -130,7 +131,7 @@ def five_nodes(folder: Path, *words: str, tamper: Tamper | None = None) -> tuple
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     how, reason = SPOILS[spoil]
-    far, _ = five_nodes(tmp_path, "engine.max_norm=1e3", tamper=spoiling(how))
+    far, _ = five_nodes(tmp_path, "engine.max_norm=1e4", tamper=spoiling(how))
     line = one_round(far, tmp_path)
     assert line["missing"] == 1 and not line["skipped"]
     assert reason in line["faults"][str(BAD)] and "descend" in line["faults"][str(BAD)]
@@ -140,6 +141,63 @@ def test_a_bad_reply_costs_only_itself(spoil: str, tmp_path: Path) -> None:
     cohort = near.engine.cohort(np.arange(5), 0)
     near.algorithm.round(near.server, Without(cohort, BAD, "descend"))
     assert relative(far.server.weights, near.server.weights) < 1e-10
+
+
+def scaled(factor: float) -> Callable[[Message], Message]:
+    """All numbers of the reply, finite but huge."""
+
+    def spoil(reply: Message) -> Message:
+        record = reply.content.array_records["replies"]
+        for name, old in list(record.items()):
+            data = np.frombuffer(old.data, np.float64) * factor
+            record[name] = Array(old.dtype, tuple(old.shape), old.stype, data.tobytes())
+        return reply
+
+    return spoil
+
+
+@pytest.mark.parametrize("task", ["locate", "encode", "descend"])
+def test_huge_numbers_reach_no_state_and_blame_no_one_else(task: str, tmp_path: Path) -> None:
+    """Huge moments made the others' replies not finite, and these were refused."""
+    far, _ = five_nodes(tmp_path, tamper=spoiling(scaled(1e100), task))
+    line = one_round(far, tmp_path)
+    assert list(line["faults"]) == [str(BAD)] and not line["skipped"]
+    near = build_experiment(small("engine.merge=off"))
+    cohort = near.engine.cohort(np.arange(5), 0)
+    near.algorithm.round(near.server, Without(cohort, BAD, task))
+    assert relative(far.server.weights, near.server.weights) < 1e-10
+    for name, centre in near.server.state["centre"].items():
+        torch.testing.assert_close(far.server.state["centre"][name], centre)
+
+
+def test_moments_of_bounded_encodings_have_a_bound(tmp_path: Path) -> None:
+    words = ("objective.bound=1", "engine.max_ratio=null")
+    far, _ = five_nodes(tmp_path, *words, tamper=spoiling(scaled(50), "encode"))
+    assert "above the bound of 2.236" in one_round(far, tmp_path)["faults"][str(BAD)]
+
+
+def test_who_sends_false_replies_in_three_rounds_is_not_asked_any_more(tmp_path: Path) -> None:
+    far, grid = five_nodes(tmp_path, "rounds=9", tamper=spoiling(scaled(1e9), "encode"))
+    lines = [one_round(far, tmp_path) for _ in range(4)]
+    left_out = "locate: left out, because its replies were refused in 3 rounds in a row"
+    assert "max_ratio" in lines[2]["faults"][str(BAD)]
+    assert lines[3]["faults"] == {str(BAD): left_out.replace("locate", "encode")}
+    assert not any(line["skipped"] for line in lines)
+    sent = len(grid.types)
+    one_round(far, tmp_path)
+    assert len(grid.types) - sent == 2 * 4
+
+
+def test_a_fault_that_most_clients_have_leaves_nobody_out(tmp_path: Path) -> None:
+    """The model that they were sent may be at fault."""
+
+    def tamper(asked: Message, reply: Message) -> Message:
+        bad = asked.metadata.dst_node_id > 12 and asked.metadata.message_type.endswith("encode")
+        return scaled(math.nan)(reply) if bad else reply
+
+    far, _ = five_nodes(tmp_path, "rounds=9", tamper=tamper)
+    lines = [one_round(far, tmp_path) for _ in range(4)]
+    assert all("not finite" in fault for fault in lines[3]["faults"].values())
 
 
 class Without:
@@ -282,7 +340,7 @@ def test_what_a_client_says_is_one_printable_line(tmp_path: Path) -> None:
 
     far, _ = five_nodes(tmp_path, tamper=spoiling(speaks))
     reason = one_round(far, tmp_path)["faults"][str(BAD)]
-    assert reason.isprintable() and len(reason) <= 300
+    assert reason.isprintable() and len(reason) <= 300 and "ward\\x1b[2J" in reason
 
 
 def test_a_task_may_be_asked_twice_in_a_round(tmp_path: Path) -> None:

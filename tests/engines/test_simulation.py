@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -91,3 +94,83 @@ def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None
     assert rounds(out) == list(range(1, 9))
     loop.run(small(*words), tmp_path / "near")
     assert relative(weights(out), weights(tmp_path / "near")) < 1e-10
+
+
+def descendants(process: int) -> set[int]:
+    """Return the numbers of a process and of all that it started, by Linux's /proc."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found, size = {process}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found
+
+
+def listening(processes: set[int]) -> list[tuple[int, str, int]]:
+    """Return the process, address (in hexadecimal) and port of every socket that listens."""
+    owners = {}
+    for process in processes:
+        for path in Path(f"/proc/{process}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                owners[str(path.readlink())] = process
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        (owners[f"socket:[{line[9]}]"], line[1].split(":")[0], int(line[1].split(":")[1], 16))
+        for line in lines
+        if line[3] == "0A" and f"socket:[{line[9]}]" in owners
+    ]
+
+
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+INTRUDE = """import sys
+from ray._raylet import GcsClient
+print("nodes:", len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=30)))"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_nobody_without_the_token_reaches_ray(tmp_path: Path) -> None:
+    """Ray executes what it is sent, and listened on all interfaces."""
+    out = tmp_path / "far"
+    words = ("engine.workers=1", "rounds=1000000", "checkpoint.seconds=0")
+    process = start(out, "-m", "fedssl", "run", "--out", str(out), *SMALL, *FLOWER, *words)
+    try:
+        end = time.monotonic() + 200
+        while not rounds(out):
+            assert process.poll() is None, out.with_suffix(".log").read_text()[-3000:]
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        sockets = listening(descendants(process.pid))
+        assert {address for _, address, _ in sockets} <= set(LOOPBACK)
+        named = {
+            name: (owner, port)
+            for owner, _, port in sockets
+            for name in ("gcs_server", "RuntimeEnvAgent")
+            if name in Path(f"/proc/{owner}/cmdline").read_text().split("\0")[0]
+        }
+        gcs, agent = named["gcs_server"], named["RuntimeEnvAgent"]
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(f"http://127.0.0.1:{agent[1]}/get_or_create_runtime_env", b"", timeout=60)
+        environment = Path(f"/proc/{gcs[0]}/environ").read_text().split("\0")
+        known = dict(word.split("=", 1) for word in environment if word.startswith("RAY_AUTH"))
+        without = {name: value for name, value in os.environ.items() if name not in known}
+        for given in ({}, known | {"RAY_AUTH_TOKEN": "0" * 64}, known):
+            done = subprocess.run(
+                [sys.executable, "-c", INTRUDE, f"127.0.0.1:{gcs[1]}"],
+                env=without | given,
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+            assert ("nodes: 1" in done.stdout) == (given == known), done.stderr[-2000:]
+            assert ("AuthenticationError" in done.stderr) == (given != known)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()

@@ -404,6 +404,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         loop.run(small("rounds=1"), tmp_path, resume=True)
 
 
+def test_a_run_in_which_no_round_counted_fails(tmp_path: Path) -> None:
+    """Its encoder would be that of the random weights."""
+    for resume in (False, True):
+        with pytest.raises(TrainingError, match="all 2 rounds were skipped"):
+            loop.run(small("rounds=2", "cohort.dropout=0.999"), tmp_path, resume)
+        assert not (tmp_path / "summary.json").exists()
+
+
 def test_a_skipped_round_leaves_the_model_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

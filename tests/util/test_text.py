@@ -4,8 +4,20 @@ import pytest
 
 from fedssl import config
 from fedssl.cli.recipes import format_recipes
+from fedssl.runs.progress import Progress
 from fedssl.runs.result import format_result
-from fedssl.util.text import format_bytes, format_measures
+from fedssl.util.text import format_bytes, format_client, format_measures
+
+
+def test_names_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A client's name is that of a folder, which may hold escape sequences and new lines."""
+    name = "ward\x1b[2J\nround 9: done"
+    assert format_client(name) == "ward\\x1b[2J\\nround 9: done"
+    assert format_client("Zürich 病院") == "Zürich 病院"
+    assert len(format_measures({name: {"knn_top1": 5.0}}).splitlines()) == 2
+    Progress("dcco", 1).say(f"round 1: no reply of {name}")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
 
 
 def test_rows_with_different_measures() -> None:

@@ -21,6 +21,7 @@ from fedssl.cli.arguments import Parser
 from fedssl.util.console import protect_streams
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import FULL
+from fedssl.util.text import escape
 from fedssl.util.tuning import shorten_thread_waits
 
 EXAMPLES = """examples:
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, TrainingError) as error:
         if error.__cause__ is not None:  # an error of the user's own code
             traceback.print_exception(error.__cause__)
-        print(f"fedssl: {error}", file=sys.stderr)
+        print(f"fedssl: {escape(error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if isinstance(error, PermissionError) and isinstance(error.filename, str):

@@ -221,6 +221,17 @@ class Engine:
     max_norm: float | None = key(
         None, gt=0, needs="name=flower", help="Refuse model updates with a larger L2 norm."
     )
+    max_ratio: float | None = key(
+        100.0,
+        gt=1,
+        needs="name=flower",
+        help="Refuse a reply that is so many times larger than the median of the round's replies, "
+        "by the root mean square of its numbers. An update may also be larger by as much as its "
+        "client has more images.",
+    )
+    max_samples: int = key(
+        10_000_000, gt=0, needs="sites", help="Refuse a site that claims to have more images."
+    )
     sites: int | None = key(
         None, gt=0, needs="name=flower", help="Number of sites of a deployment. `null`: simulation."
     )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fedssl.deploy.estimate import Traffic
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
+NODE_CONFIG = 'data="/srv/images"'
+SUM_KEYS = ' key="/home/YOU/fedssl/site.key" peers="/home/YOU/fedssl/peers"'
 
 
 def fill_template(template: str, **values: object) -> str:
@@ -53,6 +55,7 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
         config=config,
         round_size=size,
         extras=",".join(required_extras(config)),
+        node_config=NODE_CONFIG + SUM_KEYS * config.privacy.secure,
         messages=list_exchanges(config),
         traffic=traffic,
         statistics=_names(statistics),

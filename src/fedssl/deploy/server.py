@@ -93,7 +93,8 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     loggers.require(config)
     own = None if config.data.root is None else load_dataset(config.data, config.split_seed)
     check_public_images(config, own)
-    transport, timeout = SiteTransport(grid), config.engine.timeout
+    transport = SiteTransport(grid, config.engine, config.cohort.minimum)
+    timeout = config.engine.timeout
     if resume:
         transport.sites = read_sites(out)
         members = {site.site for site in transport.sites}
@@ -130,7 +131,8 @@ def build_server_experiment(
         _check_own(config, own, first)
     sizes = np.array([site.samples for site in sites])
     offsets = np.concatenate(([0], np.cumsum(sizes)))
-    groups = Groups(np.zeros(offsets[-1], dtype=np.int64), offsets)
+    images = np.broadcast_to(np.int64(0), offsets[-1])  # none of them is here
+    groups = Groups(images, offsets)
     names = _number_equal_names([site.name for site in sites])
     return assemble(config, own or empty_dataset(first), groups, names)
 

@@ -32,6 +32,7 @@ from fedssl.engines.flower.messages import (
     write_replies,
 )
 from fedssl.engines.remote.messages import Reply, Request
+from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys
 from fedssl.engines.remote.site import Site, describe_fault
 from fedssl.runs.build import Experiment, build_site
 from fedssl.util.errors import UserError
@@ -57,7 +58,7 @@ def client_app(recipe: Path) -> ClientApp:
             about.update(_summarize(request))
             # A run keeps the name of its first attempt, however often its server restarts.
             folder = state_folder(data) / request.history.names[0]
-            site = Site(load_experiment(text, data).engine, folder, is_real=True)
+            site = Site(load_experiment(text, data).engine, folder, "0", True, node_keys(node))
             return write_replies(site.answer(request))
 
         def refuse(error: Exception) -> RecordDict:
@@ -70,6 +71,8 @@ def client_app(recipe: Path) -> ClientApp:
         data = str(node.get("data", ""))
 
         def reply() -> RecordDict:
+            if read_config(text).privacy.secure:
+                node_keys(node).check(state_folder(data) / IDENTITY)
             facts = json.dumps(asdict(introduce(load_experiment(text, data), data)))
             return write_greeting({"version": __version__, "facts": facts})
 
@@ -79,6 +82,11 @@ def client_app(recipe: Path) -> ClientApp:
         return _reply_and_record(reply, refuse, data, {"task": GREETING})
 
     return build_client_app(_list_tasks(text), answer, greet)
+
+
+def node_keys(node: Mapping[str, Any]) -> NodeKeys:
+    """Read which key files the ``--node-config`` names."""
+    return NodeKeys(str(node.get("key", "")), str(node.get("peers", "")))
 
 
 def _list_tasks(text: str) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ def list_messages(config: Config) -> list[Message]:
     messages += [Message(t.summary, task=t) for t in algorithm.asked(privacy.secure, "mean")]
     if privacy.secure:
         keys = (
-            "public keys, shares of the masks' secrets that only other sites can open, and what "
-            "unmasks the sum"
+            "signed public keys, shares of the masks' secrets that only other sites can open, a "
+            "signature under the list of clients in the sum, and what unmasks the sum"
         )
         messages.append(Message(keys, "for each of these sums"))
     messages += [Message(t.summary, task=t) for t in algorithm.asked(privacy.secure, "each")]

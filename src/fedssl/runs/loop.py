@@ -40,7 +40,7 @@ from fedssl.runs.folder import (
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, describe_privacy, list_warnings
-from fedssl.util.errors import UserError
+from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import explain_write_errors, write_json
 from fedssl.util.status import say, stage
 
@@ -135,6 +135,9 @@ class RunInFolder:
             if experiment.server.round < rounds:
                 with announce_compiling(experiment, bar):
                     run_rounds(experiment, self.out, others, stop, bar.say)
+            if rounds and all(line.get("skipped") for line in metrics.read(self.out)):
+                problem = f"all {rounds} rounds were skipped, so nothing was trained"
+                raise TrainingError(problem, f"{self.out / metrics.FILE} says why")
             experiment.engine.rest()
 
         with contextlib.closing(bar):  # also if the engine cannot start

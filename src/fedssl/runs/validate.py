@@ -18,6 +18,7 @@ from fedssl.engines.base import Engine
 from fedssl.engines.flower.environment import require_flower
 from fedssl.evaluate.base import EvaluationData
 from fedssl.evaluate.registry import check_protocols, list_protocols, parse_protocol
+from fedssl.federation.aggregate import count_samples
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import check_client_sizes, cohort_size
 from fedssl.models.network import Network
@@ -165,6 +166,8 @@ def check_engine(engine: Engine) -> None:
 def list_warnings(experiment: Experiment) -> Iterator[str]:
     """List what a user should know before the first round."""
     config, evaluator = experiment.config, experiment.evaluator
+    if experiment.of_sites:
+        yield from _describe_weights(experiment)
     yield from experiment.notes
     yield from list_evaluation_warnings(experiment)
     every, rounds = config.evaluate.every, config.rounds
@@ -184,6 +187,21 @@ def describe_privacy(experiment: Experiment) -> str | None:
         return None
     sizes = experiment.engine.groups.sizes.tolist()
     return summarize_risks(config, experiment.algorithm, sizes, experiment.names)
+
+
+def _describe_weights(experiment: Experiment) -> Iterator[str]:
+    """Name a site that alone decides what the mean is; it only claims its number of images."""
+    algorithm, batches = experiment.algorithm, experiment.trainer.batches
+    sizes = experiment.engine.groups.sizes.tolist()
+    if algorithm.weight != "uniform" and len(sizes) > 1:
+        weights = [count_samples(algorithm.weight, batches, size) for size in sizes]
+        largest = int(np.argmax(weights))
+        share = weights[largest] / sum(weights)
+        if share > 0.5:
+            yield (
+                f"Site {experiment.names[largest]} has {share:.2%} of the weight in the mean, by "
+                f"its claim of {sizes[largest]:,} images. engine.max_samples limits such claims."
+            )
 
 
 def list_evaluation_warnings(experiment: Experiment) -> Iterator[str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from fedssl.util.text import escape
+
 SILENCE = 1.5  # seconds without output after which a line is printed
 SHARE = 30  # outside of a terminal, a silence is at most one part in so many of the running time
 LIVE_AFTER = 0.4  # seconds without output after which a terminal's live line appears
@@ -148,7 +150,7 @@ def stage_without_threads(text: str) -> Iterator[None]:
 def say(line: str) -> None:
     """Print a line above whatever is live."""
     note_output()
-    tqdm.write(line, file=sys.stderr)
+    tqdm.write(escape(line), file=sys.stderr)
 
 
 def note_output() -> None:

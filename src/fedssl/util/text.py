@@ -25,6 +25,16 @@ def printable(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
+def escape(text: object) -> str:
+    """Return text on one line, with ``\\x1b`` for an escape character: names may hold any.
+
+    >>> escape("ward\\n")
+    'ward\\\\n'
+    """
+    # Python's own escapes: what a terminal would obey is no printable character.
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a unit.
 
@@ -45,7 +55,7 @@ def name_client(names: Sequence[str], client: int) -> str:
 
 def format_client(name: str) -> str:
     """Format a client's name for a sentence; a number alone would say nothing."""
-    return f"client {name}" if name.isdecimal() else name
+    return f"client {name}" if name.isdecimal() else escape(name)
 
 
 def terminal_width() -> int | None:
@@ -58,6 +68,7 @@ def align_columns(lines: Sequence[Sequence[str]], width: int | None = None) -> s
 
     Cells are wrapped if the table is wider than ``width`` characters.
     """
+    lines = [[escape(cell) for cell in line] for line in lines]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     if width is not None:
         widths = _shrink(widths, lines, width)

@@ -37,8 +37,7 @@ def write_request(request: Request) -> RecordDict:
         "committed": request.history.committed,
     }
     if request.secure is not None:
-        step = request.secure
-        facts |= {"step": step.step, "context": step.context, "threshold": step.threshold}
+        facts["step"] = request.secure.step
     known: dict[str, Any] = {
         name: f"{exchange} {before}" for name, (exchange, before) in request.known.items()
     }
@@ -71,7 +70,7 @@ def read_request(content: RecordDict) -> Request:
     secure = None
     if "step" in facts:
         messages = _split_by_client(content.config_records["secure"])
-        secure = SecureStep(facts["step"], facts["context"], facts["threshold"], messages)
+        secure = SecureStep(str(facts["step"]), messages)
     return Request(
         facts["task"],
         tuple(facts["clients"]),

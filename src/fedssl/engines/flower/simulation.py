@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -94,8 +96,25 @@ class SimulatedEngine(RemoteEngine):
         return {"client_resources": {"num_cpus": 1, "num_gpus": share}}
 
 
+def _protect_ray() -> None:
+    """Keep others away from Ray, which executes what it is sent: a fresh token, and loopback only.
+
+    Ray reads these variables when it is imported, and caches the token.
+    """
+    os.environ |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system, despite its name
+    }
+    raylet: Any = importlib.import_module("ray._raylet")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    raylet.Config.initialize("")
+
+
 def _start_ray(workers: int) -> None:
     """Start Ray before Flower needs it: without it Flower would wait for replies for ever."""
+    if not os.environ.get("RAY_ADDRESS"):
+        _protect_ray()
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

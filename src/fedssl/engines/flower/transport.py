@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedssl.engines.flower.messages import read_replies, write_request
 from fedssl.engines.remote.messages import Reply, Request
+from fedssl.util.text import escape
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
@@ -50,28 +51,39 @@ class GridTransport:
         Flower's ``send_and_receive`` polls every three seconds, and its error for a lost node does
         not name the node. So replies are matched by the message that they answer.
         """
-        from flwr.app import Message
-
         answers: dict[int, RecordDict | str] = {}
         waiting: dict[str, int] = {}
         for node, (kind, content) in messages.items():
-            message = Message(content, node, kind, ttl=timeout + EXTRA_TTL)
-            sent = [number for number in _try(self.grid.push_messages, [message]) if number]
-            if sent:
-                waiting[sent[0]] = node
-            else:
+            number = self.post(node, kind, content, timeout)
+            if number is None:
                 answers[node] = "could not be sent"
+            else:
+                waiting[number] = node
         end, pause = time.monotonic() + timeout, 0.01
         while waiting and time.monotonic() < end:
-            replies = self._pull(list(waiting))
-            for reply in replies:
-                number = reply.metadata.reply_to_message_id
-                if number in waiting:
-                    answer = reply.content if reply.has_content() else _error_text(reply)
-                    answers[waiting.pop(number)] = answer
+            came = self.collect(waiting)
+            answers |= came
             if waiting:
-                pause = 0.01 if replies else min(1.3 * pause, LONGEST_PAUSE)
+                pause = 0.01 if came else min(1.3 * pause, LONGEST_PAUSE)
                 time.sleep(pause)
+        return answers
+
+    def post(self, node: int, kind: str, content: RecordDict, timeout: float) -> str | None:
+        """Send a message, and return its number without waiting for the reply."""
+        from flwr.app import Message
+
+        message = Message(content, node, kind, ttl=timeout + EXTRA_TTL)
+        sent = [number for number in _try(self.grid.push_messages, [message]) if number]
+        return sent[0] if sent else None
+
+    def collect(self, waiting: dict[str, int]) -> dict[int, RecordDict | str]:
+        """Return the replies that came, by node; their messages are not waited for any more."""
+        answers: dict[int, RecordDict | str] = {}
+        for reply in self._pull(list(waiting)):
+            number = reply.metadata.reply_to_message_id
+            if number in waiting:
+                content = reply.content if reply.has_content() else _error_text(reply)
+                answers[waiting.pop(number)] = content
         return answers
 
     def _pull(self, numbers: list[str]) -> list[Message]:
@@ -92,7 +104,7 @@ def _try(call: Callable[[list[Any]], Iterable[Any]], argument: list[Any]) -> lis
         return list(call(argument))
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        print(f"fedssl: the SuperLink failed: {line[:200]}", file=sys.stderr, flush=True)
+        print(f"fedssl: the SuperLink failed: {escape(line[:200])}", file=sys.stderr, flush=True)
         return []
 
 

@@ -19,14 +19,16 @@ from fedssl.engines.remote.messages import (
     Request,
     SecureStep,
     message_bytes,
+    sum_context,
 )
 from fedssl.engines.remote.payload import PayloadWriter
-from fedssl.engines.remote.replies import ReplyChecker
+from fedssl.engines.remote.replies import ReplyChecker, Size
 from fedssl.federation.aggregate import TooFewReplies
 from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
-from fedssl.privacy.checks import survivors_needed
+from fedssl.privacy.checks import smallest_sum
+from fedssl.util.text import escape
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -49,22 +51,37 @@ class RemoteCohort(Cohort):
             draw=key(self.config.seed, "dropout", round),
         )
         self.round = round
+        self.asked = self.ids.tolist()
+        self.refused = set[int]()  # whose replies were false in this round
         self.exchange = 0
         self.replies = ReplyChecker(engine)
         self.payloads = PayloadWriter()
         self.responded: list[int] = []  # who answered the last exchange, if only to refuse
 
     def ask(self, task: ClientTask, payload: tuple[Argument, ...]) -> Iterator[Answer]:
-        """Ask all clients at once, and take their replies in the clients' order."""
-        answers = self._exchange(task, payload, [int(k) for k in self.ids])
-        for client in sorted(answers):
+        """Ask all clients at once, and take their replies in the clients' order.
+
+        All are checked before the first counts: an outlier is one beside the others.
+        """
+        answers = self._exchange(task, payload, self.ids.tolist())
+        asked, sizes = len(self.ids), dict[int, Size]()
+        for client, reply in sorted(answers.items()):
             try:
-                reply = answers.pop(client)
-                share, tree = self.replies.check(task, client, reply, len(self.ids))
+                sizes[client] = Size.of(self.replies.check(task, client, reply, asked)[1])
             except MalformedError as error:
-                self._note_fault(client, f"{task.name}: {error}")
-                continue
+                self._refuse(client, f"{task.name}: {error}", reply)
+        for client, problem in self.replies.find_outliers(task, sizes).items():
+            self._refuse(client, f"{task.name}: {problem}", answers[client])
+            del sizes[client]
+        for client in sizes:
+            share, tree = self.replies.check(task, client, answers.pop(client), asked)
             yield np.array([client]), share, tree
+
+    def _refuse(self, client: int, reason: str, reply: Reply) -> None:
+        """Note why a reply does not count, and whether that is the client's doing."""
+        self._note_fault(client, reason)
+        if reply.fault is None:
+            self.refused.add(client)
 
     def _mean(self, task: ClientTask, payload: tuple[Argument, ...]) -> Tree | None:
         """Return the mean; under secure sums without seeing any client's reply."""
@@ -78,6 +95,8 @@ class RemoteCohort(Cohort):
         try:
             result = self._secure_mean(task, payload, included)
         except SumLost as error:
+            if error.client is not None:
+                self._refuse(error.client, f"{task.name}: {error}", Reply())
             lost = TooFewReplies(f"{task.name}: {error}")
         except TooFewReplies as error:
             lost = error
@@ -95,18 +114,19 @@ class RemoteCohort(Cohort):
 
         name = task.name
         like = self.replies.expected_reply(task)
-        context = f"{self.engine.attempt}/{self.round}/{self.exchange}/{name}"
-        threshold = survivors_needed(self.config.privacy.threshold, len(self.ids))
-        sums = secure.Unmasker(map(int, self.ids), context, threshold, secure.size(like))
+        context = sum_context(self.engine.history, self.round, name)
+        threshold = smallest_sum(self.config, len(self.engine.groups))
+        ids, numbers = self.ids.tolist(), secure.size(like)
+        sums = secure.Unmasker(ids, context, threshold, numbers, self.engine.identities)
         for step in secure.STEPS:
-            request = SecureStep(step, context, threshold, sums.ask())
+            request = SecureStep(step, sums.ask())
             arguments, before = (payload if step == "masked" else ()), self.responded
             replies = self._exchange(task, arguments, sorted(request.messages), request)
             sent = sum(message_bytes(request.messages[k]) for k in self.responded)
             self.traffic.count_down(name, sent)
             self.traffic.count_payload(name, arguments, self.responded)
             taken = [k for k in sorted(replies) if self._take(sums, name, step, k, replies.pop(k))]
-            if step == "unmask":  # who is lost now is in the sum all the same
+            if step in ("agree", "unmask"):  # who is lost now is in the sum all the same
                 self.responded = before
             else:
                 included[:] = taken
@@ -129,7 +149,7 @@ class RemoteCohort(Cohort):
                 sums.take(client, reply.message)
                 self.traffic.count_up(task, message_bytes(reply.message))
         except (ValueError, MalformedError) as error:
-            self._note_fault(client, f"{task}, {step}: {error}")
+            self._refuse(client, f"{task}, {step}: {error}", reply)
             return False
         return True
 
@@ -139,8 +159,7 @@ class RemoteCohort(Cohort):
 
     def _note_fault(self, client: int, reason: str) -> None:
         """Note why a client's reply does not count; the client may have sent any text."""
-        printable = "".join(c if c.isprintable() else " " for c in reason)
-        self.faults[client] = printable[:LONGEST_FAULT]
+        self.faults[client] = escape(reason[:LONGEST_FAULT])[:LONGEST_FAULT]
 
     def _exchange(
         self,
@@ -152,13 +171,17 @@ class RemoteCohort(Cohort):
         """Send requests and wait; return the replies, and note who did not answer and why."""
         transport = self.engine.transport
         assert transport is not None
-        nodes = transport.place(clients)
+        left_out = self.engine.left_out
+        nodes = transport.place([k for k in clients if k not in left_out])
         requests = self._build_requests(task, payload, nodes, secure)
         answers = transport.send(requests, self.config.engine.timeout)
         answering = {node for node, answer in answers.items() if not isinstance(answer, str)}
         self.responded = [k for k in clients if nodes.get(k) in answering]
         replies: dict[int, Reply] = {}
         for client in clients:
+            if client in left_out:
+                self._note_fault(client, f"{task.name}: left out, because {left_out[client]}")
+                continue
             if client not in nodes:
                 self._note_fault(client, f"{task.name}: not connected")
                 continue

@@ -29,13 +29,16 @@ def message_bytes(message: Message) -> int:
     return sum(len(v) if isinstance(v, bytes) else 8 for values in lists for v in values)
 
 
+def sum_context(history: History, round: int, task: str) -> str:
+    """Name a secure sum. A run keeps the name of its first attempt."""
+    return f"{history.names[0]}/{round}/{task}"
+
+
 @dataclass(frozen=True)
 class SecureStep:
     """A step of a secure sum, with the step's messages by client."""
 
     step: str
-    context: str
-    threshold: int  # the fewest clients that must survive
     messages: Mapping[int, Message] = field(default_factory=dict)
 
 
@@ -58,6 +61,11 @@ class Request:
     known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     secure: SecureStep | None = None
     samples: Mapping[int, int] = field(default_factory=dict)  # images that each client started with
+
+    @property
+    def sum_context(self) -> str:
+        """The name of a secure sum."""
+        return sum_context(self.history, self.round, self.task)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +16,8 @@ from fedssl.engines.remote.messages import CHANGE, Reply, half_precision_leaves
 from fedssl.federation.aggregate import count_samples
 from fedssl.federation.task import ClientTask
 from fedssl.util.trees import Tree, flatten
+
+ZERO = 1e-8  # below it most clients sent rounding errors, and nothing can be compared
 
 
 class ReplyChecker:
@@ -44,6 +49,7 @@ class ReplyChecker:
             self._check_share(task, client, reply.share, like)
         tree = unpack_like(reply.tensors, like, self.half, task.reveals == "features")
         self._check_norm(tree)
+        self._check_bound(task, tree)
         for name, leaf in flatten(tree).items():
             largest = float(leaf.abs().max()) if leaf.numel() else 0.0
             if largest * reply.share * cohort > torch.finfo(leaf.dtype).max / 16:
@@ -70,6 +76,66 @@ class ReplyChecker:
         norm = float(torch.linalg.vector_norm(change))
         if norm > limit:
             raise MalformedError(f"a change of norm {norm:.4g}, above engine.max_norm={limit:g}")
+
+    def _check_bound(self, task: ClientTask, tree: Tree) -> None:
+        """Refuse what no honest client can send; rounding may add a little."""
+        bound, size = task.bound(self.engine.algorithm), Size.of(tree)
+        if bound is not None and self.config.privacy.noise is None and size.norm > 1.01 * bound:
+            raise MalformedError(f"a norm of {size.norm:.4g}, above the bound of {bound:.4g}")
+
+    def find_outliers(self, task: ClientTask, sizes: Mapping[int, Size]) -> dict[int, str]:
+        """Return the clients whose replies are far larger than the others', and why.
+
+        The measure is the median of the round's replies. Of two replies nobody can tell which one
+        is false. A robust mean withstands outliers by itself.
+        """
+        ratio, robust = self.config.engine.max_ratio, self.config.cohort.average != "mean"
+        if ratio is None or robust or task.is_logged or len(sizes) < 3:
+            return {}
+        scale = {client: size.scale for client, size in sizes.items()}
+        loss = {client: max(1.0, size.loss) for client, size in sizes.items()}  # 0 is usual, too
+        outliers = dict[int, str]()
+        for name, each in (("loss", loss), ("scale", scale)):
+            usual = sorted(each.values())[(len(each) - 1) // 2]
+            for client, value in each.items():
+                if value > ratio * usual * self._count_steps(task, client) and usual > ZERO:
+                    outliers[client] = (
+                        f"its {name} is {value:.3g}, above engine.max_ratio={ratio:g} times the "
+                        f"usual {usual:.3g}"
+                    )
+        return outliers
+
+    def _count_steps(self, task: ClientTask, client: int) -> float:
+        """Return how many times more steps than usual a client may make for its update."""
+        sizes = self.engine.groups.sizes
+        return max(1.0, sizes[client] / np.median(sizes)) if task.reveals == "update" else 1.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the numbers of a reply are."""
+
+    loss: float  # the largest
+    norm: float  # of everything else
+    count: int  # numbers in it
+
+    @classmethod
+    def of(cls, tree: Tree) -> Size:
+        """Measure a reply."""
+        losses, norms, count = [0.0], [0.0], 0
+        for name, leaf in flatten(tree).items():
+            if name.endswith("loss"):
+                losses.append(float(leaf.abs().max()))
+            else:
+                numbers = leaf if leaf.is_floating_point() else leaf.double()
+                norms.append(float(torch.linalg.vector_norm(numbers, dtype=torch.float64)))
+                count += leaf.numel()
+        return cls(max(losses), math.hypot(*norms), count)
+
+    @property
+    def scale(self) -> float:
+        """Root mean square: replies may have more or fewer rows."""
+        return self.norm / math.sqrt(max(1, self.count))
 
 
 def _unpack_numbers(packed: Mapping[str, Packed], names: tuple[str, ...]) -> Tree:

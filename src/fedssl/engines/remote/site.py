@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fedssl.engines.base import Engine
 from fedssl.engines.remote.codec import MalformedError, pack, unpack_flat
 from fedssl.engines.remote.disk_states import DiskStates
-from fedssl.engines.remote.messages import Reply, Request, SecureStep, half_precision_leaves
+from fedssl.engines.remote.messages import Reply, Request, half_precision_leaves
 from fedssl.engines.remote.payload import read_arguments
+from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys, SecureSums
 from fedssl.federation.aggregate import count_samples
 from fedssl.federation.client import Client
+from fedssl.federation.sampling import cohort_size
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
-from fedssl.privacy.checks import survivors_needed
+from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
-from fedssl.util.files import replace_file, save_tensors
+from fedssl.util.files import save_tensors
+from fedssl.util.text import escape
 from fedssl.util.trees import Tree, unflatten
 
 
 class Site:
     """The clients whose data is here: one at a real site, any of the partition in a simulation."""
 
-    def __init__(self, engine: Engine, folder: Path, place: str = "0", is_real: bool = False):
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        place: str = "0",
+        is_real: bool = False,
+        keys: NodeKeys | None = None,
+    ) -> None:
         self.engine = engine  # that of this process: its data, network and algorithm
         self.config = engine.trainer.config
         self.store = DiskStates(folder)
         self.received = folder / f"received-{place}"
+        self.keys = keys or NodeKeys()
         self.is_real = is_real  # all data here is one client's, whatever number the server gave it
         self.half = half_precision_leaves(self.config)
 
@@ -77,7 +85,7 @@ class Site:
         try:
             self._check_samples(client, request)
             if request.secure is not None:
-                return self._take_secure_step(client, request, request.secure, payload)
+                return self._answer_in_sum(client, request, payload)
             share, reply = self._contribute(client, request, payload)
             return Reply(share, pack(reply, self.half))
         except Exception as error:
@@ -93,43 +101,19 @@ class Site:
                 fix="Restore the images, or start a new run.",
             )
 
-    def _take_secure_step(
-        self, client: int, request: Request, secure: SecureStep, payload: dict[str, Tensor]
-    ) -> Reply:
-        """Take one step of a secure sum; the client's secrets are on disk before it replies."""
-        from fedssl.privacy.secure import Masker, encode
-
-        name = hashlib.sha256(secure.context.encode()).hexdigest()[:32]
-        path = self.store.folder / "secrets" / f"{client}-{name}"
-        reply, message = Reply(), secure.messages.get(client, {})
-        if secure.step == "keys":
-            _clear_secrets(path, client)
-            masker = Masker(client, secure.context, secure.threshold)
-            reply = Reply(message=masker.keys())
-        else:
-            masker = Masker.from_bytes(path.read_bytes())
-        if secure.step == "shares":
-            self._check_threshold(len(cast("list[int]", message["clients"])), masker.threshold)
-            reply = Reply(message=masker.shares(message))
-        elif secure.step == "masked":
-            share, tree = self._contribute(client, request, payload)
-            vector = masker.masked(message, encode(tree, share, masker.participants))
-            reply = Reply(tensors=pack({"masked": torch.from_numpy(vector)}))
-        elif secure.step == "unmask":
-            reply = Reply(message=masker.unmask(message))
-        with replace_file(path, private=True) as new:
-            new.write_bytes(masker.to_bytes())
-        return reply
-
-    def _check_threshold(self, clients: int, threshold: int) -> None:
-        """Refuse sums of fewer clients than the sites agreed to."""
-        share = self.config.privacy.threshold
-        if threshold < survivors_needed(share, clients):
-            raise UserError(
-                f"{threshold} of {clients} survivors are too few",
-                key="privacy.threshold",
-                value=share,
-            )
+    def _answer_in_sum(self, client: int, request: Request, payload: dict[str, Tensor]) -> Reply:
+        """Answer a step of a secure sum, by this site's own threshold, keys and record."""
+        clients = self.config.engine.sites if self.is_real else len(self.engine.groups)
+        folder = self.store.folder / "sums" / ("site" if self.is_real else str(client))
+        identity = (self.store.folder.parent if self.is_real else folder) / IDENTITY
+        fewest, most = (
+            smallest_sum(self.config, clients or 0),
+            cohort_size(self.config, clients or 0),
+        )
+        sums = SecureSums(folder, fewest, most, self.keys, identity)
+        return sums.answer(
+            client, request, payload, lambda: self._contribute(client, request, payload)
+        )
 
     def _contribute(
         self, client: int, request: Request, payload: dict[str, Tensor]
@@ -172,13 +156,6 @@ class Site:
         return {name: tensor.to(device) for name, tensor in here.items()}
 
 
-def _clear_secrets(path: Path, client: int) -> None:
-    """Delete the secrets of the client's earlier sums."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for old in path.parent.glob(f"{client}-*"):
-        old.unlink(missing_ok=True)
-
-
 def describe_fault(error: Exception, is_real: bool = True) -> str:
     """Describe an error for the server, and print all of it for the site.
 
@@ -186,7 +163,7 @@ def describe_fault(error: Exception, is_real: bool = True) -> str:
     their text may hold data. File names stay at a real site: ``public`` replaces the text.
     """
     if isinstance(error, (UserError, MalformedError)):
-        print(f"fedssl: refused: {error}", file=sys.stderr, flush=True)
+        print(f"fedssl: refused: {escape(error)}", file=sys.stderr, flush=True)
         if is_real and isinstance(error, UserError) and error.public is not None:
             return f"refused: {error.public}; the site's log says more"
         return f"refused: {error}"
