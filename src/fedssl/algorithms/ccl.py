@@ -23,7 +23,7 @@ from fedssl.algorithms.instahide import Key, encrypt, mixture
 from fedssl.config import AlgorithmParams, Config, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm, wrong_objective
+from fedssl.federation.algorithm import Algorithm, require_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.features import accept_features, join_features, scale_pixels
@@ -65,6 +65,8 @@ class CCL(Algorithm):
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
         """Keys of CCL. The paper leaves λ, N, τ_nm and K open; the defaults are our reading."""
+
+        recommended = {**AlgorithmParams.recommended, "objective": {"name": "moco"}}
 
         remote: Literal["both", "only", "off"] = key(
             "both",
@@ -121,6 +123,11 @@ class CCL(Algorithm):
                     "algorithm.mask=false, and algorithm.share_plain=true. Else set none of them.",
                 )
 
+        def check(self, config: Config) -> None:
+            """Refuse an objective without a queue."""
+            problem, fix = "ccl needs MoCo's queue and momentum model", "Use objective.name=moco."
+            require_objective(config, MoCo, problem, fix)
+
         @property
         def is_hidden(self) -> bool:
             """True if images are mixed and masked, as InstaHide does."""
@@ -131,12 +138,9 @@ class CCL(Algorithm):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
-        if not isinstance(objective, MoCo):
-            problem = "ccl needs MoCo's queue and momentum model"
-            raise wrong_objective(objective, problem, "Use objective.name=moco.")
         given = self.params.features
-        self.features = objective.params.queue if given is None else given
-        self.width = objective.params.projector[-1]
+        self.features = self.objective.params.queue if given is None else given
+        self.width = self.objective.params.projector[-1]
         if self.features < 2:
             raise UserError(
                 "too few: the images of a bank are encoded together",

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
 from fedssl.algorithms.fedu import require_predictor
-from fedssl.config import AlgorithmParams, key
+from fedssl.config import AlgorithmParams, Config, key
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.task import client_task
-from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
 
 
@@ -33,6 +32,8 @@ class FedEMA(DivergenceAware):
     @dataclass(frozen=True)
     class Params(DivergenceParams):
         """Keys of FedEMA."""
+
+        recommended = {**AlgorithmParams.recommended, "objective": {"name": "byol"}}
 
         lambda_: float | Literal["auto"] = key(
             "auto",
@@ -75,12 +76,12 @@ class FedEMA(DivergenceAware):
                     fix="Give one of the two.",
                 )
 
-    params: Params
+        def check(self, config: Config) -> None:
+            """Refuse an objective without the part that the moving average applies to."""
+            if self.parts == "predictor":
+                require_predictor(config, "algorithm.parts", "predictor")
 
-    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
-        super().__init__(params, objective)
-        if self.params.parts == "predictor":
-            require_predictor(objective, "algorithm.parts", "predictor")
+    params: Params
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Average and log; warn if clients no longer share anything."""

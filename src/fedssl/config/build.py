@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,10 @@ import yaml
 
 from fedssl.config import plugins
 from fedssl.config.keys import Recipe, convert_section, key_fields, path_keys
-from fedssl.config.merge import apply_words, merge
+from fedssl.config.merge import merge
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, variant
 from fedssl.util.errors import UserError
-
-
-def resolve(recipe: Recipe, words: Sequence[str] = ()) -> Config:
-    """Build a configuration from a recipe and the ``key=value`` words that override it."""
-    return build(apply_words(recipe, words))
 
 
 def build(tree: Recipe) -> Config:
@@ -35,6 +30,8 @@ def build(tree: Recipe) -> Config:
         sections[section] = convert_section(kind, given, section)
     config = convert_section(Config, {**tree, **sections}, "")
     _check(config)
+    for section in DEFAULT_NAMES:
+        getattr(config, section).check(config)
     return rename_plugins(config, plugins.make_absolute)
 
 
@@ -108,6 +105,10 @@ def with_algorithm(config: Config, name: str) -> Config:
 def _check(config: Config) -> None:
     """Check the keys that depend on one another, as far as that needs no images."""
     cohort, privacy, encoder = config.cohort, config.privacy, config.encoder
+    clients = getattr(config.partition, "clients", None)
+    if clients is not None and cohort.size is not None and cohort.size > clients:
+        problem, fix = f"there are only {clients} clients", f"Use at most {clients}."
+        raise UserError(problem, key="cohort.size", value=cohort.size, fix=fix)
     if cohort.size is not None and cohort.minimum > cohort.size:
         problem = f"more than cohort.size={cohort.size}, so no round could count"
         fix = f"Use at most {cohort.size}."

@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedssl.config.catalogue import TIMM, DataName, Initializer, OwnEncoder
 from fedssl.config.keys import key
 from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util.errors import UserError, suggest
-
-DataName = Literal[
-    "digits", "fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet", "folder", "paired"
-]
-
 
 @dataclass(frozen=True)
 class Data:
@@ -103,11 +99,6 @@ class Augment:
     noise: float | None = key(
         None, ge=0, help="Standard deviation of Gaussian noise. Pixels are between 0 and 1."
     )
-
-
-Initializer = Literal["he", "torch"]
-OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
-TIMM = "timm/"  # prefix of a backbone from timm
 
 
 @dataclass(frozen=True)

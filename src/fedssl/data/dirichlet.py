@@ -46,6 +46,13 @@ class Samples:
     class Params(PartitionParams):
         """Keys of a partition into clients of equal size."""
 
+        recommended = {
+            "cohort": {"size": 32},
+            # The paper's λ = 20 is for cohorts of 512 samples; with 128 the correlations are
+            # noisier and it learns less. Chosen on a held-out fifth of digits' training set.
+            "objective.name=cco": {"objective": {"lambda": 2}},
+        }
+
         samples: int = config.key(4, ge=1, help="Samples of each client.")
         alpha: float = config.key(
             0.0,

@@ -294,9 +294,21 @@ class Folder:
     class Params(PartitionParams):
         """Keys of a partition by folders."""
 
+        recommended = {**PartitionParams.recommended, "data": {"name": "folder"}}
+
         level: Literal["client", "case"] = config.key(
             "client", help="Folder level of a client. Clients of DERM are cases (DCCO paper, 4.3)."
         )
+
+        def check(self, settings: config.Config) -> None:
+            """Refuse data sets without folders."""
+            if settings.data.name not in ("folder", "paired"):
+                problem = f"data.name={settings.data.name} has no folders"
+                fix = "Use data.name=folder data.root=DIR, or another partition."
+                against = "data.name"
+                raise UserError(
+                    problem, key="partition.name", value=self.name, fix=fix, against=against
+                )
 
     params: Params
 

@@ -22,6 +22,8 @@ Centre = dict[str, Tensor]
 class MomentParams(ProjectorParams):
     """Keys of objectives that see encodings through their moments."""
 
+    recommended = {"algorithm": {"name": "dcco"}}
+
     bound: float | None = key(
         None,
         gt=0,
