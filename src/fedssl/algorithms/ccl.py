@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fedssl.algorithms.false_negatives import (
     log_ratios,
 )
 from fedssl.algorithms.instahide import Key, encrypt, mixture
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm, require_objective
@@ -66,7 +66,10 @@ class CCL(Algorithm):
     class Params(AlgorithmParams):
         """Keys of CCL. The paper leaves λ, N, τ_nm and K open; the defaults are our reading."""
 
-        recommended = {**AlgorithmParams.recommended, "objective": {"name": "moco"}}
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "objective": {"name": "moco"},
+        }
 
         remote: Literal["both", "only", "off"] = key(
             "both",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.federation.algorithm import Algorithm, is_one_plain_step, require_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -61,10 +62,11 @@ class DCCO(Algorithm):
     class Params(AlgorithmParams):
         """Keys of DCCO, for several local steps."""
 
-        recommended = {
+        recommended: ClassVar[Recipe] = {
             "objective": {"name": "cco"},
             "partition": {"name": "samples"},
             "algorithm": {"local_steps": 1},
+            "rounds": 200,
         }
 
         fresh: bool = key(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
 from fedssl.algorithms.fedu import require_predictor
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
@@ -33,7 +33,10 @@ class FedEMA(DivergenceAware):
     class Params(DivergenceParams):
         """Keys of FedEMA."""
 
-        recommended = {**AlgorithmParams.recommended, "objective": {"name": "byol"}}
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "objective": {"name": "byol"},
+        }
 
         lambda_: float | Literal["auto"] = key(
             "auto",

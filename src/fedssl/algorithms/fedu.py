@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.federation.client import Client
 from fedssl.federation.task import client_task
 from fedssl.util.errors import UserError
@@ -25,7 +26,10 @@ class FedU(DivergenceAware):
     class Params(DivergenceParams):
         """Keys of FedU."""
 
-        recommended = {**AlgorithmParams.recommended, "objective": {"name": "byol"}}
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "objective": {"name": "byol"},
+        }
 
         threshold: float = key(
             0.4,

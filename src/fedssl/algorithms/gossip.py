@@ -74,8 +74,16 @@ class Gossip(Algorithm):
             mixed = f"with algorithm.name={self.name} neighbours mix by the graph's weights"
             refuse(
                 config,
-                *((rules[key] != value, f"server.{key}", problem, fix) for key, value in plain.items()),
-                (config.cohort.average != "mean", "cohort.average", mixed, "Use cohort.average=mean."),
+                *(
+                    (rules[key] != value, f"server.{key}", problem, fix)
+                    for key, value in plain.items()
+                ),
+                (
+                    config.cohort.average != "mean",
+                    "cohort.average",
+                    mixed,
+                    "Use cohort.average=mean.",
+                ),
             )
 
     params: Params

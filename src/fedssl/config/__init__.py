@@ -2,6 +2,7 @@
 
 from fedssl.config.build import build as build
 from fedssl.config.build import dump as dump
+from fedssl.config.build import find_keys as find_keys
 from fedssl.config.build import flatten as flatten
 from fedssl.config.build import rename_plugins as rename_plugins
 from fedssl.config.build import to_tree as to_tree

@@ -27,7 +27,7 @@ from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import merge, read_words, with_values
 from fedssl.config.schema import Config, Data, Encoder
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, key_types_under, variant
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, format_value
 
 Words = Sequence[str] | Mapping[str, Any]
 
@@ -37,9 +37,7 @@ _ORDER = ("encoder", "objective", "algorithm", "partition", "data")
 _TITLES = {"server": "optimizer", "client": "optimizer"}  # other sections have a ``name``
 
 
-def resolve(
-    recipe: Recipe, words: Words = (), say: Callable[[str], None] | None = None
-) -> Config:
+def resolve(recipe: Recipe, words: Words = (), say: Callable[[str], None] | None = None) -> Config:
     """Build a configuration from a recipe and the words that override it."""
     resolution = Resolution(recipe, words)
     for note in resolution.notes():
@@ -59,7 +57,7 @@ class Resolution:
     words: Words = ()
     config: Config = field(init=False)
     sources: dict[str, str] = field(init=False)
-    """Key → the part that recommends its value, ``recipe`` or ``word``; other keys have defaults."""
+    """Key → the part that recommends its value, ``recipe`` or ``word``; others have defaults."""
 
     def __post_init__(self) -> None:
         self.given = read_words(self.words)
@@ -84,8 +82,8 @@ class Resolution:
         values = flatten(to_tree(self.config))
         for reason in dict.fromkeys(reason for _, _, reason in self._refused):
             keys = [(key, old) for key, old, why in self._refused if why == reason]
-            new = " ".join(f"{key}={_format(values.get(key))}" for key, _ in keys)
-            old = ", ".join(_format(old) for _, old in keys)
+            new = " ".join(f"{key}={format_value(values.get(key))}" for key, _ in keys)
+            old = ", ".join(format_value(old) for _, old in keys)
             yield f"{new} in place of {old}: {reason}."
 
     def explain(self) -> Iterator[tuple[str, str, str, str]]:
@@ -94,8 +92,8 @@ class Resolution:
         for key, value in flatten(to_tree(self.config)).items():
             source = self.sources.get(key, "default")
             if before.get(key, value if source == "default" else ...) != value:
-                old = _format(before[key]) if key in before else ""
-                yield key, _format(value), old, source
+                old = format_value(before[key]) if key in before else ""
+                yield key, format_value(value), old, source
 
     def _list_recommendations(self, explicit: Recipe) -> Iterator[tuple[str, Recipe]]:
         """Yield each part, as ``section.name=value``, with what it recommends beside ``explicit``.
@@ -105,7 +103,7 @@ class Resolution:
         names: dict[str, str] = {}
         for _ in _ORDER:
             layers = [self._find_recommended(section, names) for section in names]
-            tree = functools.reduce(_overlay, [*layers, explicit], {})
+            tree = functools.reduce(_overlay, [*layers, explicit])
             found = {s: str(tree.get(s, {}).get("name", _PARTS[s])) for s in _ORDER}
             if found == names:
                 break
@@ -191,10 +189,3 @@ def _without(recipe: Recipe, key: str) -> Recipe:
         dropped |= recipe[section].keys() - key_types(BASE_PARAMS[section]).keys()
     kept = {k: v for k, v in recipe[section].items() if k not in dropped}
     return {**recipe, section: kept}
-
-
-def _format(value: Any) -> str:
-    """Format a value as on the command line."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    return f"[{','.join(map(_format, value))}]" if isinstance(value, list) else str(value)

@@ -16,6 +16,7 @@ from fedssl.config.keys import key
 from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util.errors import UserError, suggest
 
+
 @dataclass(frozen=True)
 class Data:
     """The images, and how they become arrays."""
@@ -165,13 +166,14 @@ class Engine:
         affects="rounding",
         help="Compile the training step. `auto`: on a GPU, if the run is long enough.",
     )
-    threads: int = key(
-        2,
+    threads: int | Literal["auto"] = key(
+        "auto",
         gt=0,
         le=1024,  # far more crash the process
         affects="rounding",
-        help="CPU threads. Results are reproducible only with the same number of threads. Raise it "
-        "on a CPU with many cores.",
+        help="CPU threads. `auto`: `OMP_NUM_THREADS`, else the cores of the machine. The run's "
+        "`config.yaml` has the number, and `--resume` keeps it: results are reproducible only with "
+        "the same number of threads.",
     )
     workers: int = key(
         2, gt=0, affects="speed", needs="name=flower", help="Processes of a simulation."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedssl import config
-from fedssl.config import PartitionParams, SourceParams
+from fedssl.config import PartitionParams, Recipe, SourceParams
 from fedssl.data.dataset import Groups, Ints, Split
 from fedssl.data.partition import (
     check_at_most,
@@ -46,7 +46,7 @@ class Samples:
     class Params(PartitionParams):
         """Keys of a partition into clients of equal size."""
 
-        recommended = {
+        recommended: ClassVar[Recipe] = {
             "cohort": {"size": 32},
             # The paper's λ = 20 is for cohorts of 512 samples; with 128 the correlations are
             # noisier and it learns less. Chosen on a held-out fifth of digits' training set.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from fedssl import config
-from fedssl.config import VARIANTS, PartitionParams, SourceParams, plugins, variant
+from fedssl.config import VARIANTS, PartitionParams, Recipe, SourceParams, plugins, variant
 from fedssl.data.dataset import Dataset, Groups, Ints, Split
 from fedssl.data.random import key, permutation
 from fedssl.util.errors import UserError
@@ -294,7 +294,7 @@ class Folder:
     class Params(PartitionParams):
         """Keys of a partition by folders."""
 
-        recommended = {**PartitionParams.recommended, "data": {"name": "folder"}}
+        recommended: ClassVar[Recipe] = {**PartitionParams.recommended, "data": {"name": "folder"}}
 
         level: Literal["client", "case"] = config.key(
             "client", help="Folder level of a client. Clients of DERM are cases (DCCO paper, 4.3)."

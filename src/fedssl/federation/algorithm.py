@@ -131,7 +131,7 @@ def is_one_plain_step(trainer: Trainer) -> bool:
     return one_step and not mixes_samples and not trainer.keeps_state
 
 
-def require_objective(config: Config, kind: type[Objective], problem: str, fix: str) -> None:
+def require_objective(config: Config, kind: type, problem: str, fix: str) -> None:
     """Refuse an objective that is not of a kind that an algorithm works with."""
     name, key = config.objective.name, "objective.name"
     if not issubclass(configuration.variant("objective", name), kind):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config import Config, ObjectiveParams
+from fedssl.config import Config, ObjectiveParams, Recipe
 from fedssl.data.random import mix, uniform
 from fedssl.models.network import Backbone, Heads, Tower
 from fedssl.models.norms import Norm
@@ -55,7 +55,10 @@ class MAE(Objective):
     class Params(ObjectiveParams):
         """Keys of MAE: none of its own."""
 
-        recommended = {**ObjectiveParams.recommended, "encoder": {"name": "vit-tiny"}}
+        recommended: ClassVar[Recipe] = {
+            **ObjectiveParams.recommended,
+            "encoder": {"name": "vit-tiny"},
+        }
 
         def check(self, config: Config) -> None:
             """Refuse encoders without patches."""

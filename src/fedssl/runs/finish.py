@@ -58,7 +58,8 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
-    if not models.has_personal:
+    # With a constant rate the run may get more rounds, which need the states.
+    if not models.has_personal and experiment.config.schedule != "constant":
         checkpoint.forget_clients(out, experiment)
     return summary
 

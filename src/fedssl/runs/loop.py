@@ -33,6 +33,7 @@ from fedssl.runs.folder import (
     check_folder,
     check_kind,
     create_config,
+    fix_threads,
     is_started,
     lock,
     remove_unused,
@@ -56,6 +57,7 @@ def run(settings: Config, out: Path, resume: bool = False) -> dict[str, Any]:
 
     Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``.
     """
+    settings = fix_threads(settings, out)
     configs = {out: settings}
     for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
         configs[out / "baselines" / name] = config.with_algorithm(settings, name)
@@ -109,6 +111,8 @@ class RunInFolder:
         experiment.engine.open(out)
         if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
             print(f"fedssl: no checkpoint in {out}: it starts at round 1", file=sys.stderr)
+        if experiment.server.round < settings.rounds:  # a finished run may get more rounds
+            (out / "summary.json").unlink(missing_ok=True)
 
     def train(self, stop: Stop, log: MetricsLog) -> None:
         """Run the rounds that are left, where the engine's transport is open."""

@@ -45,15 +45,15 @@ class UserError(Exception):
         if self.value is _UNSET:
             return f"{self.key}: {text}"
         sign = " " if self.key.startswith("-") else "="
-        return f"{self.key}{sign}{_format_value(self.value)}: {text}"
+        return f"{self.key}{sign}{format_value(self.value)}: {text}"
 
 
-def _format_value(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value the way it is written on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_format_value, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return str(value)
 
 
