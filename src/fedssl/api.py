@@ -102,11 +102,11 @@ def train(
     if out == "":  # which Path takes for the current folder
         raise UserError("out is an empty name", fix='Give a name, or "." for this folder.')
     name, tree = _read_recipe(recipe, Path(out) if resume and out is not None else None)
-    tree = config.with_values(tree, _dotted(overrides))
-    for key, values in config.find_sweep(tree).items():
+    words = _dotted(overrides)
+    for key, values in config.find_sweep(config.with_values(tree, words)).items():
         fix = "Call fedssl.train once for each, or use fedssl run."
         raise UserError("a list of values is a sweep", key=key, value=values, fix=fix)
-    settings = config.build(tree)
+    settings = config.resolve(tree, words)
     folder = make_folder(name) if out is None else Path(out)
 
     from fedssl import report

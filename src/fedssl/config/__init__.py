@@ -20,6 +20,7 @@ from fedssl.config.keys import key_types as key_types
 from fedssl.config.keys import keys_affecting as keys_affecting
 from fedssl.config.keys import path_keys as path_keys
 from fedssl.config.merge import apply_words as apply_words
+from fedssl.config.merge import read_words as read_words
 from fedssl.config.merge import with_values as with_values
 from fedssl.config.recipe_files import find_table as find_table
 from fedssl.config.recipe_files import list_recipes as list_recipes

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,30 +37,31 @@ _ORDER = ("encoder", "objective", "algorithm", "partition", "data")
 _TITLES = {"server": "optimizer", "client": "optimizer"}  # other sections have a ``name``
 
 
-def resolve(recipe: Recipe, words: Words = (), say: Callable[[str], None] | None = None) -> Config:
-    """Build a configuration from a recipe and the words that override it."""
+def resolve(recipe: Recipe, words: Words = ()) -> Config:
+    """Build a configuration from a recipe and the words that override it; print what gave way."""
     resolution = Resolution(recipe, words)
     for note in resolution.notes():
-        (say or _print)(note)
+        print(f"fedssl: {note}", file=sys.stderr)
     return resolution.config
-
-
-def _print(line: str) -> None:
-    print(f"fedssl: {line}", file=sys.stderr)
 
 
 @dataclass
 class Resolution:
-    """A configuration, and where each of its values comes from."""
+    """A configuration, and where each of its values comes from.
+
+    ``named`` are keys of the recipe that are the user's words, too: those of a sweep.
+    """
 
     recipe: Recipe
     words: Words = ()
+    named: Collection[str] = ()
     config: Config = field(init=False)
     sources: dict[str, str] = field(init=False)
     """Key → the part that recommends its value, ``recipe`` or ``word``; others have defaults."""
 
     def __post_init__(self) -> None:
         self.given = read_words(self.words)
+        self.named = {*self.named, *self.given}
         self._refused: list[tuple[str, Any, str]] = []  # key, value and problem
         recipe = self.recipe
         while True:
@@ -75,7 +76,7 @@ class Resolution:
                 recipe = self._give_way(error, recipe, tree)
         self.sources = {key: part for part, layer in layers for key in flatten(layer)}
         self.sources |= dict.fromkeys(flatten(explicit), "recipe")
-        self.sources |= dict.fromkeys(self.given, "word")
+        self.sources |= dict.fromkeys(self.named, "word")
 
     def notes(self) -> Iterator[str]:
         """List the values that gave way to a word, one line for each reason."""
@@ -86,9 +87,9 @@ class Resolution:
             old = ", ".join(format_value(old) for _, old in keys)
             yield f"{new} in place of {old}: {reason}."
 
-    def explain(self) -> Iterator[tuple[str, str, str, str]]:
+    def explain(self, recipe: Config) -> Iterator[tuple[str, str, str, str]]:
         """Yield key, value, the recipe's value and the source of each value that words changed."""
-        before = flatten(to_tree(Resolution(self.recipe).config))
+        before = flatten(to_tree(recipe))
         for key, value in flatten(to_tree(self.config)).items():
             source = self.sources.get(key, "default")
             if before.get(key, value if source == "default" else ...) != value:
@@ -130,8 +131,8 @@ class Resolution:
 
     def _give_way(self, error: UserError, recipe: Recipe, recommended: Recipe) -> Recipe:
         """Return the recipe without the value that contradicts a word, or raise the error."""
-        pair = [key for key in (error.key, error.against) if key and key not in self.given]
-        for tree in (recommended, recipe) if self.given else ():
+        pair = [key for key in (error.key, error.against) if key and key not in self.named]
+        for tree in (recommended, recipe) if self.named else ():
             for key in pair:
                 value, is_set = _look_up(tree, key)
                 if is_set and not (tree is recommended and _look_up(recipe, key)[1]):
