@@ -33,6 +33,7 @@ from fedssl.cli import main
 from fedssl.runs import checkpoint
 
 FILE = Path(__file__).parent / "golden.json"
+PLAIN = str(Path(__file__).parents[1] / "plain.yaml")
 TIMES = {"seconds", "overhead"}
 DIGITS = (
     *("partition.name=iid", "partition.clients=4", "data.labels=40", "data.size=8"),
@@ -98,7 +99,7 @@ INTERRUPTED = 130
 
 
 def run(words: tuple[str, ...], out: Path, *options: str) -> int:
-    return main(["run", *DIGITS, *words, "--out", str(out), *options])
+    return main(["run", PLAIN, *DIGITS, *words, "--out", str(out), *options])
 
 
 def tensors_of(out: Path) -> dict[str, torch.Tensor]:

@@ -7,14 +7,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
 from fedssl.federation.algorithm import Algorithm, require_objective
@@ -59,6 +59,11 @@ class FedCA(Algorithm):
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
         """Keys of FedCA. All defaults are our reading."""
+
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "data.name=digits": {"algorithm": {"public": 200, "base_epochs": 20}},  # of 1,437
+        }
 
         align: float = key(0.1, ge=0, help="β, the weight of the alignment. 0: no alignment.")
         public: int | None = key(

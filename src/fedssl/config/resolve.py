@@ -105,7 +105,7 @@ class Resolution:
         for _ in _ORDER:
             layers = [self._find_recommended(section, names) for section in names]
             tree = functools.reduce(_overlay, [*layers, explicit])
-            found = {s: str(tree.get(s, {}).get("name", _PARTS[s])) for s in _ORDER}
+            found = {s: self._choose_name(s, explicit, layers) for s in _ORDER}
             if found == names:
                 break
             names = found
@@ -113,6 +113,20 @@ class Resolution:
         for section, name in names.items():
             layer = self._find_recommended(section, names)
             yield f"{section}.name={name}", _select(layer, tree, names)
+
+    def _choose_name(self, section: str, explicit: Recipe, layers: Sequence[Recipe]) -> str:
+        """Return the explicit name, or the recommended one that has the keys that are given."""
+        given = _keys(explicit, section)
+        if "name" in given:
+            return str(given["name"])
+        names = [_keys(layer, section).get("name") for layer in reversed(layers)]
+        names = [*filter(None, names), _PARTS[section]]
+        if section in VARIANTS and not given.keys() <= key_types_under(section, names[0]).keys():
+            if self.named:  # the recipe without words has a name too
+                names.append(Resolution(self.recipe)._names[section])
+            fitting = (n for n in names if given.keys() <= key_types_under(section, n).keys())
+            return str(next(fitting, names[0]))
+        return str(names[0])
 
     def _find_recommended(self, section: str, names: Mapping[str, str]) -> Recipe:
         """Return what a part recommends beside parts with these names, except refused values."""
@@ -150,6 +164,12 @@ def _overlay(tree: Recipe, layer: Recipe) -> Recipe:
     return merged
 
 
+def _keys(tree: Recipe, section: str) -> Recipe:
+    """Return the keys of a section; none where it is missing or no section, which is reported."""
+    found = tree.get(section)
+    return found if isinstance(found, dict) else {}
+
+
 def _select(layer: Recipe, tree: Recipe, names: Mapping[str, str]) -> Recipe:
     """Return what holds of a part's recommendations beside the names in ``tree``.
 
@@ -161,7 +181,7 @@ def _select(layer: Recipe, tree: Recipe, names: Mapping[str, str]) -> Recipe:
             selected[section] = value
             continue
         title = _TITLES.get(section, "name")
-        chosen = tree.get(section, {}).get(title)
+        chosen = names.get(section, _keys(tree, section).get(title))
         if value.get(title, chosen) != chosen:
             continue
         if section in VARIANTS:
