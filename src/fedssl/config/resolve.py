@@ -150,6 +150,8 @@ class Resolution:
             for key in pair:
                 value, is_set = _look_up(tree, key)
                 if is_set and not (tree is recommended and _look_up(recipe, key)[1]):
+                    if tree is recipe and not self._refused:
+                        Resolution(self.recipe)  # one that contradicts itself is refused
                     self._refused.append((key, value, error.problem))
                     return recipe if tree is recommended else _without(recipe, key)
         raise error

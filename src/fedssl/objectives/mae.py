@@ -64,7 +64,7 @@ class MAE(Objective):
             """Refuse encoders without patches."""
             if config.encoder.name != "vit-tiny":
                 raise UserError(
-                    "hides patches from the encoder, which must be a vision transformer",
+                    "mae hides patches from the encoder, which must be a vision transformer",
                     key="objective.name",
                     value=self.name,
                     fix="Use encoder.name=vit-tiny.",
