@@ -66,7 +66,7 @@ def require_predictor(config: Config, key: str, value: str) -> None:
     """Refuse an objective without a predictor, or with its predictor switched off."""
     if getattr(config.objective, "predictor", "off") == "off":
         raise UserError(
-            f"{value} needs a predictor, and objective.name={config.objective.name} has none",
+            f"needs a predictor, and objective.name={config.objective.name} has none",
             key=key,
             value=value,
             fix="Use objective.name=byol or simsiam, with a predictor.",
