@@ -85,7 +85,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "ccl-moco": (
         *("algorithm.name=ccl", "algorithm.mix=1", "algorithm.share_plain=true"), *EPOCHS, *MOCO,
     ),
-    "fedca-simclr": ("algorithm.name=fedca", *EPOCHS, "algorithm.public=8", *SIMCLR),
+    "fedca-simclr": (
+        *("algorithm.name=fedca", "algorithm.public=8", "algorithm.base_epochs=100"),
+        *EPOCHS,
+        *SIMCLR,
+    ),
     "centralized-byol": ("algorithm.name=centralized", "algorithm.batch=20", *BYOL),
 }  # fmt: skip
 FAR = {

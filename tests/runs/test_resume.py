@@ -91,16 +91,16 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert (a / "encoder.safetensors").read_bytes() == (b / "encoder.safetensors").read_bytes()
 
 
-def test_a_run_with_a_constant_rate_gets_more_rounds(tmp_path: Path) -> None:
-    """Finished or stopped, it goes on as if it had been meant to be that long."""
+def test_nothing_is_deleted_where_the_rate_is_constant_and_rounds_can_be_added(
+    tmp_path: Path,
+) -> None:
+    """A longer run is as if it had been meant to be that long."""
     words = "byol algorithm.name=fedema schedule=constant"
     loop.run(small(words), tmp_path / "whole")
     loop.run(small(f"{words} rounds=2"), tmp_path / "cut")
-    resumed = loop.run(small(words), tmp_path / "cut", resume=True)
+    assert loop.run(small(words), tmp_path / "cut", resume=True)["rounds"] == 4
+    assert RunReader(tmp_path / "cut").summary["rounds"] == 4
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
-    assert (
-        resumed["rounds"] == json.loads((tmp_path / "cut/summary.json").read_text())["rounds"] == 4
-    )
     with refused("rounds", 3, "has 4 rounds already"):
         loop.run(small(f"{words} rounds=3"), tmp_path / "cut", resume=True)
 
