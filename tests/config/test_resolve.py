@@ -8,6 +8,7 @@ import pytest
 from helpers import refused
 
 from fedssl import config
+from fedssl.runs.sweep import list_runs
 from fedssl.util.errors import UserError
 
 PLAIN = str(Path(__file__).parents[1] / "plain.yaml")
@@ -108,11 +109,17 @@ def test_what_contradicts_a_word_gives_way_and_a_line_says_so(
     ],
 )
 def test_two_words_that_contradict_are_refused(words: str, key: str, value: object) -> None:
-    from fedssl.runs.sweep import list_runs
-
     recipe, given = config.read_recipe("default"), config.read_words(words.split())
     with refused(key, value):
         list_runs(config.with_values(recipe, given), given)
+
+
+def test_a_sweep_goes_the_same_way() -> None:
+    """Its words are part of its recipe, and still win."""
+    given = config.read_words(["objective.name=byol", "client.lr=[0.1,0.2]"])
+    runs = list_runs(config.with_values(config.read_recipe("default"), given), given)
+    assert [each.algorithm.name for each in runs.values()] == ["fedavg", "fedavg"]
+    assert [each.client.lr for each in runs.values()] == [0.1, 0.2]
 
 
 def test_a_recipe_that_contradicts_itself_is_refused() -> None:

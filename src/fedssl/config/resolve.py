@@ -96,6 +96,9 @@ class Resolution:
                 old = format_value(before[key]) if key in before else ""
                 yield key, format_value(value), old, source
 
+    def _resolve_without_words(self) -> Resolution:
+        return Resolution(functools.reduce(_without, self.named, self.recipe))
+
     def _list_recommendations(self, explicit: Recipe) -> Iterator[tuple[str, Recipe]]:
         """Yield each part, as ``section.name=value``, with what it recommends beside ``explicit``.
 
@@ -123,7 +126,7 @@ class Resolution:
         names = [*filter(None, names), _PARTS[section]]
         if section in VARIANTS and not given.keys() <= key_types_under(section, names[0]).keys():
             if self.named:  # the recipe without words has a name too
-                names.append(Resolution(self.recipe)._names[section])
+                names.append(self._resolve_without_words()._names[section])
             fitting = (n for n in names if given.keys() <= key_types_under(section, n).keys())
             return str(next(fitting, names[0]))
         return str(names[0])
@@ -151,7 +154,7 @@ class Resolution:
                 value, is_set = _look_up(tree, key)
                 if is_set and not (tree is recommended and _look_up(recipe, key)[1]):
                     if tree is recipe and not self._refused:
-                        Resolution(self.recipe)  # one that contradicts itself is refused
+                        self._resolve_without_words()  # one that contradicts itself is refused
                     self._refused.append((key, value, error.problem))
                     return recipe if tree is recommended else _without(recipe, key)
         raise error
@@ -205,6 +208,8 @@ def _look_up(tree: Recipe, key: str) -> tuple[Any, bool]:
 def _without(recipe: Recipe, key: str) -> Recipe:
     """Return a recipe without a key; without a name, also without the keys that belong to it."""
     section, _, name = key.partition(".")
+    if not _look_up(recipe, key)[1]:
+        return recipe
     if not name:
         return {k: v for k, v in recipe.items() if k != section}
     dropped = {name}
