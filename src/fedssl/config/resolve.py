@@ -97,7 +97,8 @@ class Resolution:
                 yield key, format_value(value), old, source
 
     def _resolve_without_words(self) -> Resolution:
-        return Resolution(functools.reduce(_without, self.named, self.recipe))
+        merged = self.named - self.given.keys()
+        return Resolution(functools.reduce(_without, merged, self.recipe))
 
     def _list_recommendations(self, explicit: Recipe) -> Iterator[tuple[str, Recipe]]:
         """Yield each part, as ``section.name=value``, with what it recommends beside ``explicit``.
@@ -153,8 +154,8 @@ class Resolution:
             for key in pair:
                 value, is_set = _look_up(tree, key)
                 if is_set and not (tree is recommended and _look_up(recipe, key)[1]):
-                    if tree is recipe and not self._refused:
-                        self._resolve_without_words()  # one that contradicts itself is refused
+                    if tree is recipe and self.named == self.given.keys():
+                        Resolution(self.recipe)  # one that contradicts itself is refused
                     self._refused.append((key, value, error.problem))
                     return recipe if tree is recommended else _without(recipe, key)
         raise error
