@@ -92,7 +92,7 @@ def test_photographs_start_with_their_root_alone(tmp_path: Path) -> None:
 
 def test_a_partition_by_folders_asks_for_folders() -> None:
     settings = config.resolve(config.read_recipe("default"), ["partition.name=folder"])
-    with refused("data.root", None):
+    with refused("data.name", "folder", "data.root is not set"):
         build_experiment(settings)
 
 
@@ -100,7 +100,7 @@ def test_the_run_records_the_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is that of the machine, and a run that is resumed elsewhere keeps it."""
-    words = ["rounds=0", "data.labels=40", "evaluate.baselines=[]", "evaluate.protocols=knn"]
+    words = ["rounds=0", "cohort.size=4", "evaluate.baselines=[]", "evaluate.protocols=knn"]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert main(["run", *words, "--out", str(tmp_path)]) == 0
     assert config.read_yaml(tmp_path / "config.yaml")["engine"]["threads"] == 3
