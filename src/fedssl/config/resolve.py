@@ -26,6 +26,7 @@ from fedssl.config.catalogue import DATA_SETS, ENCODERS
 from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import merge, read_words, with_values
 from fedssl.config.schema import Config, Data, Encoder
+from fedssl.config.sweeps import find_sweep
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, key_types_under, variant
 from fedssl.util.errors import UserError, format_value
 
@@ -154,7 +155,8 @@ class Resolution:
             for key in pair:
                 value, is_set = _look_up(tree, key)
                 if is_set and not (tree is recommended and _look_up(recipe, key)[1]):
-                    if tree is recipe and self.named == self.given.keys():
+                    is_sweep = bool(find_sweep(self.recipe)) or self.named != self.given.keys()
+                    if tree is recipe and not is_sweep:
                         Resolution(self.recipe)  # one that contradicts itself is refused
                     self._refused.append((key, value, error.problem))
                     return recipe if tree is recommended else _without(recipe, key)
