@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fedssl import report
+from fedssl.config import recipe_files
 from fedssl.models import vit
 from fedssl.objectives import mae
 from fedssl.util import status
@@ -23,11 +24,18 @@ from fedssl.util import status
 hypothesis.settings.register_profile("fedssl", deadline=None)
 hypothesis.settings.load_profile("fedssl")
 sys.path.insert(0, str(Path(__file__).parent))
+PLAIN = Path(__file__).parent / "plain.yaml"
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run"),
 )
+
+
+@pytest.fixture(autouse=True)
+def plain_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that name no recipe start from explicit settings, which no part replaces."""
+    monkeypatch.setattr(recipe_files, "DEFAULT", str(PLAIN))
 
 
 @pytest.fixture(autouse=True)

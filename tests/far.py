@@ -23,6 +23,7 @@ from fedssl.runs.build import Experiment, build_experiment
 
 Tamper = Callable[[Message, Message], Message | None]
 
+PLAIN = str(Path(__file__).parent / "plain.yaml")
 SMALL = (
     *("partition.name=iid", "partition.clients=5", "data.labels=30", "cohort.size=null"),
     *("encoder.groups=4", "objective.projector=[32,16]", "evaluate.baselines=[]"),
@@ -36,7 +37,7 @@ BYOL = (
 
 
 def small(*words: str) -> Config:
-    return configuration.resolve(configuration.read_recipe(None), [*SMALL, *words])
+    return configuration.resolve(configuration.read_recipe(PLAIN), [*SMALL, *words])
 
 
 class Here(Grid):

@@ -240,11 +240,11 @@ def train(
     """
     shorten_thread_waits()
     objects = _Objects(encoder, augment, clients, test)
-    name, _, tree = _read_keys(recipe, out, resume, objects, overrides)
-    for key, values in config.find_sweep(tree).items():
+    name, base, words = _read_keys(recipe, out, resume, objects, overrides)
+    for key, values in config.find_sweep(config.with_values(base, words)).items():
         fix = "Use fedssl.sweep."
         raise UserError("a list of values is a sweep", key=key, value=values, fix=fix)
-    settings = config.build(tree)
+    settings = config.resolve(base, words)
     objects.check(settings)
     folder = make_folder(name) if out is None else Path(out)
 
@@ -286,7 +286,8 @@ def sweep(
     frames = _pandas("fedssl.sweep")
     shorten_thread_waits()
     objects = _Objects(encoder, augment, clients, test)
-    name, base, tree = _read_keys(recipe, out, resume, objects, overrides)
+    name, base, words = _read_keys(recipe, out, resume, objects, overrides)
+    tree = config.with_values(base, words)
     is_sweep = bool(config.find_sweep(tree))
     if not is_sweep and not (resume and out is not None and (Path(out) / SWEEP).is_file()):
         fix = "Give a list, such as seed=[0, 1], or use fedssl.train."
@@ -294,16 +295,18 @@ def sweep(
 
     from fedssl.runs import sweep as sweeps
 
-    for settings in sweeps.list_runs(tree).values():
+    for settings in sweeps.list_runs(tree, words).values():
         objects.check(settings)
     folder = make_folder(name) if out is None else Path(out)
     notes = list(config.find_omissions(base, tree))
     with objects.held(), _explain_resume("sweep", folder):
-        summaries = sweeps.sweep(tree, folder, resume, notes)
+        summaries = sweeps.sweep(tree, folder, resume, notes, words)
     ran = config.read_yaml(folder / SWEEP)  # a resumed sweep may have its keys in another order
     rows = [
         {**values, **section(summaries.get(run, {}), "result"), "path": str(folder / run)}
-        for run, values in zip(sweeps.list_runs(ran), config.combine_values(ran), strict=True)
+        for run, values in zip(
+            sweeps.list_runs(ran, words), config.combine_values(ran), strict=True
+        )
     ]
     return frames.DataFrame(rows)
 
@@ -365,8 +368,8 @@ def _read_keys(
     resume: bool,
     objects: _Objects,
     overrides: Mapping[str, Any],
-) -> tuple[str, Recipe, Recipe]:
-    """Return a recipe's name, its keys, and these with the objects' names and the overrides."""
+) -> tuple[str, Recipe, dict[str, Any]]:
+    """Return a recipe's name, its keys, and the keys that the objects and overrides set."""
     if resume and out is None:
         raise UserError("the run's folder is missing", key="resume", value=resume, fix="Give out.")
     if out == "":  # which Path takes for the current folder
@@ -381,7 +384,7 @@ def _read_keys(
     values: dict[str, Any] = dict(objects.names)
     if objects.are_clients and resumed is None:
         values["partition.name"] = "folder"
-    return name, base, config.with_values(base, {**values, **_dotted(overrides)})
+    return name, base, {**values, **_dotted(overrides)}
 
 
 def _read_recipe(

@@ -102,7 +102,7 @@ def test_a_key_with_effect_is_no_warning(words: str) -> None:
 def test_every_key_has_a_description() -> None:
     for section, names in config.VARIANTS.items():
         for name in names:
-            settings = config.build({section: {"name": name}})
+            settings = config.resolve({section: {"name": name}})
             assert not [key for key, fact in config.declarations(settings) if not fact.help]
 
 
@@ -235,7 +235,6 @@ def test_names_in_a_list_stay_as_they_are_written() -> None:
 def test_a_new_name_keeps_no_key_of_the_old_one_but_every_key_of_the_user() -> None:
     settings = resolve("objective.name=simclr", "algorithm.name=fedavg")
     assert settings.objective.projector == (256, 256, 128)
-    assert settings.algorithm.local_steps == 1  # means the same under every algorithm
     # The default recipe's λ = 2 is CCO's; VICReg's λ is another weight.
     assert resolve("objective.name=vicreg").objective.lambda_ == 25
     assert resolve("partition.name=dirichlet").partition.alpha == 0.5

@@ -33,6 +33,7 @@ from fedssl.cli import main
 from fedssl.runs import checkpoint
 
 FILE = Path(__file__).parent / "golden.json"
+PLAIN = str(Path(__file__).parents[1] / "plain.yaml")
 TIMES = {"seconds", "overhead"}
 DIGITS = (
     *("partition.name=iid", "partition.clients=4", "data.labels=40", "data.size=8"),
@@ -84,7 +85,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "ccl-moco": (
         *("algorithm.name=ccl", "algorithm.mix=1", "algorithm.share_plain=true"), *EPOCHS, *MOCO,
     ),
-    "fedca-simclr": ("algorithm.name=fedca", *EPOCHS, "algorithm.public=8", *SIMCLR),
+    "fedca-simclr": (
+        *("algorithm.name=fedca", "algorithm.public=8", "algorithm.base_epochs=100"),
+        *EPOCHS,
+        *SIMCLR,
+    ),
     "centralized-byol": ("algorithm.name=centralized", "algorithm.batch=20", *BYOL),
 }  # fmt: skip
 FAR = {
@@ -98,7 +103,7 @@ INTERRUPTED = 130
 
 
 def run(words: tuple[str, ...], out: Path, *options: str) -> int:
-    return main(["run", *DIGITS, *words, "--out", str(out), *options])
+    return main(["run", PLAIN, *DIGITS, *words, "--out", str(out), *options])
 
 
 def tensors_of(out: Path) -> dict[str, torch.Tensor]:

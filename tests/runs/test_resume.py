@@ -21,6 +21,7 @@ from fedssl import config
 from fedssl.federation.client import Client
 from fedssl.runs import checkpoint, folder, loop
 from fedssl.runs.build import Experiment, build_experiment
+from fedssl.runs.reader import RunReader
 from fedssl.runs.reevaluate import evaluate
 from fedssl.runs.validate import list_warnings
 from fedssl.util.errors import UserError
@@ -88,6 +89,41 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert torch.equal(tensor, states[1][name]), name
     assert timeless(a) == timeless(b)
     assert (a / "encoder.safetensors").read_bytes() == (b / "encoder.safetensors").read_bytes()
+
+
+def test_nothing_is_deleted_where_the_rate_is_constant_and_rounds_can_be_added(
+    tmp_path: Path,
+) -> None:
+    """A longer run is as if it had been meant to be that long."""
+    words = "byol algorithm.name=fedema schedule=constant"
+    loop.run(small(words), tmp_path / "whole")
+    loop.run(small(f"{words} rounds=2"), tmp_path / "cut")
+    assert loop.run(small(words), tmp_path / "cut", resume=True)["rounds"] == 4
+    assert RunReader(tmp_path / "cut").summary["rounds"] == 4
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    with refused("rounds", 3, "has 4 rounds already"):
+        loop.run(small(f"{words} rounds=3"), tmp_path / "cut", resume=True)
+
+
+def test_a_run_whose_rates_depend_on_its_length_keeps_it(tmp_path: Path) -> None:
+    loop.run(small("byol algorithm.name=fedavg rounds=1"), tmp_path)
+    with refused("rounds", 4, "learning rate"):
+        loop.run(small("byol algorithm.name=fedavg"), tmp_path, resume=True)
+    assert json.loads((tmp_path / "summary.json").read_text())["rounds"] == 1
+
+
+def test_a_stopped_extension_is_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "byol algorithm.name=fedavg schedule=constant"
+    loop.run(small(f"{words} rounds=1"), tmp_path)
+    with monkeypatch.context() as patch:
+        before_round(patch, 2, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(small(words), tmp_path, resume=True)
+    assert not RunReader(tmp_path).finished
+    loop.run(small(words), tmp_path, resume=True)
+    assert RunReader(tmp_path).finished
 
 
 def die_in_the_second_client(patch: pytest.MonkeyPatch, round: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from fedssl.algorithms.false_negatives import (
     log_ratios,
 )
 from fedssl.algorithms.instahide import Key, encrypt, load_public_images, mixture
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm, wrong_objective
+from fedssl.federation.algorithm import Algorithm, require_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.features import accept_features, join_features, scale_pixels
@@ -65,6 +65,11 @@ class CCL(Algorithm):
     @dataclass(frozen=True)
     class Params(AlgorithmParams):
         """Keys of CCL. The paper leaves λ, N, τ_nm and K open; the defaults are our reading."""
+
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "objective": {"name": "moco"},
+        }
 
         remote: Literal["both", "only", "off"] = key(
             "both",
@@ -129,6 +134,11 @@ class CCL(Algorithm):
                     "algorithm.mask=false, and algorithm.share_plain=true. Else set none of them.",
                 )
 
+        def check(self, config: Config) -> None:
+            """Refuse an objective without a queue."""
+            problem, fix = "ccl needs MoCo's queue and momentum model", "Use objective.name=moco."
+            require_objective(config, MoCo, problem, fix)
+
         @property
         def is_hidden(self) -> bool:
             """True if images are mixed and masked, as InstaHide does."""
@@ -139,12 +149,9 @@ class CCL(Algorithm):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
-        if not isinstance(objective, MoCo):
-            problem = "ccl needs MoCo's queue and momentum model"
-            raise wrong_objective(objective, problem, "Use objective.name=moco.")
         given = self.params.features
-        self.features = objective.params.queue if given is None else given
-        self.width = objective.params.projector[-1]
+        self.features = self.objective.params.queue if given is None else given
+        self.width = self.objective.params.projector[-1]
         if self.features < 2:
             raise UserError(
                 "too few: the images of a bank are encoded together",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams, Config, key
-from fedssl.federation.algorithm import Algorithm, is_one_plain_step, wrong_objective
+from fedssl.config import AlgorithmParams, Config, Recipe, key
+from fedssl.federation.algorithm import Algorithm, is_one_plain_step, require_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.task import Reply, client_task, update_like
-from fedssl.objectives.base import Objective
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import Centre, MomentObjective, Moments
 from fedssl.training.batches import Batches
@@ -62,6 +62,13 @@ class DCCO(Algorithm):
     class Params(AlgorithmParams):
         """Keys of DCCO, for several local steps."""
 
+        recommended: ClassVar[Recipe] = {
+            "objective": {"name": "cco"},
+            "partition": {"name": "samples"},
+            "algorithm": {"local_steps": 1},
+            "rounds": 200,
+        }
+
         fresh: bool = key(
             True,
             kw_only=True,
@@ -78,19 +85,16 @@ class DCCO(Algorithm):
             "undone and ends the client's round.",
         )
 
+        def check(self, config: Config) -> None:
+            """Refuse losses that clients cannot share."""
+            problem = "dcco shares moments of encodings, and this loss is not a function of them"
+            fix = "Use objective.name=cco or vicreg, or algorithm.name=fedavg."
+            require_objective(config, MomentObjective, problem, fix)
+
     params: Params
     objective: MomentObjective
     minimum_images = 1  # statistics are over the whole cohort
     weight = "used"  # N_k of Eq. 3
-
-    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
-        if not isinstance(objective, MomentObjective):
-            raise wrong_objective(
-                objective,
-                "dcco shares moments of encodings, and this loss is not a function of them",
-                "Use objective.name=cco or vicreg, or algorithm.name=fedavg.",
-            )
-        super().__init__(params, objective)
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Exchange moments, then updates; the first round also finds the moments' centre."""

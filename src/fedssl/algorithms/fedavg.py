@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedssl.config import AlgorithmParams, key
+from fedssl.config import AlgorithmParams, Config, key, variant
 from fedssl.federation.algorithm import Algorithm, is_one_plain_step
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
@@ -42,18 +42,23 @@ class FedAvg(Algorithm):
             "(Dec-SSL, section 2).",
         )
 
+        def check(self, config: Config) -> None:
+            """Refuse to replace a target network that there is not."""
+            loss = variant("objective", config.objective.name)(config.objective)
+            if self.replace == "both" and loss.memory.target is None:
+                raise UserError(
+                    f"objective.name={config.objective.name} has no target network of its own",
+                    key="algorithm.replace",
+                    value="both",
+                    fix="Use replace=online, or objective.name=byol or moco.",
+                    against="objective.name",
+                )
+
     params: Params
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
         self.weight = self.params.weight
-        if self.replaces_target and objective.memory.target is None:
-            raise UserError(
-                f"objective.name={objective.params.name} has no target network of its own",
-                key="algorithm.replace",
-                value="both",
-                fix="Use replace=online, or objective.name=byol or moco.",
-            )
 
     @property
     def replaces_target(self) -> bool:

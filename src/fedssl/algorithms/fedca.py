@@ -7,17 +7,17 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.config import AlgorithmParams, Config, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.data.random import choose
 from fedssl.data.random import key as random_key
-from fedssl.federation.algorithm import Algorithm, wrong_objective
+from fedssl.federation.algorithm import Algorithm, require_objective
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.features import (
@@ -60,6 +60,11 @@ class FedCA(Algorithm):
     class Params(AlgorithmParams):
         """Keys of FedCA. All defaults are our reading."""
 
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "data.name=digits": {"algorithm": {"public": 200, "base_epochs": 20}},  # of 1,437
+        }
+
         align: float = key(0.1, ge=0, help="β, the weight of the alignment. 0: no alignment.")
         public: int | None = key(
             None,
@@ -98,6 +103,11 @@ class FedCA(Algorithm):
                     fix="Use at least 2, or 0 to share no projections.",
                 )
 
+        def check(self, config: Config) -> None:
+            """Refuse an objective without negatives that a dictionary can add to."""
+            problem = "fedca's dictionary adds to SimCLR's negatives"
+            require_objective(config, SimCLR, problem, "Use objective.name=simclr.")
+
         def scaled(self, share: float) -> Self:
             """Return the keys with a share of the base model's epochs, at least one."""
             if not self.align:
@@ -109,10 +119,7 @@ class FedCA(Algorithm):
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         super().__init__(params, objective)
-        if not isinstance(objective, SimCLR):
-            problem = "fedca's dictionary adds to SimCLR's negatives"
-            raise wrong_objective(objective, problem, "Use objective.name=simclr.")
-        self.width = objective.params.projector[-1]
+        self.width = self.objective.params.projector[-1]
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
         """Warn that a base model is trained first."""

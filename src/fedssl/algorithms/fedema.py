@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
 from fedssl.algorithms.fedu import require_predictor
-from fedssl.config import AlgorithmParams, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
 from fedssl.federation.task import client_task
-from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
 
 
@@ -33,6 +32,11 @@ class FedEMA(DivergenceAware):
     @dataclass(frozen=True)
     class Params(DivergenceParams):
         """Keys of FedEMA."""
+
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "objective": {"name": "byol"},
+        }
 
         lambda_: float | Literal["auto"] = key(
             "auto",
@@ -75,12 +79,12 @@ class FedEMA(DivergenceAware):
                     fix="Give one of the two.",
                 )
 
-    params: Params
+        def check(self, config: Config) -> None:
+            """Refuse an objective without the part that the moving average applies to."""
+            if self.parts == "predictor":
+                require_predictor(config, "algorithm.parts", "predictor")
 
-    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
-        super().__init__(params, objective)
-        if self.params.parts == "predictor":
-            require_predictor(objective, "algorithm.parts", "predictor")
+    params: Params
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Average and log; warn if clients no longer share anything."""

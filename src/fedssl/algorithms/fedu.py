@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
-from fedssl.config import AlgorithmParams, key
+from fedssl.config import AlgorithmParams, Config, Recipe, key
 from fedssl.federation.client import Client
 from fedssl.federation.task import client_task
-from fedssl.objectives.base import Objective
 from fedssl.util.errors import UserError
 
 
@@ -26,6 +26,11 @@ class FedU(DivergenceAware):
     class Params(DivergenceParams):
         """Keys of FedU."""
 
+        recommended: ClassVar[Recipe] = {
+            **AlgorithmParams.recommended,
+            "objective": {"name": "byol"},
+        }
+
         threshold: float = key(
             0.4,
             ge=0,
@@ -33,11 +38,11 @@ class FedU(DivergenceAware):
             help="Divergence from which a client keeps its predictor (reference implementation).",
         )
 
-    params: Params
+        def check(self, config: Config) -> None:
+            """Refuse an objective without a predictor."""
+            require_predictor(config, "algorithm.name", "fedu")
 
-    def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
-        super().__init__(params, objective)
-        require_predictor(objective, "algorithm.name", "fedu")
+    params: Params
 
     def start(self, client: Client, network: Tensor) -> Tensor:
         """Keep the client's predictor, or take the global one."""
@@ -57,12 +62,13 @@ class FedU(DivergenceAware):
         return client.numbers("divergence", "kept_predictor")
 
 
-def require_predictor(objective: Objective, key: str, value: str) -> None:
+def require_predictor(config: Config, key: str, value: str) -> None:
     """Refuse an objective without a predictor, or with its predictor switched off."""
-    if getattr(objective.params, "predictor", "off") == "off":
+    if getattr(config.objective, "predictor", "off") == "off":
         raise UserError(
-            f"needs a predictor, and objective.name={objective.params.name} has none",
+            f"needs a predictor, and objective.name={config.objective.name} has none",
             key=key,
             value=value,
             fix="Use objective.name=byol or simsiam, with a predictor.",
+            against="objective.name",
         )

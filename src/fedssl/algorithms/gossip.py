@@ -65,30 +65,35 @@ class Gossip(Algorithm):
             help="Probability of an edge of a random graph (B.5).",
         )
 
+        def check(self, config: Config) -> None:
+            """Refuse rules of the server, which have no effect."""
+            plain: dict[str, Any] = {"optimizer": "sgd", "lr": 1, "momentum": 0, "weight_decay": 0}
+            problem = f"algorithm.name={self.name} has no server's model to update"
+            fix = "Use server.optimizer=sgd server.lr=1 server.momentum=0 server.weight_decay=0."
+            rules = vars(config.server)
+            mixed = f"with algorithm.name={self.name} neighbours mix by the graph's weights"
+            refuse(
+                config,
+                *(
+                    (rules[key] != value, f"server.{key}", problem, fix)
+                    for key, value in plain.items()
+                ),
+                (
+                    config.cohort.average != "mean",
+                    "cohort.average",
+                    mixed,
+                    "Use cohort.average=mean.",
+                ),
+            )
+
     params: Params
     weights: NDArray[np.float64]  # W, known when the number of clients is
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
-        """Draw the graph; refuse one that is not connected, and rules without effect."""
+        """Draw the graph; refuse one that is not connected."""
         import networkx as nx
 
-        rule, name, kind = config.server, self.params.name, self.params.topology
-        plain = (rule.optimizer, rule.lr, rule.momentum, rule.weight_decay) == ("sgd", 1, 0, 0)
-        refuse(
-            config,
-            (
-                not plain,
-                "server.optimizer",
-                f"algorithm.name={name} has no server's model to update",
-                "Use server.optimizer=sgd server.lr=1 server.momentum=0 server.weight_decay=0.",
-            ),
-            (
-                config.cohort.average != "mean",
-                "cohort.average",
-                f"with algorithm.name={name} neighbours mix by the graph's weights",
-                "Use cohort.average=mean.",
-            ),
-        )
+        kind = self.params.topology
         graph = self.graph(clients, config.seed)
         parts = nx.number_connected_components(graph)
         draw = "Raise algorithm.edge_probability, or change seed."

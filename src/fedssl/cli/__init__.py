@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from fedssl import __version__
 from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
-from fedssl.cli.arguments import Parser
+from fedssl.cli.arguments import Parser, suggest_words
 from fedssl.util.console import protect_streams
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import FULL
@@ -78,7 +78,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         _complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        meant = suggest_words(sys.argv[1:] if arguments is None else arguments, rest)
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
     if rest:
         options.words = [*options.words, *rest]
     return options

@@ -66,6 +66,19 @@ def complete_with(argument: argparse.Action, how: str) -> None:
     argument.completer = completer  # type: ignore[attr-defined]
 
 
+def suggest_words(arguments: Sequence[str], unknown: Sequence[str]) -> str:
+    """Return the words that a user may mean who writes a key as an option, as in --rounds 50."""
+    from fedssl.config import find_keys
+
+    option = next((word for word in unknown if word.startswith("--")), "--")
+    name, _, value = option[2:].partition("=")
+    place = list(arguments).index(option) + 1 if option in arguments else len(arguments)
+    value = value or next(iter(arguments[place : place + 1]), "")
+    section, _, key = name.replace("-", "_").rpartition(".")
+    keys = [found for found in find_keys(key) if not section or found == f"{section}.{key}"]
+    return f". Write {' or '.join(f'{key}={value}' for key in keys)}" if keys and value else ""
+
+
 def split_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """Split the words of a command into the recipe's name, if there is one, and its keys."""
     return (words[0], words[1:]) if words and "=" not in words[0] else (None, words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from fedssl import config
@@ -38,6 +38,9 @@ def add_run(commands: Commands) -> None:
     add_words(run)
     run.add_argument("--out", type=path, metavar="DIR", help="the run's folder (default: runs/…)")
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
+    run.add_argument(
+        "--explain", action="store_true", help="show the keys that the words change, and stop"
+    )
     run.set_defaults(command=_run)
 
 
@@ -82,13 +85,16 @@ def _run(options: argparse.Namespace) -> int:
         recipe = config.read_yaml(held)
     else:
         recipe = config.read_recipe(name)
+    if options.explain:
+        return _explain(recipe, words)
     tree = config.apply_words(recipe, words)
     load_torch()
     # Words without lists, for a sweep's folder, are an error that the sweep reports.
     if config.find_sweep(tree) or (held is not None and held.name == SWEEP):
         notes = list(config.find_omissions(recipe, tree))
-        return _sweep(tree, options.out or make_folder(name or "default"), options.resume, notes)
-    settings = config.build(tree)
+        out, named = options.out or make_folder(name or "default"), config.read_words(words)
+        return _sweep(tree, out, options.resume, notes, named)
+    settings = config.resolve(recipe, words)
     out = options.out or make_folder(name or "default")
 
     from fedssl import report
@@ -114,6 +120,25 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _explain(recipe: config.Recipe, words: Sequence[str]) -> int:
+    """Print the keys that differ from the recipe, with where each value comes from."""
+    from fedssl.util.text import align_columns
+
+    before, tree, named = (
+        config.resolve(recipe),
+        config.apply_words(recipe, words),
+        config.read_words(words),
+    )
+    for values in config.combine_values(tree):  # one, or the runs of a sweep
+        resolution = config.Resolution(tree, values, named)
+        rows = [list(row) for row in resolution.explain(before)]
+        for note in resolution.notes():
+            print(f"fedssl: {note}", file=sys.stderr)
+        heads = ["key", "value", "in the recipe", "from"]
+        print(align_columns([heads, *rows]) if rows else "no key differs from the recipe")
+    return 0
+
+
 def _report_stop(out: Path) -> int:
     """Print how to continue after Ctrl-C, if the run had begun; return the exit code."""
     hint = "" if find_config(out) is None else f". Continue with: {format_resume(out)}"
@@ -121,16 +146,18 @@ def _report_stop(out: Path) -> int:
     return 130
 
 
-def _sweep(tree: config.Recipe, out: Path, resume: bool, notes: Sequence[str]) -> int:
+def _sweep(
+    tree: config.Recipe, out: Path, resume: bool, notes: Sequence[str], named: Collection[str]
+) -> int:
     from fedssl.runs import loop, sweep
 
     try:
-        summaries = sweep.sweep(tree, out, resume, notes)
+        summaries = sweep.sweep(tree, out, resume, notes, named)
     except (loop.Interrupted, KeyboardInterrupt):
         return _report_stop(out)
     if summaries:
         print(sweep.format_table(summaries, terminal_width()))
-    total = len(sweep.list_runs(tree))
+    total = len(sweep.list_runs(tree, named))
     print(f"\n{len(summaries)} of {total} runs\n{out}")
     return 0 if len(summaries) == total else 1
 

@@ -2,12 +2,15 @@
 
 from fedssl.config.build import build as build
 from fedssl.config.build import dump as dump
+from fedssl.config.build import find_keys as find_keys
 from fedssl.config.build import flatten as flatten
 from fedssl.config.build import rename_plugins as rename_plugins
-from fedssl.config.build import resolve as resolve
 from fedssl.config.build import to_tree as to_tree
 from fedssl.config.build import with_absolute_paths as with_absolute_paths
 from fedssl.config.build import with_algorithm as with_algorithm
+from fedssl.config.catalogue import OWN_DATA as OWN_DATA
+from fedssl.config.catalogue import TIMM as TIMM
+from fedssl.config.catalogue import Initializer as Initializer
 from fedssl.config.keys import Recipe as Recipe
 from fedssl.config.keys import convert as convert
 from fedssl.config.keys import declarations as declarations
@@ -18,14 +21,15 @@ from fedssl.config.keys import key_types as key_types
 from fedssl.config.keys import keys_affecting as keys_affecting
 from fedssl.config.keys import path_keys as path_keys
 from fedssl.config.merge import apply_words as apply_words
+from fedssl.config.merge import read_words as read_words
 from fedssl.config.merge import with_values as with_values
 from fedssl.config.recipe_files import find_table as find_table
 from fedssl.config.recipe_files import list_recipes as list_recipes
 from fedssl.config.recipe_files import match_recipes as match_recipes
 from fedssl.config.recipe_files import read_recipe as read_recipe
 from fedssl.config.recipe_files import read_yaml as read_yaml
-from fedssl.config.schema import OWN_DATA as OWN_DATA
-from fedssl.config.schema import TIMM as TIMM
+from fedssl.config.resolve import Resolution as Resolution
+from fedssl.config.resolve import resolve as resolve
 from fedssl.config.schema import Augment as Augment
 from fedssl.config.schema import Cohort as Cohort
 from fedssl.config.schema import Config as Config
@@ -33,7 +37,6 @@ from fedssl.config.schema import Data as Data
 from fedssl.config.schema import Encoder as Encoder
 from fedssl.config.schema import Engine as Engine
 from fedssl.config.schema import Evaluate as Evaluate
-from fedssl.config.schema import Initializer as Initializer
 from fedssl.config.schema import Optimizer as Optimizer
 from fedssl.config.schema import Privacy as Privacy
 from fedssl.config.sweeps import combine_values as combine_values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,11 @@ from typing import Any
 import yaml
 
 from fedssl.config import plugins
-from fedssl.config.keys import Recipe, convert_section, key_fields, path_keys
-from fedssl.config.merge import apply_words, merge
+from fedssl.config.keys import Recipe, convert_section, key_fields, key_types, path_keys
+from fedssl.config.merge import merge
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, variant
-from fedssl.util.errors import UserError
-
-
-def resolve(recipe: Recipe, words: Sequence[str] = ()) -> Config:
-    """Build a configuration from a recipe and the ``key=value`` words that override it."""
-    return build(apply_words(recipe, words))
+from fedssl.util.errors import UserError, format_value
 
 
 def build(tree: Recipe) -> Config:
@@ -33,9 +28,31 @@ def build(tree: Recipe) -> Config:
         if isinstance(given, Mapping):
             kind = variant(section, str(given.get("name", default))).Params
         sections[section] = convert_section(kind, given, section)
+    _check_top_level(tree, sections)
     config = convert_section(Config, {**tree, **sections}, "")
     _check(config)
+    for section in DEFAULT_NAMES:
+        getattr(config, section).check(config)
     return rename_plugins(config, plugins.make_absolute)
+
+
+def find_keys(name: str, sections: Mapping[str, Any] = BASE_PARAMS) -> list[str]:
+    """Return the full names of the keys that end with a name, as ``client.lr`` with ``lr``."""
+    kinds = {**key_types(Config), **sections}
+    return [
+        f"{section}.{name}" if section != name else name
+        for section, kind in kinds.items()
+        if section == name or (dataclasses.is_dataclass(kind) and name in key_fields(kind))
+    ]
+
+
+def _check_top_level(tree: Recipe, sections: Mapping[str, Any]) -> None:
+    """Name the full keys that a user may mean who leaves the section out."""
+    for name in tree.keys() - key_types(Config).keys():
+        if found := find_keys(name, sections):
+            value = tree[name]
+            fix = f"Write {' or '.join(f'{key}={format_value(value)}' for key in found)}."
+            raise UserError("unknown key", key=name, value=value, fix=fix)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -108,6 +125,10 @@ def with_algorithm(config: Config, name: str) -> Config:
 def _check(config: Config) -> None:
     """Check the keys that depend on one another, as far as that needs no images."""
     cohort, privacy, encoder = config.cohort, config.privacy, config.encoder
+    clients = getattr(config.partition, "clients", None)
+    if clients is not None and cohort.size is not None and cohort.size > clients:
+        problem, fix = f"there are only {clients} clients", f"Use at most {clients}."
+        raise UserError(problem, key="cohort.size", value=cohort.size, fix=fix)
     if cohort.size is not None and cohort.minimum > cohort.size:
         problem = f"more than cohort.size={cohort.size}, so no round could count"
         fix = f"Use at most {cohort.size}."

@@ -78,7 +78,12 @@ def dropped_keys(section: str, base: Recipe, value: Recipe) -> set[str]:
 
 def apply_words(recipe: Recipe, words: Sequence[str]) -> Recipe:
     """Return a recipe with the keys of ``key=value`` words."""
-    return with_values(recipe, dict(map(_split_word, words)))
+    return with_values(recipe, read_words(words))
+
+
+def read_words(words: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``key=value`` words by key."""
+    return dict(words) if isinstance(words, Mapping) else dict(map(_split_word, words))
 
 
 def _split_word(word: str) -> tuple[str, Any]:

@@ -18,6 +18,7 @@ from fedssl.config.recipe_tables import Table
 from fedssl.util.errors import UserError, suggest
 
 LIST = "`fedssl recipes` lists them."
+DEFAULT = "default"  # the recipe where none is named
 _ROOT = Path(__file__).parent / "recipes"
 
 
@@ -110,7 +111,7 @@ def read_recipe(name: str | None, extended_by: tuple[str, ...] = ()) -> Recipe:
 
     ``None`` is the default recipe.
     """
-    name = "default" if name is None else name
+    name = DEFAULT if name is None else name
     if name in extended_by:
         chain = " → ".join((*extended_by, name))
         raise UserError(f"extends itself ({chain})", key="recipe", value=name)

@@ -12,14 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedssl.config import plugins
+from fedssl.config.catalogue import TIMM, DataName, Initializer, OwnEncoder
 from fedssl.config.keys import key
 from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util.errors import UserError, suggest
-
-DataName = Literal[
-    "digits", "fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet", "folder", "paired"
-]
-OWN_DATA = ("folder", "paired")  # names of data that the user brings; others are published
 
 
 def _check_name(key: str, name: str, known: tuple[str, ...], *others: str) -> None:
@@ -125,11 +121,6 @@ class Augment:
     )
 
 
-Initializer = Literal["he", "torch"]
-OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
-TIMM = "timm/"  # prefix of a backbone from timm
-
-
 @dataclass(frozen=True)
 class Encoder:
     """The network that a run trains and keeps."""
@@ -194,13 +185,14 @@ class Engine:
         affects="rounding",
         help="Compile the training step. `auto`: on a GPU, if the run is long enough.",
     )
-    threads: int = key(
-        2,
+    threads: int | Literal["auto"] = key(
+        "auto",
         gt=0,
         le=1024,  # far more crash the process
         affects="rounding",
-        help="CPU threads. Results are reproducible only with the same number of threads. Raise it "
-        "on a CPU with many cores.",
+        help="CPU threads. `auto`: `OMP_NUM_THREADS`, else the cores of the machine. The run's "
+        "`config.yaml` has the number, and `--resume` keeps it: results are reproducible only with "
+        "the same number of threads.",
     )
     workers: int = key(
         2, gt=0, affects="speed", needs="name=flower", help="Number of processes of a simulation."

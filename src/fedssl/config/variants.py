@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from fedssl.config import plugins
-from fedssl.config.keys import key, key_types
+from fedssl.config.keys import Recipe, key, key_types
+
+if TYPE_CHECKING:
+    from fedssl.config.schema import Config
 
 
 @dataclass(frozen=True)
-class PartitionParams:
+class PartParams:
+    """What every algorithm, objective and partition has beside its keys."""
+
+    recommended: ClassVar[Recipe] = {}
+    """The settings that go well with the part, as in a recipe (:mod:`fedssl.config.resolve`).
+
+    ``{"objective.name=cco": {…}}`` has settings for one objective only.
+    """
+
+    def check(self, config: Config) -> None:
+        """Refuse a configuration that this part cannot go with, as far as that needs no images."""
+
+
+@dataclass(frozen=True)
+class PartitionParams(PartParams):
     """Keys of every partition."""
+
+    recommended: ClassVar[Recipe] = {"algorithm": {"batch": 32}}
 
     name: str = key("iid", help="How training images are divided among clients.")
     fraction: float = key(
@@ -71,15 +90,25 @@ class SourceParams(PartitionParams):
 
 
 @dataclass(frozen=True)
-class ObjectiveParams:
+class ObjectiveParams(PartParams):
     """Keys of every objective."""
+
+    recommended: ClassVar[Recipe] = {"algorithm": {"name": "fedavg"}}
 
     name: str = key("cco", help="Loss that clients minimize.")
 
 
 @dataclass(frozen=True)
-class AlgorithmParams:
+class AlgorithmParams(PartParams):
     """Keys of every algorithm: how long a client trains in a round."""
+
+    recommended: ClassVar[Recipe] = {
+        "objective": {"name": "simclr"},
+        "partition": {"name": "dirichlet", "balanced": True},
+        "algorithm": {"local_epochs": 1},
+        "client": {"optimizer": "adam", "lr": 0.001},
+        "server": {"optimizer": "sgd", "lr": 1.0},
+    }
 
     name: str = key("dcco", help="Federated algorithm: the messages between server and clients.")
     local_steps: int | None = key(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -14,6 +13,7 @@ from types import ModuleType
 
 from fedssl import __version__
 from fedssl.util.text import format_bytes
+from fedssl.util.tuning import count_cores, count_threads
 
 # Extra and purpose of each optional package.
 EXTRAS = {
@@ -95,8 +95,8 @@ def _find_version(package: str) -> str | None:
 
 
 def _list_devices(torch: ModuleType | None) -> Iterator[Line]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cpu", f"{cores} cores", "a run uses engine.threads of them (default: 2)"
+    threads = f"a run uses {count_threads('auto')} threads, unless engine.threads says otherwise"
+    yield "cpu", f"{count_cores()} cores", threads
     if torch is None:
         return
     if not torch.cuda.is_available():

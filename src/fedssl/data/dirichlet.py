@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedssl import config
-from fedssl.config import PartitionParams, SourceParams
+from fedssl.config import PartitionParams, Recipe, SourceParams
 from fedssl.data.dataset import Groups, Ints, Split
 from fedssl.data.partition import (
     check_at_most,
@@ -45,6 +45,13 @@ class Samples:
     @dataclass(frozen=True)
     class Params(PartitionParams):
         """Keys of a partition into clients of equal size."""
+
+        recommended: ClassVar[Recipe] = {
+            "cohort": {"size": 32},
+            # The paper's λ = 20 is for cohorts of 512 samples; with 128 the correlations are
+            # noisier and it learns less. Chosen on a held-out fifth of digits' training set.
+            "objective.name=cco": {"objective": {"lambda": 2}},
+        }
 
         samples: int = config.key(4, ge=1, help="Number of samples of each client.")
         alpha: float = config.key(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from fedssl import config
-from fedssl.config import VARIANTS, PartitionParams, SourceParams, plugins, variant
+from fedssl.config import VARIANTS, PartitionParams, Recipe, SourceParams, plugins, variant
 from fedssl.data.dataset import Dataset, Groups, Ints, Split
 from fedssl.data.random import key, permutation
 from fedssl.util.errors import UserError
@@ -294,9 +294,21 @@ class Folder:
     class Params(PartitionParams):
         """Keys of a partition by folders."""
 
+        recommended: ClassVar[Recipe] = {**PartitionParams.recommended, "data": {"name": "folder"}}
+
         level: Literal["client", "case"] = config.key(
             "client", help="Folder level that is a client: a site, or a case (a patient)."
         )
+
+        def check(self, settings: config.Config) -> None:
+            """Refuse data sets without folders."""
+            if settings.data.name not in ("folder", "paired"):
+                problem = f"data.name={settings.data.name} has no folders"
+                fix = "Use data.name=folder data.root=DIR, or another partition."
+                against = "data.name"
+                raise UserError(
+                    problem, key="partition.name", value=self.name, fix=fix, against=against
+                )
 
     params: Params
 

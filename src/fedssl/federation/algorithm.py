@@ -131,9 +131,11 @@ def is_one_plain_step(trainer: Trainer) -> bool:
     return one_step and not mixes_samples and not trainer.keeps_state
 
 
-def wrong_objective(objective: Objective, problem: str, fix: str) -> UserError:
-    """Return the error of an algorithm that does not work with an objective."""
-    return UserError(problem, key="objective.name", value=objective.params.name, fix=fix)
+def require_objective(config: Config, kind: type, problem: str, fix: str) -> None:
+    """Refuse an objective that is not of a kind that an algorithm works with."""
+    name, key = config.objective.name, "objective.name"
+    if not issubclass(configuration.variant("objective", name), kind):
+        raise UserError(problem, key=key, value=name, fix=fix, against="algorithm.name")
 
 
 def build_algorithm(config: Config) -> Algorithm:

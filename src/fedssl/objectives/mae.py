@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from typing import cast
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.config import Config, ObjectiveParams, Recipe
 from fedssl.data.random import mix, uniform
 from fedssl.models.network import Backbone, Heads, Tower
 from fedssl.models.norms import Norm
@@ -49,18 +51,32 @@ class MAE(Objective):
     exported.
     """
 
+    @dataclass(frozen=True)
+    class Params(ObjectiveParams):
+        """Keys of MAE: none of its own."""
+
+        recommended: ClassVar[Recipe] = {
+            **ObjectiveParams.recommended,
+            "encoder": {"name": "vit-tiny"},
+        }
+
+        def check(self, config: Config) -> None:
+            """Refuse encoders without patches."""
+            if config.encoder.name != "vit-tiny":
+                raise UserError(
+                    "mae hides patches from the encoder, which must be a vision transformer",
+                    key="objective.name",
+                    value=self.name,
+                    fix="Use encoder.name=vit-tiny.",
+                    against="encoder.name",
+                )
+
     views = 1
 
     def heads(self, encoder: Backbone, norm: Norm, classes: int) -> Heads:
         """Return the decoder of patches as the encoder cuts them."""
-        if not isinstance(encoder, ViT):
-            raise UserError(
-                "hides patches from the encoder, which must be a vision transformer",
-                key="objective.name",
-                value=self.params.name,
-                fix="Use encoder.name=vit-tiny.",
-            )
-        return Heads(Decoder(encoder.features, encoder.embed.in_features))
+        vit = cast(ViT, encoder)
+        return Heads(Decoder(vit.features, vit.embed.in_features))
 
     def encode(
         self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None

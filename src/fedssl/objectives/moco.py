@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config import key
+from fedssl.config import Recipe, key
 from fedssl.objectives.base import Encodings, ProjectorParams, projector_key
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.memory import Queue, Target
@@ -24,6 +24,12 @@ class MoCo(Siamese):
     @dataclass(frozen=True)
     class Params(ProjectorParams):
         """Keys of MoCo; the defaults are those of the FedEMA paper."""
+
+        # A client should have more images than its queue has places.
+        recommended: ClassVar[Recipe] = {
+            **ProjectorParams.recommended,
+            "data.name=digits": {"objective": {"queue": 128}},
+        }
 
         projector: tuple[int, ...] = projector_key(4096, 2048)
         version: Literal[1, 2] = key(

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedssl.config import ObjectiveParams, key
+from fedssl.config import ObjectiveParams, Recipe, key
 from fedssl.objectives.base import Encodings, ProjectorObjective, ProjectorParams
 from fedssl.objectives.batch import EncodedBatch
 
@@ -21,6 +21,8 @@ Centre = dict[str, Tensor]
 @dataclass(frozen=True)
 class MomentParams(ProjectorParams):
     """Keys of objectives that see encodings through their moments."""
+
+    recommended: ClassVar[Recipe] = {"algorithm": {"name": "dcco"}}
 
     bound: float | None = key(
         None,

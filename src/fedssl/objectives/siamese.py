@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config import key
+from fedssl.config import Recipe, key
 from fedssl.models.network import Backbone, Heads, mlp
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import (
@@ -28,6 +28,12 @@ from fedssl.util.errors import UserError
 @dataclass(frozen=True)
 class PredictorParams(ProjectorParams):
     """Keys of SimSiam and BYOL; the defaults are the FedEMA paper's (appendix B.2)."""
+
+    # Without batch norm the encodings of small batches tend to become equal.
+    recommended: ClassVar[Recipe] = {
+        **ProjectorParams.recommended,
+        "encoder": {"norm": "batch"},
+    }
 
     projector: tuple[int, ...] = projector_key(4096, 2048)
     predictor: tuple[int, ...] | Literal["off"] | None = key(

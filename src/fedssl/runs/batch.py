@@ -39,7 +39,8 @@ class PlannedRun:
 
     def summary(self) -> dict[str, Any] | None:
         """Return the summary of the run; ``None`` if it is not finished."""
-        return read_json(self.folder / "summary.json", {}) or None
+        found = read_json(self.folder / "summary.json", {})
+        return found if found.get("rounds", -1) >= self.settings.rounds else None
 
 
 Run = TypeVar("Run", bound=PlannedRun)

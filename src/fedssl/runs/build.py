@@ -43,7 +43,7 @@ from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import pick_device
-from fedssl.util.tuning import keep_compiled_code, keep_freed_memory
+from fedssl.util.tuning import count_threads, keep_compiled_code, keep_freed_memory
 
 # Steps of a run from which compiling one is paid back. BYOL, ResNet-18, batch 128 on an H200
 # (results/measured.jsonl): the first round took 22 to 63 s longer, a step 9 ms in place of 46.
@@ -251,7 +251,7 @@ def build_trainer(
     device = pick_device(config.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams and kernels that name no device mean this one
-    torch.set_num_threads(config.engine.threads)
+    torch.set_num_threads(count_threads(config.engine.threads))
     keep_freed_memory()
     if any(weight.is_meta for weight in network.parameters()):
         device = torch.device("meta")

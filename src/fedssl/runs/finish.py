@@ -64,7 +64,9 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
-    if not (models.has_personal or models.further_models()):
+    # With a constant rate the run may get more rounds, which need the states.
+    has_personal = models.has_personal or models.further_models()
+    if not has_personal and experiment.config.schedule != "constant":
         checkpoint.forget_clients(out, experiment)
     return summary
 

@@ -8,6 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fedssl.runs.reader import LOCK, RunReader
 from fedssl.util.errors import UserError, format_resume
 from fedssl.util.files import explain_write_errors, write_text
 from fedssl.util.text import printable
+from fedssl.util.tuning import count_threads
 
 RUN, SWEEP = "config.yaml", "sweep.yaml"
 TRACES = ("metrics.jsonl", SWEEP)  # of a run and of a sweep; others have a config.yaml too
@@ -175,17 +177,42 @@ def check_alone(out: Path) -> None:
         raise UserError(problem, key="--out", value=out, fix=fix)
 
 
+def fix_threads(settings: Config, out: Path) -> Config:
+    """Replace ``engine.threads=auto`` by the number of the run in a folder, or of this machine."""
+    threads = settings.engine.threads
+    if threads == "auto" and is_started(out):
+        threads = RunReader(out).settings.engine.threads
+    return replace(settings, engine=replace(settings.engine, threads=count_threads(threads)))
+
+
+def _check_rounds(settings: Config, before: Config, out: Path) -> None:
+    """Check that a run which is resumed with another number of rounds can be that longer run."""
+    rounds, done, key = settings.rounds, RunReader(out).rounds, "rounds"
+    if rounds < done:
+        fix = f"Use at least {done}, or start a new run in another folder."
+        raise UserError(f"{out} has {done} rounds already", key=key, value=rounds, fix=fix)
+    if rounds != before.rounds and settings.schedule != "constant":
+        problem = (
+            f"with schedule={settings.schedule} the learning rate of each round depends on the "
+            f"number of rounds, which was {before.rounds}"
+        )
+        fix = f"Start a new run from its encoder: encoder.init={out}, with --out NEW."
+        raise UserError(problem, key=key, value=rounds, fix=fix)
+
+
 def _check_settings(settings: Config, out: Path, is_final: bool) -> None:
     """Check that a run keeps every key that changes its result."""
-    free = config.keys_affecting(settings, "speed", "nothing")
+    free = config.keys_affecting(settings, "speed", "nothing") | {"rounds"}
     if not is_final:
         free |= config.keys_affecting(settings, "evaluation", "monitoring")
     if settings.engine.sites is None:  # the content of images elsewhere is compared later
         free |= config.keys_affecting(settings, "location")
+    settings = fix_threads(settings, out)
     before, now = (config.with_absolute_paths(x) for x in (RunReader(out).settings, settings))
     for key, (old, new) in find_changes(before, now, free).items():
         fix = "Leave it as it was, or start a new run in another folder."
         raise UserError(f"was {old} in {out}", key=key, value=new, fix=fix)
+    _check_rounds(now, before, out)
 
 
 def find_changes(before: Config, after: Config, free: Set[str]) -> dict[str, tuple[Any, Any]]:

@@ -32,6 +32,7 @@ from fedssl.runs.folder import (
     check_folder,
     check_kind,
     create_config,
+    fix_threads,
     is_started,
     lock,
     remove_unused,
@@ -60,6 +61,7 @@ def run(
     Baselines (``evaluate.baselines``) are runs of their own in ``out/baselines/NAME``. They have
     none of the ``callbacks``.
     """
+    settings = fix_threads(settings, out)
     configs = {out: settings}
     for name in sorted(set(settings.evaluate.baselines) - {settings.algorithm.name}):
         configs[out / "baselines" / name] = config.with_algorithm(settings, name)
@@ -115,6 +117,8 @@ class RunInFolder:
         experiment.engine.open(out)
         if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
             say(f"fedssl: no checkpoint in {out}: it starts at round 1")
+        if experiment.server.round < settings.rounds:  # a finished run may get more rounds
+            (out / "summary.json").unlink(missing_ok=True)
 
     def train(self, stop: Stop, log: MetricsLog) -> None:
         """Run the rounds that are left, where the engine's transport is open."""

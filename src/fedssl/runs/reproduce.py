@@ -6,8 +6,9 @@ import dataclasses
 import json
 import shlex
 import subprocess
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -197,7 +198,7 @@ def plan(pattern: str, words: Sequence[str], scale: str, out: Path | None) -> li
         encoder = next((job for job in jobs if job.name == needed.get(name)), None)
         with name_in_errors(name, "recipe"):
             tree = config.apply_words(recipe, own)
-            for choice, settings in _list_choices(tree).items():
+            for choice, settings in _list_choices(tree, config.read_words(own)).items():
                 job = Job(
                     label=f"{name} {choice}".strip(),
                     settings=scaled(settings, share),
@@ -252,9 +253,9 @@ def _find_lacking(
     return {name: tuple(found) for name, found in lacking.items()}
 
 
-def _list_choices(tree: config.Recipe) -> dict[str, Config]:
+def _list_choices(tree: config.Recipe, named: Collection[str]) -> dict[str, Config]:
     """Return a run for each combination of values; no test image may choose among them."""
-    found = list_runs(tree)
+    found = list_runs(tree, named, lambda note: print(f"fedssl: {note}", file=sys.stderr))
     for key, values in config.find_sweep(tree).items():
         if key in ("seed", "partition.seed"):
             fix = "Run each with its own --out."

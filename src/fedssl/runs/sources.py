@@ -18,6 +18,7 @@ from fedssl.data.heterogeneity import Sources, assign_sources
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Heads, Tower, build
 from fedssl.util.errors import UserError
+from fedssl.util.tuning import count_threads
 
 
 def find_sources(config: Config, dataset: Dataset, device: torch.device | str = "cpu") -> Sources:
@@ -42,7 +43,7 @@ def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArra
         if error.key in (None, "encoder.init"):
             error.key, error.value = "partition.encoder", params.encoder
         raise
-    torch.set_num_threads(config.engine.threads)  # the order of sums depends on it
+    torch.set_num_threads(count_threads(config.engine.threads))  # the order of sums depends on it
     tower = cast(Tower, network.towers[0])
     return extract(tower.encoder.to(device), images).cpu().numpy()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,21 @@ from fedssl.util.files import LONGEST, explain_write_errors, write_text
 from fedssl.util.text import format_measures
 
 
-def list_runs(tree: Recipe) -> dict[str, Config]:
-    """Return the configuration of each combination of values, by the name of its folder."""
+def list_runs(
+    tree: Recipe, named: Collection[str] = (), say: Callable[[str], None] = lambda note: None
+) -> dict[str, Config]:
+    """Return the configuration of each combination of values, by the name of its folder.
+
+    ``named`` are the keys of the tree that the user gave.
+    """
     runs: dict[str, Config] = {}
     for values in config.combine_values(tree):
         name = ",".join(f"{key}={_format(value)}" for key, value in values.items())
         with name_in_errors(name):
-            settings = config.build(config.with_values(tree, values))
+            resolution = config.Resolution(tree, values, named)
+        settings = resolution.config
+        for note in resolution.notes():
+            say(f"{name}: {note}" if name else note)
         if runs.setdefault(name, settings) != settings:
             fix = "Use values that give different names (a / becomes a -)."
             raise UserError(f"two values give the folder {name}", fix=fix)
@@ -42,12 +50,18 @@ def _format(value: Any) -> str:
 
 
 def sweep(
-    tree: Recipe, out: Path, resume: bool, notes: Sequence[str] = ()
+    tree: Recipe,
+    out: Path,
+    resume: bool,
+    notes: Sequence[str] = (),
+    named: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Run what is not finished, one after another; return the summaries by run.
 
-    ``notes`` are printed once all runs are checked. A run that diverges is reported and skipped.
+    ``named`` are the keys of the tree that the user gave. ``notes`` are printed once all runs are
+    checked. A run that diverges is reported and skipped.
     """
+    said = list(notes)
     _check_folder(out, resume)
     with contextlib.ExitStack() as stack:
         before: Recipe = {}
@@ -55,7 +69,7 @@ def sweep(
             stack.enter_context(lock(out))
             before = config.read_yaml(out / SWEEP)
         tree = _reorder(tree, before)
-        settings = list_runs(tree)
+        settings = list_runs(tree, named, said.append)
         lost = [name for name in list_runs(before) if name not in settings] if before else []
         if lost:
             problem = f"has the run {lost[0]}, and no list has these values"
@@ -71,7 +85,7 @@ def sweep(
                 _with_absolute_paths(tree, runs[0].settings), sort_keys=False, allow_unicode=True
             )
             write_text(out / SWEEP, text)
-        for note in notes:
+        for note in said:
             print(f"fedssl: {note}", file=sys.stderr)
         for _ in run_all(runs):
             pass

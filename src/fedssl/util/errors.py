@@ -16,7 +16,8 @@ class UserError(Exception):
 
     ``key`` is the configuration key or the option (``--out``) at fault, and ``value`` what it was
     set to. A site sends ``public`` to its server instead of the text, so that no file name leaves
-    the site. An error that ``can_resume`` ends with how to continue the run.
+    the site. An error that ``can_resume`` ends with how to continue the run. ``against`` is the key
+    that contradicts ``key``, where a recipe's value of either may give way to the user's word.
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class UserError(Exception):
         value: object = _UNSET,
         fix: str = "",
         can_resume: bool = False,
+        against: str | None = None,
     ) -> None:
         super().__init__(problem)
         self.problem, self.fix, self.key, self.value = problem, fix, key, value
-        self.public = public
+        self.public, self.against = public, against
         self.resume_hint = "Then continue with --resume." if can_resume else ""
 
     def __str__(self) -> str:
@@ -43,15 +45,15 @@ class UserError(Exception):
         if self.value is _UNSET:
             return f"{self.key}: {text}"
         sign = " " if self.key.startswith("-") else "="
-        return f"{self.key}{sign}{_format_value(self.value)}: {text}"
+        return f"{self.key}{sign}{format_value(self.value)}: {text}"
 
 
-def _format_value(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value the way it is written on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_format_value, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return str(value)
 
 

@@ -24,6 +24,22 @@ def shorten_thread_waits() -> None:
         os.environ.update(WAITING)  # libgomp reads the number, others the policy
 
 
+def count_threads(setting: int | str) -> int:
+    """Return a number of CPU threads; ``auto`` is the user's ``OMP_NUM_THREADS`` or all cores."""
+    if isinstance(setting, int):
+        return setting
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return count_cores()
+
+
+def count_cores() -> int:
+    """Count the cores that this process may use."""
+    can_ask = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
+
+
 def keep_freed_memory() -> None:
     """Keep memory that tensors free in the process, unless the user has set otherwise.
 

@@ -1,0 +1,40 @@
+"""Data sets and encoders by name, with the settings that they recommend."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+DataName = Literal[
+    "digits", "fashion-mnist", "cifar10", "cifar100", "stl10", "tiny-imagenet", "folder", "paired"
+]
+OWN_DATA = ("folder", "paired")  # names of data that the user brings; others are published
+Initializer = Literal["he", "torch"]
+OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
+TIMM = "timm/"  # prefix of a backbone from timm
+
+# Photographs may have any size and no labels.
+_PHOTOGRAPHS = {
+    "data": {"size": 64},
+    "encoder": {"name": "resnet18"},
+    "partition": {"name": "iid"},
+    "objective.name=cco": {"objective": {"projector": [512, 512, 512]}},
+}
+DATA_SETS: dict[str, dict[str, Any]] = {
+    "digits": {
+        "data": {"size": 16},
+        "augment": {"name": "digits"},
+        "evaluate": {"protocols": ["linear@10", "linear@50", "linear@100", "linear", "knn"]},
+    },
+    "fashion-mnist": {"augment": {"name": "dec-ssl"}},
+    "cifar10": {"augment": {"name": "dec-ssl"}},
+    "cifar100": {"augment": {"name": "dec-ssl"}},
+    "folder": _PHOTOGRAPHS,
+    "paired": _PHOTOGRAPHS,
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "encoder": {"groups": 8},
+        "objective": {"projector": [128, 128, 128]},
+        "server": {"optimizer": "adam", "lr": 0.003},
+    },
+}
