@@ -101,7 +101,7 @@ def settings(*words: str) -> Config:
         "precision": "fp64",
         "rounds": 3,
     }
-    return configuration.resolve(base, words)
+    return configuration.build(configuration.apply_words(base, words))
 
 
 HEADS = {
