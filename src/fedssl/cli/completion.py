@@ -81,5 +81,8 @@ def _read_keys(section: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Params"):
                 for item in node.body:
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        kind = eval(ast.unparse(item.annotation), {"Literal": Literal})
+                        annotation = ast.unparse(item.annotation)
+                        if annotation.startswith("ClassVar"):  # no key
+                            continue
+                        kind = eval(annotation, {"Literal": Literal})
                         yield f"{section}.{item.target.id.rstrip('_')}", _choices(kind)

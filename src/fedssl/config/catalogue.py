@@ -9,7 +9,7 @@ DataName = Literal[
 ]
 OWN_DATA = ("folder", "paired")  # names of data that the user brings; others are published
 Initializer = Literal["he", "torch"]
-OwnEncoder = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
+EncoderName = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
 TIMM = "timm/"  # prefix of a backbone from timm
 
 # Photographs may have any size and no labels.

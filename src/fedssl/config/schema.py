@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedssl.config import plugins
-from fedssl.config.catalogue import TIMM, DataName, Initializer, OwnEncoder
+from fedssl.config.catalogue import TIMM, DataName, Initializer, EncoderName
 from fedssl.config.keys import key
 from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
 from fedssl.util.errors import UserError, suggest
@@ -125,7 +125,7 @@ class Augment:
 class Encoder:
     """The network that a run trains and keeps."""
 
-    name: OwnEncoder | str = key(
+    name: EncoderName | str = key(
         "tiny",
         help="Architecture. `timm/NAME`: a backbone from timm. `FILE.py:NAME`: a module of your "
         "own.",
@@ -155,7 +155,7 @@ class Encoder:
 
     def __post_init__(self) -> None:
         if not self.name.startswith(TIMM):
-            _check_name("encoder.name", self.name, typing.get_args(OwnEncoder), f"{TIMM}NAME")
+            _check_name("encoder.name", self.name, typing.get_args(EncoderName), f"{TIMM}NAME")
 
 
 @dataclass(frozen=True)
