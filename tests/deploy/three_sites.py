@@ -12,7 +12,7 @@ from image_folders import save_noise
 from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
-from far import Here, Tamper
+from far import PLAIN, Here, Tamper
 from flwr.app import Message, RecordDict
 
 from fedssl import config as configuration
@@ -24,6 +24,7 @@ from fedssl.deploy.site import client_app, load_experiment
 
 WORDS = (
     *("engine.sites=3", "cohort.size=null", "encoder.groups=4", "objective.projector=[32,16]"),
+    *("encoder.name=tiny", "data.size=16", "augment.name=digits"),
     *("rounds=3", "precision=fp64", "engine.threads=1", "engine.timeout=5", "checkpoint.seconds=0"),
     *("server.optimizer=sgd", "server.lr=1", "client.lr=0.05"),
 )
@@ -41,7 +42,7 @@ def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settled(*words: str) -> Config:
-    return adapt_recipe("default", [*WORDS, *words])
+    return adapt_recipe(PLAIN, [*WORDS, *words])
 
 
 def grid_of(config: Config, sites: Path, *names: str) -> Here:
