@@ -11,6 +11,9 @@ from fedssl.config.build import with_algorithm as with_algorithm
 from fedssl.config.catalogue import OWN_DATA as OWN_DATA
 from fedssl.config.catalogue import TIMM as TIMM
 from fedssl.config.catalogue import Initializer as Initializer
+from fedssl.config.images import Augment as Augment
+from fedssl.config.images import Data as Data
+from fedssl.config.images import Encoder as Encoder
 from fedssl.config.keys import Recipe as Recipe
 from fedssl.config.keys import convert as convert
 from fedssl.config.keys import declarations as declarations
@@ -30,11 +33,8 @@ from fedssl.config.recipe_files import read_recipe as read_recipe
 from fedssl.config.recipe_files import read_yaml as read_yaml
 from fedssl.config.resolve import Resolution as Resolution
 from fedssl.config.resolve import resolve as resolve
-from fedssl.config.schema import Augment as Augment
 from fedssl.config.schema import Cohort as Cohort
 from fedssl.config.schema import Config as Config
-from fedssl.config.schema import Data as Data
-from fedssl.config.schema import Encoder as Encoder
 from fedssl.config.schema import Engine as Engine
 from fedssl.config.schema import Evaluate as Evaluate
 from fedssl.config.schema import Optimizer as Optimizer

@@ -23,9 +23,10 @@ from typing import Any
 
 from fedssl.config.build import build, flatten, to_tree
 from fedssl.config.catalogue import DATA_SETS, ENCODERS
+from fedssl.config.images import Data, Encoder
 from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import merge, read_words, with_values
-from fedssl.config.schema import Config, Data, Encoder
+from fedssl.config.schema import Config
 from fedssl.config.sweeps import find_sweep
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, key_types_under, variant
 from fedssl.util.errors import UserError, format_value

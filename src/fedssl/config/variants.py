@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PartParams:
-    """What every algorithm, objective and partition has beside its keys."""
+    """Facts that every algorithm, objective and partition has beside its keys."""
 
     recommended: ClassVar[Recipe] = {}
     """The settings that go well with the part, as in a recipe (:mod:`fedssl.config.resolve`).

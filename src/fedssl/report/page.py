@@ -77,7 +77,7 @@ class ReportedRun:
 
     @cached_property
     def outcome(self) -> Outcome | None:
-        """What the run learned."""
+        """The verdict on the run, if it is finished."""
         return judge_run(self.run) if self.is_finished else None
 
     @cached_property

@@ -80,7 +80,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run learned."""
+    """The verdict on a run, and the sentence that explains it."""
 
     verdict: Verdict
     sentence: str

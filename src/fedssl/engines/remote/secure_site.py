@@ -191,7 +191,7 @@ class SecureSums:
 
 
 class SumRecord:
-    """What a client answered in one sum, and its secrets, in a folder."""
+    """A client's replies and secrets in one sum, kept in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,0 +1,152 @@
+"""Sections of the configuration about images and the encoder, as frozen dataclasses."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+from fedssl.config import plugins
+from fedssl.config.catalogue import TIMM, DataName, EncoderName, Initializer
+from fedssl.config.keys import key
+from fedssl.util.errors import UserError, suggest
+
+
+def _check_name(key: str, name: str, known: tuple[str, ...], *others: str) -> None:
+    """Refuse a name that is neither fedssl's nor that of a user's own object."""
+    if name not in known and not plugins.is_own(name):
+        fix = f"Choose one of {', '.join((*known, *others))}, or FILE.py:NAME."
+        raise UserError(f"unknown{suggest(name, known)}", key=key, value=name, fix=fix)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images, and how they become arrays."""
+
+    name: DataName | str = key(
+        "digits",
+        help="Data set. `folder` and `paired` read images of your own, `FILE.py:NAME` calls a "
+        "function of your own.",
+    )
+    root: str | None = key(
+        None,
+        path=True,
+        affects="location",
+        help="Folder of the images. Data sets that fedssl downloads need none.",
+    )
+    size: int | None = key(
+        None,
+        gt=0,
+        help="Height and width of images in pixels. `null`: the size of the data set.",
+    )
+    levels: tuple[Literal["class", "client", "case"], ...] | None = key(
+        None,
+        needs="name=folder|paired",
+        help="Meaning of each folder level below `train/` and `test/`, from the top: "
+        "`client,class` is `train/<site>/<class>/`. `null`: detected.",
+    )
+    corrupt: Literal["fail", "skip"] = key(
+        "fail",
+        needs="name=folder|paired|tiny-imagenet",
+        help="What happens with an image that cannot be read: stop, or leave it out.",
+    )
+    val: bool = key(
+        False,
+        needs="name=folder",
+        help="Read the validation images in `val/`, on which `evaluate.preset=derm` chooses.",
+    )
+    halves: bool = key(False, help="Use the left and right half of each image as two modalities.")
+    labels: int | None = key(
+        None,
+        gt=0,
+        help="Train on this many images only, drawn evenly from the classes. `null`: on all.",
+    )
+    holdout: float = key(
+        0.0,
+        ge=0,
+        lt=1,
+        help="Share of the training images that no client gets, drawn evenly from the classes. "
+        "The protocol `semi` fine-tunes on them (FedEMA, appendix B.3); `heldout` evaluates on "
+        "them.",
+    )
+    cache: str | None = key(
+        None,
+        path=True,
+        affects="nothing",
+        help="Folder for decoded images, downloads and compiled code. `null`: `$FEDSSL_CACHE`, "
+        "else `~/.cache/fedssl`.",
+    )
+
+    def __post_init__(self) -> None:
+        _check_name("data.name", self.name, typing.get_args(DataName))
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Augmentation of training images: a preset, and keys that replace its values."""
+
+    name: str = key(
+        "dcco",
+        help="Preset, named after the paper that uses it. `FILE.py:NAME`: a function of your own.",
+    )
+    crop: tuple[float, float] | None = key(
+        None,
+        gt=0,
+        le=1,
+        help="Smallest and largest area of a random resized crop, as shares of the image.",
+    )
+    flip: float | None = key(None, ge=0, le=1, help="Probability of a horizontal flip.")
+    rotate: float | None = key(
+        None, ge=0, le=180, help="Largest random rotation to either side, in degrees."
+    )
+    jitter: tuple[float, float, float, float] | None = key(
+        None, ge=0, help="Strength of changes of brightness, contrast, saturation and hue."
+    )
+    jitter_p: float | None = key(None, ge=0, le=1, help="Probability of colour jitter.")
+    gray: float | None = key(None, ge=0, le=1, help="Probability of conversion to grayscale.")
+    blur: tuple[float, float] | None = key(
+        None, ge=0, le=1, help="Probabilities of Gaussian blur in the first and in the second view."
+    )
+    solarize: tuple[float, float] | None = key(
+        None, ge=0, le=1, help="Probabilities of solarization in the first and in the second view."
+    )
+    noise: float | None = key(
+        None, ge=0, help="Standard deviation of Gaussian noise. Pixels are between 0 and 1."
+    )
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The network that a run trains and keeps."""
+
+    name: EncoderName | str = key(
+        "tiny",
+        help="Architecture. `timm/NAME`: a backbone from timm. `FILE.py:NAME`: a module of your "
+        "own.",
+    )
+    norm: Literal["batch", "group"] = key(
+        "group",
+        help="Normalization layers. With `group`, convolutions have weight standardization. "
+        "`vit-tiny` and backbones from timm keep their normalization; there the key applies to "
+        "projector and predictor.",
+    )
+    groups: int = key(32, gt=0, help="Number of groups of group normalization.")
+    towers: Literal[1, 2] = key(
+        1,
+        help="Number of networks: one for both views or modalities, or one for each.",
+    )
+    init: str | None = key(
+        None,
+        path=True,
+        help="Weights to start from: `encoder.safetensors`, or the folder of a run or an export.",
+    )
+    initializer: Initializer = key(
+        "he",
+        help="Random initial weights. `he`: He et al. 2015, as torchvision's ResNets. `torch`: "
+        "uniform within 1/√inputs, as torch's layers.",
+    )
+    patch: int = key(2, gt=0, needs="name=vit-tiny", help="Height and width of patches in pixels.")
+
+    def __post_init__(self) -> None:
+        if not self.name.startswith(TIMM):
+            _check_name("encoder.name", self.name, typing.get_args(EncoderName), f"{TIMM}NAME")
