@@ -14,7 +14,7 @@ from PIL import Image
 
 from fedssl import config
 from fedssl.cli import main
-from fedssl.config.catalogue import DATA_SETS, DataName, OwnEncoder
+from fedssl.config.catalogue import DATA_SETS, DataName, EncoderName
 from fedssl.runs.build import build_experiment
 
 ENCODERS = ("vit-tiny", "resnet14", "resnet18", "resnet50")
@@ -65,7 +65,7 @@ def test_every_name_learns_in_the_default_number_of_rounds(word: str, tmp_path: 
 
 
 def test_the_loop_misses_no_encoder_and_no_data_set() -> None:
-    assert {*ENCODERS, "tiny"} == set(typing.get_args(OwnEncoder))
+    assert {*ENCODERS, "tiny"} == set(typing.get_args(EncoderName))
     assert set(DATA_SETS) <= set(typing.get_args(DataName))
 
 
