@@ -32,10 +32,12 @@ FLAGS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def plain_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def plain_recipe() -> Iterator[None]:
     """Tests that name no recipe start from explicit settings, which no part replaces."""
-    monkeypatch.setattr(recipe_files, "DEFAULT", str(PLAIN))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe_files, "DEFAULT", str(PLAIN))
+        yield
 
 
 @pytest.fixture(autouse=True)
