@@ -12,6 +12,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from helpers import PLAIN
 from rounds import go as go
 
 from fedssl import config as configuration
@@ -23,7 +24,6 @@ from fedssl.runs.build import Experiment, build_experiment
 
 Tamper = Callable[[Message, Message], Message | None]
 
-PLAIN = str(Path(__file__).parent / "plain.yaml")
 SMALL = (
     *("partition.name=iid", "partition.clients=5", "data.labels=30", "cohort.size=null"),
     *("encoder.groups=4", "objective.projector=[32,16]", "evaluate.baselines=[]"),

@@ -31,6 +31,8 @@ from fedssl.runs.split import pool_clients
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
 
+PLAIN = str(Path(__file__).parent / "plain.yaml")
+
 
 def load(path: str) -> ModuleType:
     """A script of the repository, by its place there."""

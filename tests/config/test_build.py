@@ -109,6 +109,7 @@ def test_every_key_has_a_description() -> None:
 def test_keys_know_what_they_affect() -> None:
     assert config.keys_affecting(resolve(), "speed", "nothing") == {
         *("about", "checkpoint.seconds", "data.cache", "device", "log", "paper"),
+        "evaluate.show_training_images",
         *("engine.chunk", "engine.timeout", "engine.workers"),
     }
     skewed = resolve("partition.name=skew")
@@ -233,7 +234,7 @@ def test_names_in_a_list_stay_as_they_are_written() -> None:
 
 
 def test_a_new_name_keeps_no_key_of_the_old_one_but_every_key_of_the_user() -> None:
-    settings = resolve("objective.name=simclr", "algorithm.name=fedavg")
+    settings = resolve("objective.name=simclr", "algorithm.name=fedavg", "encoder.name=resnet18")
     assert settings.objective.projector == (256, 256, 128)
     # The default recipe's λ = 2 is CCO's; VICReg's λ is another weight.
     assert resolve("objective.name=vicreg").objective.lambda_ == 25

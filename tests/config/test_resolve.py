@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from helpers import refused
+from helpers import PLAIN, refused
 
 from fedssl import config
 from fedssl.runs.sweep import list_runs
 from fedssl.util.errors import UserError
 
-PLAIN = str(Path(__file__).parents[1] / "plain.yaml")
 DCCO, FEDEMA = "dcco/table1/dcco/noniid-4", "fedema/table3/fedbyol/cifar10-noniid"
 MOCO = "fedema/table1/fedmocov1-program/cifar10-noniid"
 GENERAL = ("default", "folder")  # recipes whose settings belong to their parts

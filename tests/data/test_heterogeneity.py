@@ -303,6 +303,7 @@ def test_a_deployment_refuses_sources_and_leaves_out_a_recipes(
         check_deployment(resolved(*words))
     check_deployment(resolved(*words, "partition.source=labels"))
     rotated, plain = "decssl/figure11/rotation/alpha-5", "decssl/figure2/dec-ssl/labels-5"
+    capsys.readouterr()
     for name in (rotated, plain):
         words = ("engine.sites=3", "algorithm.norm_policy=average")
         assert main(["deploy", "init", str(tmp_path / name), name, *words]) == 0

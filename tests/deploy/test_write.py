@@ -55,7 +55,7 @@ def test_the_recipe_is_the_whole_run(tmp_path: Path) -> None:
     config = configuration.build(tree)
     assert configuration.to_tree(config) == tree
     assert (config.engine.name, config.engine.sites, config.rounds) == ("flower", 3, 7)
-    assert (config.data.name, config.data.root, config.data.size) == ("folder", None, 16)
+    assert (config.data.name, config.data.root, config.data.size) == ("folder", None, 64)
     assert config.partition.name == "folder"
     assert config.evaluate.baselines == () and config.cohort.size is None
 
@@ -101,7 +101,7 @@ def test_keys_for_simulations_are_left_out_with_a_line(
     ("words", "key", "value"),
     [
         (["rounds=2"], "engine.sites", None),
-        (["engine.sites=3"], "cohort.size", 32),
+        ([*WORDS, "cohort.size=32"], "cohort.size", 32),
         ([*WORDS, "cohort.minimum=4"], "cohort.minimum", 4),
         ([*WORDS, "data.name=digits"], "data.name", "digits"),
         ([*WORDS, "partition.name=iid"], "partition.name", "iid"),

@@ -12,8 +12,9 @@ from image_folders import save_noise
 from safetensors.torch import load_file
 
 pytest.importorskip("flwr")
-from far import PLAIN, Here, Tamper
+from far import Here, Tamper
 from flwr.app import Message, RecordDict
+from helpers import PLAIN
 
 from fedssl import config as configuration
 from fedssl.config import Config

@@ -272,7 +272,7 @@ def test_places_on_this_machine_stay_out_of_what_is_published(folder, tmp_path):
     tree["data"] |= {"name": "folder", "root": secret, "cache": secret}
     tree["encoder"]["init"] = secret
     own = Path(__file__).parents[2] / "examples" / "own"  # as a user's files, anywhere
-    tree["partition"] = {"name": f"{own}/partition.py:Halving"}
+    tree["partition"] = {"name": f"{own}/partition.py:Halving", "clients": 6}
     protocol = f"{own}/protocol.py:nearest_mean"
     tree["evaluate"] |= {"protocols": ["knn", f"{protocol}@100"], "monitor": [protocol]}
     (moved / "config.yaml").write_text(yaml.safe_dump(tree))

@@ -240,7 +240,8 @@ def test_a_trained_encoder_is_worth_more_than_a_random_one(monkeypatch):
 def test_of_the_run_only_the_federation_stays():
     given = settings(
         "encoder.towers=2", "encoder.norm=batch", "algorithm.norm_policy=local",
-        "cohort.size=30", "cohort.minimum=4", "cohort.average=median", "privacy.noise=1",
+        "partition.clients=30", "cohort.size=30", "cohort.minimum=4", "cohort.average=median",
+        "privacy.noise=1",
         "engine.name=flower", "engine.updates=fp16", "engine.max_norm=3", "engine.merge=off",
         "seed=7", "precision=bf16", "evaluate.size=24", "rounds=9",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import engine_of, groups_of, load, made_split, settings, step
+from helpers import PLAIN, engine_of, groups_of, load, made_split, settings, step
 from image_folders import gradient, save
 from torch import Tensor, nn
 
@@ -364,7 +364,7 @@ def test_runs_without_a_leak_say_nothing(words: tuple[str, ...]) -> None:
 
 def test_a_deployments_server_names_the_sites() -> None:
     sites = [Introduction(n, n, k, (1,), 16, 16) for n, k in (("a", 99), ("ward", 4), ("c", 67))]
-    experiment = build_server_experiment(adapt_recipe("default", SITES), sites)
+    experiment = build_server_experiment(adapt_recipe(PLAIN, SITES), sites)
     line = (
         "Privacy: the server could recover encodings of single images (ward). Details: report.html."
     )
@@ -415,7 +415,7 @@ def test_one_short_line_of_privacy_on_the_screen(
     ],
 )
 def test_sites_are_told(words: str, said: str, not_said: str) -> None:
-    config = adapt_recipe("default", [*SITES, *words.split()])
+    config = adapt_recipe(PLAIN, [*SITES, *words.split()])
     text = " ".join(write_site_instructions(config, "default", None).split())
     assert said in text and (not_said or "no such words") not in text
     if said:

@@ -74,7 +74,7 @@ def test_every_algorithm(name: str, tmp_path: Path) -> None:
     assert ("each client's own reply" in sheet.verdict) == bool(algorithm.asked(False, "each"))
     logged = name in ("fedu", "fedema", "featarc")
     assert ("and single numbers of each client for its log" in sheet.verdict) == logged
-    assert any("1000 public images" in note for note in notes) == (name == "fedca")
+    assert any("200 public images" in note for note in notes) == (name == "fedca")
     assert any("one row for each image" in note for note in notes) == (name in ("ccl", "fedca"))
     assert not any("folder's name" in note for note in notes)
     assert "it could not be made" not in text

@@ -32,7 +32,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> fedssl.Run:
-    return fedssl.train("default", tmp_path_factory.mktemp("api") / "run", **KEYS)
+    return fedssl.train(None, tmp_path_factory.mktemp("api") / "run", **KEYS)
 
 
 def test_it_is_the_command_lines_run(trained: fedssl.Run, tmp_path: Path) -> None:

@@ -302,8 +302,9 @@ class Folder:
 
         def check(self, settings: config.Config) -> None:
             """Refuse data sets without folders."""
-            if settings.data.name not in ("folder", "paired"):
-                problem = f"data.name={settings.data.name} has no folders"
+            name = settings.data.name
+            if name not in config.OWN_DATA and not plugins.is_own(name):
+                problem = f"data.name={name} has no folders"
                 fix = "Use data.name=folder data.root=DIR, or another partition."
                 against = "data.name"
                 raise UserError(

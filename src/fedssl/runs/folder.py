@@ -209,10 +209,10 @@ def _check_settings(settings: Config, out: Path, is_final: bool) -> None:
         free |= config.keys_affecting(settings, "location")
     settings = fix_threads(settings, out)
     before, now = (config.with_absolute_paths(x) for x in (RunReader(out).settings, settings))
+    _check_rounds(now, before, out)
     for key, (old, new) in find_changes(before, now, free).items():
         fix = "Leave it as it was, or start a new run in another folder."
         raise UserError(f"was {old} in {out}", key=key, value=new, fix=fix)
-    _check_rounds(now, before, out)
 
 
 def find_changes(before: Config, after: Config, free: Set[str]) -> dict[str, tuple[Any, Any]]:
