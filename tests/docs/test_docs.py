@@ -37,6 +37,7 @@ from helpers import load, quick
 
 from fedssl import cli
 from fedssl.cli import completion
+from fedssl.config import recipe_files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -106,6 +107,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDSSL_CACHE", str(root / "cache"))
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        patch.setattr(recipe_files, "DEFAULT", "default")  # a user's recipe, not that of tests
         # One thread, whatever engine.threads says: several, on busy cores, wait for each other.
         patch.setattr(torch, "set_num_threads", lambda count: None)
         yield functools.partial(_folder, done, root)
