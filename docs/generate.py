@@ -270,6 +270,8 @@ def contents(paper: str) -> str:
         if isinstance(entry, str):
             rows.append([title, "–", "–", entry])
             continue
+        if unknown := entry.keys() - {"recipes", "departs"}:
+            raise ValueError(f"{PAPERS.name}, {title}: {unknown}. Quote text with a comma.")
         found = [name for each in entry["recipes"] for name in config.match_recipes(each)]
         named |= set(found)
         patterns = ", ".join(f"`{each}`" for each in entry["recipes"])
