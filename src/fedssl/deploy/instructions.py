@@ -46,6 +46,7 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
     algorithm, sites = build_algorithm(config), config.engine.sites
     assert sites is not None
     size = cohort_size(config, sites)
+    threshold = survivors_needed(config.privacy.threshold, size)
     asked = algorithm.asked(config.privacy.secure, "mean", "each")
     statistics = [task for task in asked if task.reveals == "statistics"]
     features = [task for task in asked if task.reveals == "features"]
@@ -67,7 +68,9 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
         few=max((task.few_images(algorithm) for task in statistics), default=None),
         risks=list(_find_risks(config, algorithm)),
         smallest_sum=smallest_sum(config, sites),
-        threshold=survivors_needed(config.privacy.threshold, size),
+        threshold=threshold,
+        # More of them could have two sums, or subtract all parts but one.
+        helpers=min(2 * threshold - size - 1, threshold - 2),
         can_sum=allows_secure_sums(config, algorithm, sites),
     )
 
