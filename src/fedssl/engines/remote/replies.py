@@ -17,7 +17,9 @@ from fedssl.federation.aggregate import count_samples
 from fedssl.federation.task import ClientTask
 from fedssl.util.trees import Tree, flatten
 
-ZERO = 1e-8  # below it most clients sent rounding errors, and nothing can be compared
+# Below it most clients sent rounding errors, as with objectives that a small batch gives nothing to
+# learn from. The few other replies may be far larger than the model, but not anything.
+ZERO = 1e-8
 
 
 class ReplyChecker:
@@ -96,22 +98,27 @@ class ReplyChecker:
         """Return the clients whose replies are far larger than the others', and why.
 
         The measure is the median of the round's replies. Of two replies nobody can tell which one
-        is false. A robust mean withstands outliers by itself.
+        is false, so neither counts. A robust mean withstands outliers by itself.
         """
         ratio, robust = self.config.engine.max_ratio, self.config.cohort.average != "mean"
-        if ratio is None or robust or task.is_logged or len(sizes) < 3:
+        if ratio is None or robust or task.is_logged or len(sizes) < 2:
             return {}
         scale = {client: size.scale for client, size in sizes.items()}
         loss = {client: max(1.0, size.loss) for client, size in sizes.items()}  # 0 is usual, too
         outliers = dict[int, str]()
         for name, each in (("loss", loss), ("scale", scale)):
             usual = sorted(each.values())[(len(each) - 1) // 2]
+            if usual < ZERO:
+                usual = ratio * Size.of({"weights": self.engine.trainer.initial}).scale
             for client, value in each.items():
-                if value > ratio * usual * self._count_steps(task, client) and usual > ZERO:
+                if value > ratio * usual * self._count_steps(task, client):
                     outliers[client] = (
                         f"its {name} is {value:.3g}, above engine.max_ratio={ratio:g} times the "
                         f"usual {usual:.3g}"
                     )
+        if outliers and len(sizes) == 2:
+            reason = f"of two replies one is {ratio:g} times larger (engine.max_ratio)"
+            return dict.fromkeys(sizes, reason)
         return outliers
 
     def _count_steps(self, task: ClientTask, client: int) -> float:
