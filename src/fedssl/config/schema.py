@@ -146,7 +146,12 @@ class Optimizer:
 class Cohort:
     """The clients of a round; with neither size nor fraction, all clients."""
 
-    size: int | None = key(None, gt=0, instead_of="fraction", help="Number of clients in a round.")
+    size: int | None = key(
+        None,
+        gt=0,
+        instead_of="fraction",
+        help="Number of clients in a round; all, if there are fewer.",
+    )
     fraction: float | None = key(
         None, gt=0, le=1, help="Share of clients in a round, as an alternative to `cohort.size`."
     )
