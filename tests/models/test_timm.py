@@ -21,7 +21,7 @@ from fedssl.encoder import export, formats
 from fedssl.encoder.load import ImageEncoder
 from fedssl.models.encoders import Timm, encoder
 from fedssl.models.flat_weights import FlatWeights
-from fedssl.models.network import Heads, build, initialize, load_encoders, mlp
+from fedssl.models.network import Heads, build, initialize, mlp
 from fedssl.models.norms import BatchNorm, BatchNormAct, replace_batch_norms
 from fedssl.runs import checkpoint, loop
 from fedssl.runs.build import build_experiment
@@ -178,10 +178,10 @@ def test_dcco_merges_it_where_there_is_no_batch_norm(tmp_path: Path) -> None:
 
 def test_weights_of_timms_own_are_a_start(tmp_path: Path) -> None:
     whole = timm.create_model(NAMES[0], in_chans=1, num_classes=7)
-    save_file(whole.state_dict(), tmp_path / "theirs.safetensors")
-    settings = Encoder(f"timm/{NAMES[0]}", norm="batch")
+    file = tmp_path / "theirs.safetensors"
+    save_file(whole.state_dict(), file)
+    settings = Encoder(f"timm/{NAMES[0]}", norm="batch", init=str(file))
     net = build(settings, (1,), 32, lambda *_: Heads(nn.Identity()), 0)
-    load_encoders(net, str(tmp_path / "theirs.safetensors"))
     own = net.towers[0].encoder.state_dict()
     assert all(torch.equal(own[k], v) for k, v in whole.state_dict().items() if k in own)
 

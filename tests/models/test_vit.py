@@ -17,6 +17,7 @@ from torch import nn
 from fedssl import config as configuration
 from fedssl.config import Encoder
 from fedssl.models.encoders import encoder
+from fedssl.models.inputs import Input
 from fedssl.models.network import initialize
 from fedssl.models.norms import NORMS
 from fedssl.models.vit import ViT, positions
@@ -49,7 +50,7 @@ def timms(ours: ViT, channels: int, size: tuple[int, int], patch: int) -> Vision
 def test_equal_weights_give_timms_features(
     channels: int, size: tuple[int, int], patch: int
 ) -> None:
-    ours = ViT(channels, patch).double()
+    ours = ViT(Input(channels), patch).double()
     initialize(ours, 0)
     for norm in (m for m in ours.modules() if isinstance(m, nn.LayerNorm)):
         nn.init.normal_(norm.weight)
@@ -86,7 +87,7 @@ def test_any_image_size_and_layer_norms_only(norm: str) -> None:
 @pytest.mark.parametrize("shape", [(8, 9), (10, 8), (4, 8)])
 def test_images_that_are_not_patches_are_refused(shape: tuple[int, int]) -> None:
     with refused("encoder.patch", 4):
-        ViT(1, 4)(torch.rand(1, 1, *shape))
+        ViT(Input(1), 4)(torch.rand(1, 1, *shape))
 
 
 @pytest.mark.parametrize("word", ["encoder.patch=3", "encoder.patch=8", "evaluate.size=9"])

@@ -211,21 +211,11 @@ def test_an_augmentation_that_will_not_do(function: Callable[..., Any], says: st
         build_augmentation("python:f").views(images, torch.arange(2), 0)
 
 
-class Frozen(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(8, 4)
-        self.weight.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, 0, 0])
-
-
 @pytest.mark.parametrize(
     ("encoder", "says"),
     [
         (nn.Flatten(2), "not [1, features]"),
         (nn.Conv2d(3, 4, 3), "cannot encode images of 1 × 8 × 8"),
-        (Frozen(), "weight is not trainable"),
         (lambda channels: 3, "made int. Return a torch.nn.Module."),
         (7, "is not a callable object"),
     ],

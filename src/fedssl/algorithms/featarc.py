@@ -345,8 +345,7 @@ def another_start(server: Server, cluster: int) -> Tensor:
     flat.vector.copy_(server.weights)
     seed = random_key(config.seed, "cluster", cluster) % 2**63
     initialize(network, seed, config.encoder.initializer)
-    if config.encoder.init is not None:
-        load_encoders(network, config.encoder.init)
+    load_encoders(network, config.encoder)
     return flat.vector.to(server.weights)
 
 

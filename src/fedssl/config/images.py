@@ -124,21 +124,42 @@ class Encoder:
         help="Architecture. `timm/NAME`: a backbone from timm. `FILE.py:NAME`: a module of your "
         "own.",
     )
-    norm: Literal["batch", "group"] = key(
+    norm: Literal["batch", "group", "frozen"] = key(
         "group",
         help="Normalization layers. With `group`, convolutions have weight standardization. "
-        "`vit-tiny` and backbones from timm keep their normalization; there the key applies to "
-        "projector and predictor.",
+        "`frozen`: batch norm that stays at the statistics of `encoder.pretrained` or "
+        "`encoder.init`, with group norm in projector and predictor. `vit-tiny` and backbones from "
+        "timm keep their normalization; there `batch` and `group` apply to projector and "
+        "predictor.",
     )
     groups: int = key(32, gt=0, help="Number of groups of group normalization.")
     towers: Literal[1, 2] = key(
         1,
         help="Number of networks: one for both views or modalities, or one for each.",
     )
+    pretrained: bool = key(
+        False,
+        help="Start from timm's published weights of a `timm/NAME` backbone, from the cache of "
+        "this machine or from the Hugging Face hub.",
+    )
     init: str | None = key(
         None,
         path=True,
-        help="Weights to start from: `encoder.safetensors`, or the folder of a run or an export.",
+        help="Weights to start from: the folder of a run or an export, or a file of weights "
+        "(safetensors, or a checkpoint of timm, torchvision, Hugging Face or lightly).",
+    )
+    mean: tuple[float, ...] | None = key(
+        None,
+        nonempty=True,
+        help="Mean that the encoder subtracts from pixels between 0 and 1: one number, or one per "
+        "channel. With three numbers, grey images are repeated in three channels. `null`: none, "
+        "or that of `encoder.pretrained` or `encoder.init`.",
+    )
+    std: tuple[float, ...] | None = key(
+        None,
+        gt=0,
+        nonempty=True,
+        help="Standard deviation that the encoder divides by, like `encoder.mean`.",
     )
     initializer: Initializer = key(
         "he",
@@ -150,3 +171,26 @@ class Encoder:
     def __post_init__(self) -> None:
         if not self.name.startswith(TIMM):
             _check_name("encoder.name", self.name, typing.get_args(EncoderName), f"{TIMM}NAME")
+            if self.pretrained:
+                raise UserError(
+                    f"encoder.name={self.name} has no published weights",
+                    key="encoder.pretrained",
+                    value=True,
+                    fix=f"Use encoder.name={TIMM}NAME, or encoder.init=FILE.",
+                    against="encoder.name",
+                )
+        if self.pretrained and self.init is not None:
+            raise UserError(
+                f"given together with encoder.init={self.init}",
+                key="encoder.pretrained",
+                value=True,
+                fix="Give one of the two.",
+                against="encoder.init",
+            )
+        if (self.mean and len(self.mean)) != (self.std and len(self.std)):
+            raise UserError(
+                f"encoder.std={self.std} has another length",
+                key="encoder.mean",
+                value=self.mean,
+                fix="Give both keys, with as many numbers each.",
+            )

@@ -4,7 +4,8 @@ The settings of a run come from four places. Later ones win:
 
 1. the defaults of the keys,
 2. the settings that the parts recommend (``recommended`` of an algorithm, an objective or a
-   partition; :mod:`fedssl.config.catalogue` for data sets and encoders),
+   partition; :mod:`fedssl.config.catalogue` for data sets and encoders; at last
+   :mod:`fedssl.config.preprocessing` for the weights that an encoder starts from),
 3. the recipe,
 4. the user's words.
 
@@ -22,10 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedssl.config.build import build, flatten, to_tree
-from fedssl.config.catalogue import ENCODERS, recommend_for_data
+from fedssl.config.catalogue import DATA_SETS, ENCODERS
 from fedssl.config.images import Data, Encoder
 from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import merge, read_words, with_values
+from fedssl.config.preprocessing import recommend_for_weights
 from fedssl.config.schema import Config
 from fedssl.config.sweeps import find_sweep
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, key_types_under, variant
@@ -119,6 +121,8 @@ class Resolution:
         for section, name in names.items():
             layer = self._find_recommended(section, names)
             yield f"{section}.name={name}", _select(layer, tree, names)
+        source, layer = recommend_for_weights(_keys(explicit, "encoder"), names["encoder"])
+        yield source, self._without_refused(layer)
 
     def _choose_name(self, section: str, explicit: Recipe, layers: Sequence[Recipe]) -> str:
         """Return the explicit name, or the recommended one that has the keys that are given."""
@@ -138,15 +142,16 @@ class Resolution:
         """Return what a part recommends beside parts with these names, except refused values."""
         if section in VARIANTS:
             given = variant(section, names[section]).Params.recommended
-        elif section == "data":
-            given = recommend_for_data(names[section])
         else:
-            given = ENCODERS.get(names[section], {})
+            given = {"data": DATA_SETS, "encoder": ENCODERS}[section].get(names[section], {})
         layer: Recipe = {}
         for key, value in given.items():
             part, condition, name = key.partition(".name=")
             if not condition or names.get(part) == name:
                 layer = _overlay(layer, value if condition else {key: value})
+        return self._without_refused(layer)
+
+    def _without_refused(self, layer: Recipe) -> Recipe:
         refused = [(key, value) for key, value, _ in self._refused]
         kept = {k: v for k, v in flatten(layer).items() if (k, v) not in refused}
         return with_values({}, kept)

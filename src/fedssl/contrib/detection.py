@@ -150,7 +150,7 @@ class Pyramid(nn.Module):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Return a map for each stage, and one of half the last one's size."""
-        x = self.body.stem(images)
+        x = self.body.stem(self.body.input(images))
         maps: dict[str, Tensor] = {}
         for i, block in enumerate(self.body.stages):
             x = block(x)
@@ -163,7 +163,7 @@ def _find_stages(body: ResNet) -> tuple[list[int], list[int], list[int]]:
     """Return the last block of each stage, its channels and its stride."""
     body.eval()  # keep the running statistics of batch norm
     with torch.no_grad():
-        x, shapes = body.stem(torch.zeros(2, 3, 64, 64)), []
+        x, shapes = body.stem(body.input(torch.zeros(2, 3, 64, 64))), []
         for block in body.stages:
             x = block(x)
             shapes.append(x.shape)

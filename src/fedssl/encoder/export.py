@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedssl.config.preprocessing import NOTE
 from fedssl.encoder import hub
 from fedssl.encoder.formats import ENDINGS, WRITERS, describe, write_checked
 from fedssl.encoder.load import load_encoder, parse_note, read_note, run_folder
-from fedssl.models.weights import NOTE, SUFFIXES, find_model
+from fedssl.models.weights import SUFFIXES, find_model
 from fedssl.util import files
 from fedssl.util.errors import UserError
 

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from fedssl import __version__
 from fedssl.config import plugins
+from fedssl.config.preprocessing import HEADER
 from fedssl.data.decode import DRAFT
 from fedssl.data.load import load_dataset
 from fedssl.data.places import use_local_copy
-from fedssl.encoder.load import HEADER, ImageEncoder, load_encoder, run_folder
+from fedssl.encoder.load import ImageEncoder, load_encoder, run_folder
+from fedssl.models.inputs import Input
 from fedssl.models.norms import StandardizedConv2d, standardize
 from fedssl.models.wrapped import OwnEncoder
 from fedssl.runs.reader import RunReader
@@ -102,6 +104,7 @@ def drop_folder(name: str) -> str:
 def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
     """Return the steps from a file to the encoder's input."""
     side, width, channels = encoder.height, encoder.width, encoder.channels
+    input = cast(Input, encoder.body.input)
     half = f"its {('left', 'right')[encoder.tower]} {width} columns"
     least = DRAFT * side
     steps = [
@@ -114,6 +117,7 @@ def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
         *(['grey (Pillow\'s convert("L"))'] if channels == 1 else []),
         *([half] if width != side else []),
         "divided by 255",
+        *([] if input.statistics is None else [input.describe()]),
     ]
     return {
         "steps": steps,
@@ -123,7 +127,7 @@ def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
         "height": side,
         "width": width,
         "range": [0.0, 1.0],
-        "mean": [0.0] * channels,
+        "mean": [0.0] * channels,  # the file itself normalizes
         "std": [1.0] * channels,
     }
 

@@ -11,6 +11,7 @@ import yaml
 
 from fedssl import __version__, config
 from fedssl.config import Config, Recipe
+from fedssl.config.preprocessing import HEADER
 from fedssl.encoder.formats import (
     describe,
     describe_preprocessing,
@@ -18,7 +19,7 @@ from fedssl.encoder.formats import (
     write_checked,
     write_safetensors,
 )
-from fedssl.encoder.load import HEADER, ImageEncoder
+from fedssl.encoder.load import ImageEncoder
 from fedssl.federation.algorithm import build_algorithm
 from fedssl.models.encoders import Timm
 from fedssl.models.weights import SUFFIXES
@@ -74,20 +75,21 @@ def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
         }
     from timm.models import split_model_name_tag
 
-    preprocessing = describe_preprocessing(encoder)
+    channels = encoder.body.input.channels
+    mean, std = encoder.body.input.statistics or ([0.0] * channels, [1.0] * channels)
     return {
         "architecture": split_model_name_tag(encoder.body.name)[0],
         "num_classes": 0,
         "num_features": encoder.features,
         "pretrained_cfg": {
             "num_classes": 0,
-            "input_size": [encoder.channels, encoder.height, encoder.width],
+            "input_size": [channels, encoder.height, encoder.width],
             "fixed_input_size": encoder.body.size is not None,
             "interpolation": "bilinear",
             "crop_pct": 1.0,
             "crop_mode": "center",
-            "mean": preprocessing["mean"],
-            "std": preprocessing["std"],
+            "mean": mean,
+            "std": std,
         },
         **note,
     }

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from fedssl import config
 from fedssl.config import Encoder, plugins
+from fedssl.config.preprocessing import HEADER, NOTE
 from fedssl.data.decode import decode_file, describe_failure, to_pixels
 from fedssl.data.in_memory import open_array, quantize
 from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
-    NOTE,
     SUFFIXES,
     check_readable,
     find_model,
@@ -33,7 +33,6 @@ from fedssl.models.weights import (
 )
 from fedssl.util.errors import UserError, format_resume
 
-HEADER = "fedssl"  # the entry of a safetensors header, or of config.json, that holds the note
 ACCEPTED = "Give the folder of a run, or a safetensors or hf export of `fedssl export`."
 AnImage = str | Path | Image.Image | Tensor | NDArray[Any]
 Note = dict[str, Any]  # the contents of encoder.json

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config import TIMM, Encoder, plugins
-from fedssl.models.kernels import group_norm
+from fedssl.models.inputs import Input
 from fedssl.models.norms import BatchNorm, Norm, replace_batch_norms, residual
 from fedssl.models.vit import ViT, check_patch
 from fedssl.models.wrapped import OwnEncoder, Wrapped
@@ -20,9 +20,10 @@ from fedssl.util.errors import UserError
 class Tiny(nn.Module):
     """Three convolutions, about 75,000 parameters: for demonstrations and tests on a CPU."""
 
-    def __init__(self, channels: int, norm: Norm) -> None:
+    def __init__(self, input: Input, norm: Norm) -> None:
         super().__init__()
-        widths = (channels, 32, 64, 96)
+        self.input = input
+        widths = (input.channels, 32, 64, 96)
         self.features = widths[-1]
         self.layers = nn.Sequential()
         for i, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -30,7 +31,7 @@ class Tiny(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[B, 96]``."""
-        return self.layers(group_norm.layout(x)).mean(dim=(2, 3))
+        return self.layers(self.input(x)).mean(dim=(2, 3))
 
 
 class Block(nn.Module):
@@ -67,15 +68,17 @@ class ResNet(nn.Module):
         self,
         depths: tuple[int, ...],
         bottleneck: bool,
-        channels: int,
+        input: Input,
         norm: Norm,
         large_stem: bool,
     ) -> None:
         super().__init__()
+        self.depths = depths
+        self.input = input
         if large_stem:
-            self.stem = nn.Sequential(*norm.conv(channels, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
+            self.stem = nn.Sequential(*norm.conv(input.channels, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
         else:
-            self.stem = nn.Sequential(*norm.conv(channels, 64, 3))
+            self.stem = nn.Sequential(*norm.conv(input.channels, 64, 3))
         self.stages = nn.Sequential()
         self.features = 64
         for stage, depth in enumerate(depths):
@@ -87,7 +90,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[B, self.features]``."""
-        return self.stages(self.stem(group_norm.layout(x))).mean(dim=(2, 3))
+        return self.stages(self.stem(self.input(x))).mean(dim=(2, 3))
 
 
 OTHER = "Use another encoder."
@@ -99,19 +102,17 @@ class Timm(Wrapped):
     Transformers are built for one image size; other models take any size.
     """
 
-    def __init__(self, name: str, channels: int, size: int) -> None:
+    def __init__(self, name: str, size: int, input: Input) -> None:
         super().__init__()
         self.name = name
+        self.input = input
         # Tokens and positions, which ``initialize`` leaves alone, are the same for every seed.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            self.body, self.arguments = _backbone(name, channels, size)
+            self.body, self.arguments = _backbone(name, input.channels, size)
         replace_batch_norms(self.body)
         self.size: int | None = self.arguments.get("img_size")
-        frozen = [key for key, p in self.body.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise _error(name, f"its {frozen[0]} is not trainable, and all weights must be")
-        self.features = self._features(channels, size)
+        self.features = self._features(input.channels, size)
 
     def _features(self, channels: int, size: int) -> int:
         """Count the features by encoding an image: timm's models have no common name for it."""
@@ -132,7 +133,7 @@ class Timm(Wrapped):
                 f"{x.shape[2]} by {x.shape[3]}",
                 "Use one size for data.size and evaluate.size.",
             )
-        return self.body(group_norm.layout(x))
+        return self.body(self.input(x))
 
 
 def _backbone(name: str, channels: int, size: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -184,22 +185,23 @@ def encoder(
 
     ``seed`` is for a user's own code that makes one; ``initialize`` draws the weights of others.
     """
+    input = Input.from_config(settings, channels)
     if plugins.is_own(settings.name):
-        return OwnEncoder(settings.name, channels, size, seed)
-    norm = Norm(settings.norm, settings.groups)
+        return OwnEncoder(settings.name, size, seed, input)
+    norm = Norm("group" if settings.norm == "group" else "batch", settings.groups)
     if settings.name == "tiny":
-        return Tiny(channels, norm)
+        return Tiny(input, norm)
     if settings.name == "vit-tiny":
         check_patch(settings.patch, size, size)
-        return ViT(channels, settings.patch)
+        return ViT(input, settings.patch)
     if settings.name.startswith(TIMM):
-        body = Timm(settings.name.removeprefix(TIMM), channels, size)
+        body = Timm(settings.name.removeprefix(TIMM), size, input)
         if settings.norm == "group" and any(isinstance(m, BatchNorm) for m in body.modules()):
             raise UserError(
                 f"{settings.name} has batch norm",
                 key="encoder.norm",
                 value="group",
-                fix="Use encoder.norm=batch.",
+                fix="Use encoder.norm=batch or encoder.norm=frozen.",
             )
         return body
-    return ResNet(*RESNETS[settings.name], channels, norm, large_stem=size >= LARGE_IMAGE)
+    return ResNet(*RESNETS[settings.name], input, norm, large_stem=size >= LARGE_IMAGE)

@@ -35,9 +35,11 @@ class Span:
 
 
 class FlatWeights:
-    """One vector that holds a module's parameters and, after them, its float buffers.
+    """One vector that holds what training changes of a module: the parameters that require a
+    gradient and, after them, the float buffers of its state.
 
-    The module's tensors become views of it.
+    The module's tensors become views of it. Everything else of the module is constant: it is not
+    sent, averaged or stored. So ``requires_grad`` decides what trains and what travels.
 
     >>> layer = nn.Linear(2, 1)
     >>> flat = FlatWeights(layer)
@@ -51,7 +53,7 @@ class FlatWeights:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.spans = list(_spans(module))
-        self.layers: list[torch.Size] = [p.shape for p in module.parameters()]
+        self.layers = [s.shape for s in self.spans if isinstance(s.tensor, nn.Parameter)]
         self.parameter_count = sum(shape.numel() for shape in self.layers)
         self.vector = torch.cat([s.tensor.detach().reshape(-1) for s in self.spans])
         self.gradient = torch.zeros_like(self.vector[: self.parameter_count])
@@ -87,20 +89,31 @@ class FlatWeights:
 
 
 def _spans(module: nn.Module) -> Iterator[Span]:
-    """Yield parameters, then float buffers, but no integer counters (batch norm's)."""
+    """Yield the parameters that train, then the buffers that follow them."""
     start = 0
     for kind in ("_parameters", "_buffers"):
         for prefix, owner in module.named_modules():
             for name, tensor in getattr(owner, kind).items():
-                if tensor is None or not tensor.is_floating_point():
+                if tensor is None or not _changes(owner, name, tensor):
                     continue
                 full = f"{prefix}.{name}" if prefix else name
                 yield Span(owner, full, start, start + tensor.numel(), tensor.shape)
                 start += tensor.numel()
 
 
+def _changes(owner: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Return whether training changes a tensor, and the network's state has it.
+
+    Integers are batch norm's counters, which nothing reads.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return tensor.requires_grad
+    is_constant = name in owner._non_persistent_buffers_set or getattr(owner, "is_frozen", False)
+    return tensor.is_floating_point() and not is_constant
+
+
 def differentiate(loss: Tensor, *flats: FlatWeights) -> list[tuple[Tensor, ...]]:
     """Return the gradients of ``loss`` with respect to each network's parameters."""
-    params = [p for flat in flats for p in flat.module.parameters()]
+    params = [s.tensor for flat in flats for s in flat.learned]
     gradients = iter(torch.autograd.grad(loss, params, materialize_grads=True))
     return [tuple(next(gradients) for _ in flat.layers) for flat in flats]

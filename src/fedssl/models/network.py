@@ -7,17 +7,19 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.config import Encoder, Initializer
 from fedssl.data.random import key
+from fedssl.models.checkpoints import load_checkpoint
+from fedssl.models.encoders import Timm
 from fedssl.models.encoders import encoder as make_encoder
-from fedssl.models.norms import BatchNorm, Norm
-from fedssl.models.weights import find_model, load_weights, tower_file
+from fedssl.models.norms import BatchNorm, Norm, freeze_batch_norms, mixes_samples
+from fedssl.models.published import load_published
+from fedssl.models.weights import find_model, tower_file
 from fedssl.models.wrapped import OwnEncoder
 from fedssl.util.errors import UserError, format_resume
 
@@ -78,7 +80,8 @@ class Network(nn.Module):
         self.joint = joint  # batch norm sees all inputs as one batch
         self.towers = nn.ModuleList(towers)
         self.predictors = nn.ModuleList(predictors)
-        self.has_batch_norm = any(isinstance(m, _BatchNorm) for m in self.modules())
+        self.has_batch_norm = mixes_samples(self)
+        self.start = ""  # a sentence on the weights that were loaded
         self._stacked = False
 
     @contextlib.contextmanager
@@ -125,17 +128,19 @@ def build(
     joint: bool = False,
 ) -> Network:
     """Build an initialized network; ``channels`` of each modality (one entry, or two for pairs)."""
-    norm, towers, predictors = Norm(settings.norm, settings.groups), [], []
+    norm = Norm("batch" if settings.norm == "batch" else "group", settings.groups)
+    towers, predictors = [], []
     for i in range(settings.towers):
         encoder = make_encoder(settings, channels[i % len(channels)], size, seed)
+        if settings.norm == "frozen":
+            freeze_batch_norms(encoder)
         heads = make_heads(encoder, norm)
         towers.append(Tower(encoder, heads.head))
         if heads.predictor is not None:
             predictors.append(heads.predictor)
     network = Network(towers, predictors, joint)
     initialize(network, seed, settings.initializer)
-    if settings.init is not None:
-        load_encoders(network, settings.init)
+    load_encoders(network, settings)
     return network
 
 
@@ -166,21 +171,25 @@ def initialize(module: nn.Module, seed: int, initializer: Initializer = "he") ->
                 child.bias.uniform_(-bound, bound, generator=generator)
 
 
-def load_encoders(network: Network, path: str) -> None:
-    """Load the weights of a run's folder, of an export's, or of a file of either.
+def load_encoders(network: Network, settings: Encoder) -> None:
+    """Load the weights that the encoders start from, if the configuration names any.
 
-    A second tower takes the second encoder if there is one, else the same weights.
+    A second tower takes the second encoder of a run if there is one, else the same weights.
     """
-    first = find_model(Path(path).expanduser(), "encoder.init")
-    if (first / "config.yaml").exists() and not tower_file(first).exists():
+    encoders = [cast(Tower, tower).encoder for tower in network.towers]
+    for encoder in encoders if settings.pretrained else ():
+        network.start = load_published(cast(Timm, encoder))
+    if settings.init is None:
+        return
+    path = find_model(Path(settings.init).expanduser(), "encoder.init")
+    if (path / "config.yaml").exists() and not tower_file(path).exists():
         raise UserError(
             "the run is not finished",
             key="encoder.init",
-            value=path,
-            fix=f"Finish it with {format_resume(path)}.",
+            value=settings.init,
+            fix=f"Finish it with {format_resume(settings.init)}.",
         )
-    second = tower_file(first, 1)
-    files = (tower_file(first), second if second.exists() else tower_file(first))
-    for tower, file in zip(network.towers, files, strict=False):
-        assert isinstance(tower, Tower)
-        load_weights(tower.encoder, file, "encoder.init", path)
+    first, second = (tower_file(path, tower) for tower in range(2))
+    first = first if first.exists() else path
+    for encoder, file in zip(encoders, (first, second if second.exists() else first), strict=False):
+        network.start = load_checkpoint(encoder, file, settings.init)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,15 +44,21 @@ class BatchNorm(_BatchNorm):
     """Batch norm of a batch that stacks several views, each with its own statistics.
 
     With ``views`` one pass gives the numbers of a pass for each view, running statistics included.
-    With ``relu`` it also applies the ReLU after it.
+    With ``relu`` it also applies the ReLU after it. With ``is_frozen`` it stays at its running
+    statistics, in training as in evaluation.
     """
 
     views = 1
+    is_frozen = False
 
     def __init__(self, channels: int, relu: bool = False) -> None:
         super().__init__(channels, momentum=STATISTICS_MOMENTUM)
         self.num_batches_tracked = None  # nothing reads it, and a resumed run would restart it
         self.relu = relu
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, unless the statistics are frozen."""
+        return super().train(mode and not self.is_frozen)
 
     def _check_input_dim(self, input: Tensor) -> None:
         return  # feature maps and vectors alike
@@ -190,6 +196,20 @@ class Norm:
         batch = self.kind == "batch"
         norm = BatchNorm(channels, relu) if batch else GroupNorm(self.groups, channels, relu)
         return [norm, nn.Identity()] if relu else [norm]
+
+
+def freeze_batch_norms(module: nn.Module) -> None:
+    """Keep a network's batch norms at their running statistics."""
+    for each in module.modules():
+        if isinstance(each, BatchNorm):
+            each.is_frozen = True
+            each.eval()
+
+
+def mixes_samples(module: nn.Module) -> bool:
+    """Return whether a layer normalizes by the statistics of a batch."""
+    norms = (each for each in module.modules() if isinstance(each, _BatchNorm))
+    return not all(isinstance(each, BatchNorm) and each.is_frozen for each in norms)
 
 
 def replace_batch_norms(module: nn.Module) -> None:

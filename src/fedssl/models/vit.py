@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedssl.models.inputs import Input
 from fedssl.util.errors import UserError
 
 WIDTH, LAYERS, HEADS = 192, 12, 3  # ViT-Tiny
@@ -86,17 +87,18 @@ class ViT(nn.Module):
 
     features = WIDTH
 
-    def __init__(self, channels: int, patch: int) -> None:
+    def __init__(self, input: Input, patch: int) -> None:
         super().__init__()
+        self.input = input
         self.patch = patch
-        self.embed = nn.Linear(channels * patch**2, WIDTH)
+        self.embed = nn.Linear(input.channels * patch**2, WIDTH)
         self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH, EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[B, 192]``."""
         places = positions(x.shape[2] // self.patch, x.shape[3] // self.patch, x)
-        return self.tokens(patches(x, self.patch), places).mean(1)
+        return self.tokens(patches(self.input(x), self.patch), places).mean(1)
 
     def tokens(self, patches: Tensor, places: Tensor) -> Tensor:
         """Return the tokens of some or all patches, given their positions."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
+from fedssl.config.preprocessing import NOTE
 from fedssl.util.errors import UserError
 from fedssl.util.text import shorten_list
 
-NOTE = "encoder.json"
 SUFFIXES = ("", "-second")  # of a tower's file
 
 

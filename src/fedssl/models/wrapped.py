@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedssl.config import plugins
 from fedssl.data.random import key
+from fedssl.models.inputs import Input
 from fedssl.models.norms import BatchNorm, replace_batch_norms
 from fedssl.util.errors import UserError
 
@@ -56,17 +57,14 @@ class OwnEncoder(Wrapped):
     ``size`` receive those of the images. Training starts from the weights that the module has.
     """
 
-    def __init__(self, name: str, channels: int, size: int, seed: int) -> None:
+    def __init__(self, name: str, size: int, seed: int, input: Input) -> None:
         super().__init__()
         self.name = name
+        self.input = input
         given = plugins.find_object("encoder.name", name)
-        self.body = self._make(given, seed, channels=channels, size=size).cpu().float()
+        self.body = self._make(given, seed, channels=input.channels, size=size).cpu().float()
         replace_batch_norms(self.body)
-        frozen = [key for key, p in self.body.named_parameters() if not p.requires_grad]
-        if frozen:
-            fix = "Set requires_grad=True on all parameters."
-            raise self._error(f"{frozen[0]} is not trainable, and all weights must be", fix)
-        self.features = self._count_features(channels, size)
+        self.features = self._count_features(input.channels, size)
 
     def _make(self, given: Any, seed: int, **shape: int) -> nn.Module:
         """Copy a module, or call what makes one, with torch's generator seeded by ``seed``."""
@@ -100,7 +98,7 @@ class OwnEncoder(Wrapped):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features ``[B, features]``."""
-        return self.body(x)
+        return self.body(self.input(x))
 
     def draw_weights(self, seed: int) -> None:
         """Draw random weights, as an untrained network has, in layers that can draw their own."""

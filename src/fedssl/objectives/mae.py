@@ -88,7 +88,7 @@ class MAE(Objective):
         assert state is not None
         tower = cast(Tower, networks.online.towers[0])
         encoder, (images,) = cast(ViT, tower.encoder), views
-        pixels = patches(images, encoder.patch)
+        pixels = patches(encoder.input(images), encoder.patch)
         grid = (images.shape[2] // encoder.patch, images.shape[3] // encoder.patch)
         order, seen = shuffled(state, pixels.shape[1]), pixels.shape[1] // VISIBLE
         places = positions(*grid, images)[order]

@@ -116,13 +116,15 @@ class Experiment:
     def starts_from_given(self) -> bool:
         """True if the encoder's first weights are a file's, or those of a user's own module."""
         encoder = self.config.encoder
-        return encoder.init is not None or plugins.is_own(encoder.name)
+        is_given = encoder.pretrained or encoder.init is not None
+        return is_given or plugins.is_own(encoder.name)
 
     def untrained(self) -> Tensor:
         """Return random weights, also if the run starts from given ones."""
         if not self.starts_from_given:
             return self.trainer.initial
-        fresh = replace(self.config, encoder=replace(self.config.encoder, init=None))
+        encoder = replace(self.config.encoder, init=None, pretrained=False)
+        fresh = replace(self.config, encoder=encoder)
         classes = self.head_classes or len(self.dataset.classes)
         network = build_network(fresh, self.trainer.objective, *image_shape(self.dataset), classes)
         for each in network.modules():

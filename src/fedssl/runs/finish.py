@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +12,7 @@ from fedssl.config import plugins
 from fedssl.data.client_table import mean_distance
 from fedssl.evaluate import drift
 from fedssl.evaluate.unlabeled import Unlabeled
+from fedssl.models.inputs import Input
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, metrics, outcome
 from fedssl.runs.build import Experiment
@@ -136,6 +137,7 @@ def export(experiment: Experiment, out: Path) -> None:
     for name in files:
         (out / name).chmod(0o644)  # unlike clients' models, it is for others to read
     images = experiment.dataset.train.images
+    input = cast(Input, experiment.tower().encoder.input)
     note = {
         "model": model,
         "algorithm": plugins.short_name(settings.algorithm.name),
@@ -144,7 +146,7 @@ def export(experiment: Experiment, out: Path) -> None:
         "features": experiment.tower().encoder.features,
         "channels": [each.shape[1] for each in images],
         "size": list(images[0].shape[2:]),
-        "input": "pixels divided by 255, no further normalization",
+        "input": f"pixels divided by 255; {input.describe()}",
         "files": files,
         "personal": [f"personal/client-{k}.safetensors" for k in personal],
     }

@@ -168,12 +168,11 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
     config, evaluator = experiment.config, experiment.evaluator
     if experiment.of_sites:
         yield from _describe_weights(experiment)
+    if start := experiment.trainer.network.start:
+        yield start
     yield from experiment.notes
     yield from list_evaluation_warnings(experiment)
     every, rounds = config.evaluate.every, config.rounds
-    size, clients = config.cohort.size, len(experiment.engine.groups)
-    if size is not None and size > clients:
-        yield f"cohort.size={size}: there are only {clients} clients, so all are in each round."
     if evaluator.is_possible and 0 < rounds < every:
         yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is evaluated"
     if not experiment.of_sites:
