@@ -168,7 +168,10 @@ def _variant(section: str, name: str, shared: Sequence[str]) -> Iterator[str]:
     kind = config.variant(section, name)
     file = Path(inspect.getfile(kind)).relative_to(ROOT).as_posix()
     yield f"### `{section}.name={name}`"
-    yield f"{_docstring(kind)}\n\n`{file}`, class `{kind.__name__}`."
+    about, page = _docstring(kind), _find_page(kind)
+    if page is not None:  # a docstring stands on one page
+        about = f"{about.splitlines()[0]} [More]({page})."
+    yield f"{about}\n\n`{file}`, class `{kind.__name__}`."
     fields = {field.name: field for field in dataclasses.fields(kind.Params)}
     base = {f.name: f for f in dataclasses.fields(config.key_types(config.Config)[section])}
     own = [n for n in fields if n not in shared or fields[n].default != base[n].default]
@@ -178,6 +181,16 @@ def _variant(section: str, name: str, shared: Sequence[str]) -> Iterator[str]:
         if not re.fullmatch(r"Keys of [^.]*\.", about):
             yield as_markdown(about)
         yield _keys(f"{section}.", kind.Params, own)
+
+
+def _find_page(kind: type) -> str | None:
+    """Return the paper's page that has a class's docstring."""
+    name = f"{kind.__module__.removeprefix('fedssl.')}:{kind.__name__}"
+    for page in sorted((ROOT / "docs" / "papers").glob("*.md")):
+        shown = re.findall(r"<!-- generated: says (.*?) -->", page.read_text(encoding="utf-8"))
+        if name in " ".join(shown).split():
+            return page.relative_to(ROOT).as_posix()
+    return None
 
 
 def _docstring(thing: Any) -> str:
@@ -270,6 +283,8 @@ def contents(paper: str) -> str:
         if isinstance(entry, str):
             rows.append([title, "–", "–", entry])
             continue
+        if unknown := entry.keys() - {"recipes", "departs"}:
+            raise ValueError(f"{PAPERS.name}, {title}: {unknown}. Quote text with a comma.")
         found = [name for each in entry["recipes"] for name in config.match_recipes(each)]
         named |= set(found)
         patterns = ", ".join(f"`{each}`" for each in entry["recipes"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import engine_of, groups_of, made_split, relative, siamese, step, train
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedssl.data.dataset import Split
 from fedssl.engines.local import LocalEngine
@@ -124,6 +124,16 @@ def test_the_autoscalers_first_update_has_mu_tau_exactly(divergence: str, tau: f
             assert float(engine.states[k]["first"]) == first[k]
             expected = min(tau / first[k] * server.client_log["divergence"][k], 1)
             assert server.client_log["mu"][k] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_network_without_convolutions_is_measured_by_its_linear_layers(log: Logged) -> None:
+    engine, server = made("encoder.name=vit-tiny")
+    run_logged(engine, server, 2)
+    for k, measured in server.client_log["divergence"].items():
+        change = engine.trainer.flat.named(log[0, k].after - log[0, k].start)
+        names = {n for n, m in engine.trainer.network.named_modules() if isinstance(m, nn.Linear)}
+        norms = [float(change[f"{name}.weight"].norm()) for name in names]
+        assert measured == pytest.approx(sum(norms) / len(norms), rel=1e-6)
 
 
 def test_mu_is_tau_at_the_first_divergence_to_the_last_bit() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import typing
+
 import pytest
 from helpers import PLAIN, refused
 
 from fedssl import config
+from fedssl.config.catalogue import EncoderName
 from fedssl.runs.sweep import list_runs
 from fedssl.util.errors import UserError
 
@@ -43,6 +47,9 @@ def test_the_default_recipe_gets_its_settings_from_its_parts() -> None:
         ("default", "objective.name=vicreg", "algorithm.name=dcco objective.lambda=25.0"),
         ("default", "data.name=folder", "data.size=64 augment.name=dcco partition.name=iid"),
         ("default", "data.name=cifar100", "data.size=None evaluate.protocols=None"),
+        ("default", "data.name=stl10", "partition.name=iid"),  # most images have no label
+        ("default", "data.name=mine.py:sites", "data.size=None partition.name=iid server.lr=0.001"),
+        ("folder", "encoder.name=tiny", "objective.projector=[512, 512, 512] server.lr=0.001"),
         ("default", "partition.name=iid", "cohort.size=None algorithm.batch=32"),
         ("default", "encoder.name=resnet18", "encoder.groups=32 server.lr=0.001"),
         ("folder", "algorithm.name=fedema", "objective.name=byol partition.name=iid"),
@@ -151,3 +158,16 @@ def test_a_key_without_its_section_is_suggested(word: str, fix: str) -> None:
     with pytest.raises(UserError) as error:
         resolution("default", word)
     assert error.value.fix == fix
+
+
+@pytest.mark.parametrize("sections", [("algorithm", "objective"), ("objective", "encoder")])
+def test_two_names_are_refused_only_if_they_contradict_each_other(
+    sections: tuple[str, str],
+) -> None:
+    names = {**config.VARIANTS, "encoder": typing.get_args(EncoderName)}
+    for pair in itertools.product(*(names[section] for section in sections)):
+        words = [f"{section}.name={name}" for section, name in zip(sections, pair, strict=True)]
+        try:
+            resolution("default", " ".join(words))
+        except UserError as error:
+            assert {error.key, error.against} == {f"{section}.name" for section in sections}, words

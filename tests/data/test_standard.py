@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import pickle
 import socket
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,14 @@ import pytest
 import torch
 from helpers import refused
 from image_folders import labels, make, reds
+from standard_data_sets import (
+    skip_checksums,
+    write_cifar,
+    write_fashion,
+    write_idx,
+    write_stl10,
+    write_tiny_imagenet,
+)
 
 from fedssl.config import Data
 from fedssl.data import places
@@ -39,20 +45,6 @@ def test_digits() -> None:
 
 
 # Fashion-MNIST
-
-
-def write_idx(path: Path, values: np.ndarray[Any, Any]) -> None:
-    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
-    data = header + values.astype(np.uint8).tobytes()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-
-
-def write_fashion(root: Path, ending: str = "") -> None:
-    for split, count in (("train", 20), ("t10k", 10)):
-        pixels = np.arange(count)[:, None, None] * np.ones((1, 28, 28))
-        write_idx(root / f"{split}-images-idx3-ubyte{ending}", pixels)
-        write_idx(root / f"{split}-labels-idx1-ubyte{ending}", np.arange(count) % 10)
 
 
 def fashion(root: Path | None = None, **keys: Any) -> Dataset:
@@ -120,28 +112,13 @@ def test_arrays_are_identified_by_their_content(root: Path) -> None:
 # CIFAR, STL-10, Tiny-ImageNet
 
 
-def write_cifar(root: Path) -> None:
-    folder = root / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    for i, name in enumerate((*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")):
-        pixels = np.zeros((4, 3, 32, 32), np.uint8)
-        pixels[:, 0], pixels[:, 2, 1, 5] = np.arange(4)[:, None, None] + 4 * i, 77
-        entry = {"data": pixels.reshape(4, -1), "labels": [i, i, 9, 9]}
-        (folder / name).write_bytes(pickle.dumps(entry))
-    meta = {"label_names": [f"class {k}" for k in range(10)]}
-    (folder / "batches.meta").write_bytes(pickle.dumps(meta))
-
-
 def test_cifar_is_checked_and_parsed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import CIFAR10
 
     write_cifar(root)
     with refused("data.root", root, "files of CIFAR10"):  # wrong checksums: nothing is unpickled
         load(Data(name="cifar10", root=str(root)))
-    for name in ("train_list", "test_list"):
-        unchecked = [[file, None] for file, _ in getattr(CIFAR10, name)]
-        monkeypatch.setattr(CIFAR10, name, unchecked)
-    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": None})
+    skip_checksums(monkeypatch, CIFAR10)
     dataset = load(Data(name="cifar10", root=str(root)))
     assert dataset.train.images[0].shape == (20, 3, 32, 32)
     assert reds(dataset.train) == list(range(20))
@@ -154,15 +131,7 @@ def test_cifar_is_checked_and_parsed_once(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_stl10(root: Path) -> None:
-    folder = root / "stl10_binary"
-    folder.mkdir()
-    for i, (split, count) in enumerate((("train", 2), ("unlabeled", 3), ("test", 2))):
-        pixels = np.zeros((count, 3, 96, 96), np.uint8)
-        pixels[:, 0] = np.arange(count)[:, None, None] + 10 * i
-        pixels[:, 1, 5, 9] = 200  # file order is column, row
-        pixels.tofile(folder / f"{split}_X.bin")
-        if split != "unlabeled":
-            np.array([1, 10], np.uint8).tofile(folder / f"{split}_y.bin")
+    write_stl10(root)
     dataset = load(Data(name="stl10", root=str(root)))
     assert reds(dataset.train) == [0, 1, 10, 11, 12]
     assert labels(dataset.train) == [0, 9, -1, -1, -1]
@@ -170,23 +139,14 @@ def test_stl10(root: Path) -> None:
     assert dataset.train.images[0][0, 1, 9, 5] == 200
     assert dataset.classes[9] == "truck"
     assert load(Data(name="stl10", root=str(root), size=32)).train.images[0].shape[-1] == 32
-    (folder / "test_X.bin").write_bytes(b"1234")
+    (root / "stl10_binary/test_X.bin").write_bytes(b"1234")
     with refused("data.root", root, "test_X.bin"):
         load(Data(name="stl10", root=str(root)))
 
 
-def make_tiny(root: Path) -> None:
-    make(root, "train/n02/images/n02_0.JPEG", "train/n01/images/n01_0.JPEG", size=(64, 64))
-    make(root, "val/images/val_0.JPEG", "val/images/val_1.JPEG", size=(64, 64))
-    make(root, "test/images/test_0.JPEG", size=(64, 64))
-    (root / "train/n01/n01_boxes.txt").write_text("n01_0.JPEG\t0\t0\t62\t62\n")
-    lines = "val_1.JPEG\tn01\t0\t0\t1\t1\nval_0.JPEG\tn02\t0\t0\t1\t1\n"
-    (root / "val/val_annotations.txt").write_text(lines)
-
-
 @pytest.mark.parametrize("inside", ["", "tiny-imagenet-200"])
 def test_tiny_imagenet(root: Path, inside: str) -> None:
-    make_tiny(root / inside)
+    write_tiny_imagenet(root / inside)
     dataset = load(Data(name="tiny-imagenet", root=str(root)))
     assert dataset.classes == ("n01", "n02")
     assert dataset.train.images[0].shape == (2, 3, 64, 64)
@@ -250,7 +210,7 @@ def test_a_download_is_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Non
 
     def fetch(url: str, folder: Path, **keys: Any) -> None:
         calls.append(url)
-        make_tiny(folder / "tiny-imagenet-200")
+        write_tiny_imagenet(folder / "tiny-imagenet-200")
 
     monkeypatch.setattr(utils, "download_and_extract_archive", fetch)
     with refused("data.name", "cifar100", "the archive holds something else"):

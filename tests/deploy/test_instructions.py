@@ -47,6 +47,7 @@ def test_what_leaves_a_site_is_what_the_algorithm_declares() -> None:
 
 
 ENCODING = "is a list of 16 numbers that the network computes from an image. It is not"
+OPEN = "algorithm.share_plain=true"
 RECEIVE = "**What the other sites receive** is computed from all replies:"
 
 
@@ -61,8 +62,16 @@ RECEIVE = "**What the other sites receive** is computed from all replies:"
         ("algorithm.name=gossip", "sees each site's own reply to `train`"),
         (CCL, "one row for each image, and passes them on to all sites"),
         (CCL, "keeps the last ones of each site, also in the run's folder"),
+        (CCL, "mixed with 3 others and signs are flipped (InstaHide). This is no proof of privacy"),
+        (f"{CCL} {OPEN} algorithm.mask=false", "mixed with 3 others. This is no proof of privacy"),
+        (f"{CCL} {OPEN} algorithm.mix=1", "The images are taken as they are."),
         (f"{CCL} algorithm.remote=off algorithm.lambda=0", "**Secure sums are off**"),
         ("privacy.secure=true", "only if at least 3 of a round's 3 sites answer"),
+        # With two helpers of three sites, the third one's part would be left.
+        ("privacy.secure=true", "and up to 1 of the other sites may help it. It gets one sum"),
+        ("privacy.secure=true engine.sites=9", "and up to 4 of the other sites may help it"),
+        ("privacy.secure=true engine.sites=5 privacy.threshold=0.51", "no other site helps it."),
+        ("privacy.secure=true", "recover single images out of a sum"),
         ("privacy.secure=true engine.sites=9", "at least 7 of a round's 9 sites"),
         ("privacy.secure=true engine.sites=9 cohort.size=5", "at least 4 of a round's 5 sites"),
         (NOISE, "**Differential privacy is on** (`privacy.noise=1.0`)"),

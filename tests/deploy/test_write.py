@@ -101,7 +101,6 @@ def test_keys_for_simulations_are_left_out_with_a_line(
     ("words", "key", "value"),
     [
         (["rounds=2"], "engine.sites", None),
-        ([*WORDS, "cohort.size=32"], "cohort.size", 32),
         ([*WORDS, "cohort.minimum=4"], "cohort.minimum", 4),
         ([*WORDS, "data.name=digits"], "data.name", "digits"),
         ([*WORDS, "partition.name=iid"], "partition.name", "iid"),

@@ -152,6 +152,9 @@ def test_a_papers_page_opens_with_all_its_tables_and_figures(
         "`dcco/appendix-c`", "`dcco/halves-fashion-mnist`", "`dcco/table1`", "`dcco/table2`",
     ]  # fmt: skip
     assert "| Table I | `perfcl/table1` | no |" in generate.contents("perfcl")
+    papers.write_text("dcco:\n  Table 1: {recipes: [], departs: Rates, and more.}\n")
+    with pytest.raises(ValueError, match="Table 1"):
+        generate.contents("dcco")  # YAML would end the text at the comma
 
 
 def test_under_a_table_stands_where_its_recipes_depart(page: Page) -> None:

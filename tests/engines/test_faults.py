@@ -21,10 +21,12 @@ from fedssl.engines.flower.messages import read_request, write_request
 from fedssl.engines.remote.codec import MalformedError, pack
 from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request
+from fedssl.engines.remote.replies import ReplyChecker, Size
 from fedssl.engines.remote.site import Site
 from fedssl.federation.client import Client
 from fedssl.runs.build import Experiment, build_experiment
 
+TASKS = ("locate", "encode", "descend")
 BAD = 3  # the client that misbehaves; one client a node
 NODE = 11 + BAD
 
@@ -156,7 +158,7 @@ def scaled(factor: float) -> Callable[[Message], Message]:
     return spoil
 
 
-@pytest.mark.parametrize("task", ["locate", "encode", "descend"])
+@pytest.mark.parametrize("task", TASKS)
 def test_huge_numbers_reach_no_state_and_blame_no_one_else(task: str, tmp_path: Path) -> None:
     """Huge moments made the others' replies not finite, and these were refused."""
     far, _ = five_nodes(tmp_path, tamper=spoiling(scaled(1e100), task))
@@ -168,6 +170,33 @@ def test_huge_numbers_reach_no_state_and_blame_no_one_else(task: str, tmp_path: 
     assert relative(far.server.weights, near.server.weights) < 1e-10
     for name, centre in near.server.state["centre"].items():
         torch.testing.assert_close(far.server.state["centre"][name], centre)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_of_two_replies_that_differ_much_neither_counts(task: str, tmp_path: Path) -> None:
+    """Nobody can tell which one is false. The honest client was named for what the other sent."""
+    words = ("engine.timeout=1", "partition.clients=4", "cohort.size=2", "seed=2")
+    spoil = spoiling(scaled(1e30), task)
+    far, grid = far_session(small(*words), tmp_path, nodes=4, tamper=spoil)
+    asked = far.draw_cohort(0).tolist()
+    assert BAD in asked
+    before = far.server.weights.clone()
+    line = one_round(far, tmp_path)
+    assert line["skipped"] and torch.equal(far.server.weights, before)
+    told = f"{task}: of two replies one is 100 times larger (engine.max_ratio)"
+    assert line["faults"] == {str(client): told for client in asked}
+    grid.tamper = None
+    line = one_round(far, tmp_path)  # nothing false is in the state
+    assert not line["skipped"] and "faults" not in line and line["loss"] < 1e3
+
+
+def test_an_outlier_among_replies_of_zeros_is_noticed(tmp_path: Path) -> None:
+    """Most clients' gradients may be 0, but not one of them 1e30."""
+    far, _ = five_nodes(tmp_path)
+    checker, task = ReplyChecker(far.engine), far.algorithm.tasks()["descend"]
+    zeros = {k: Size(loss=1, norm=0, count=100) for k in range(3)}
+    assert not checker.find_outliers(task, zeros | {3: Size(loss=1, norm=1, count=100)})
+    assert [*checker.find_outliers(task, zeros | {3: Size(loss=1, norm=1e5, count=100)})] == [3]
 
 
 def test_moments_of_bounded_encodings_have_a_bound(tmp_path: Path) -> None:
@@ -214,9 +243,6 @@ class Without:
 
 def traffic(line: dict[str, Any]) -> dict[str, Any]:
     return {name: line[name] for name in line if name.startswith(("bytes", "exchanges"))}
-
-
-TASKS = ("locate", "encode", "descend")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -379,6 +405,7 @@ def test_a_diverged_client_keeps_its_last_good_state(
     [
         *(("clients", [-1]), ("clients", ["../../x"]), ("task", b"x")),
         *(("attempts", ["../up"]), ("attempts", ["/abs"]), ("attempts", [])),
+        *(("committed", 1.5), ("committed", -1), ("arguments", "1")),
     ],
 )
 def test_requests_name_no_files_of_their_own(name: str, value: Any) -> None:

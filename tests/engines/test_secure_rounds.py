@@ -21,6 +21,7 @@ from fedssl.engines.remote.messages import Request, SecureStep
 from fedssl.engines.remote.site import Site
 from fedssl.privacy.checks import survivors_needed
 from fedssl.runs.build import Experiment, build_experiment
+from fedssl.util import trees
 from fedssl.util.errors import UserError
 
 SECURE = "privacy.secure=true"
@@ -146,6 +147,39 @@ def test_false_shares_cost_a_round_only_if_too_few_honest_ones_are_left(
     assert line["skipped"] == skipped == torch.equal(far.server.weights, before)
     told = "encode, unmask: a false share of a secret of client 0"
     assert line["faults"] == {str(k): told for k in range(liars)}
+
+
+@pytest.mark.parametrize(
+    ("words", "images", "factor", "reason"),
+    [
+        # As of many more images: the client would take the whole mean.
+        ((), 1e5, 1, "encode: the clients' weights are 600024, expected 30"),
+        (("objective.bound=1",), 1, 100, "encode: a norm of "),
+    ],
+)
+def test_a_sum_that_honest_clients_cannot_have_is_not_used(
+    words: tuple[str, ...],
+    images: float,
+    factor: float,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One client masks another weight, or moments a hundred times too large."""
+    real = Site._contribute
+
+    def lie(self: Site, client: int, request: Request, payload: Any) -> Any:
+        share, reply = real(self, client, request, payload)
+        if client == 3 and request.task == "encode":
+            return share * images, trees.scale(reply, factor)
+        return share, reply
+
+    monkeypatch.setattr(Site, "_contribute", lie)
+    far = five_nodes(tmp_path, *words)
+    before = far.server.weights.clone()
+    line = one_round(far, tmp_path)
+    assert line["skipped"] and torch.equal(far.server.weights, before)
+    assert any(f"round 1 skipped: {reason}" in said for said in line["said"])
 
 
 @pytest.mark.parametrize(

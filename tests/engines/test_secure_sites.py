@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
@@ -16,11 +18,12 @@ from far import small
 from fedssl.engines.remote.codec import pack, unpack
 from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request, SecureStep
+from fedssl.engines.remote.payload import hash_arguments
 from fedssl.engines.remote.replies import ReplyChecker
 from fedssl.engines.remote.secure_site import NodeKeys
 from fedssl.engines.remote.site import Site
 from fedssl.privacy import secure
-from fedssl.privacy.secure import Unmasker
+from fedssl.privacy.secure import Masker, Spoiled, Unmasker
 from fedssl.privacy.secure.identity import Identity, make_identity
 from fedssl.runs.build import build_experiment
 from fedssl.util.errors import UserError
@@ -71,8 +74,7 @@ class Cheat:
 
     def sum(self, clients: Collection[int], lost: Collection[int] = ()) -> list[int]:
         """Go through the protocol with these clients; the ``lost`` send no vector."""
-        size = secure.size(ReplyChecker(self.session.engine).expected_reply(self.task))
-        server = Unmasker(clients, f"{RUN}/{self.round}/train", 3, size)
+        server = Unmasker(clients, f"{RUN}/{self.round}/train", 3, self.size, self.asked)
         for step in secure.STEPS:
             for client, message in server.ask().items():
                 if step != "masked" or client not in lost:
@@ -80,8 +82,13 @@ class Cheat:
         return cast("list[int]", server.total().tolist())
 
     @property
-    def task(self) -> Any:
-        return self.session.algorithm.tasks()["train"]
+    def size(self) -> int:
+        task = self.session.algorithm.tasks()["train"]
+        return secure.size(ReplyChecker(self.session.engine).expected_reply(task))
+
+    @property
+    def asked(self) -> str:
+        return hash_arguments({"0/.": self.model}, 1, "samples")
 
     def images(self, total: list[int]) -> int:
         return int(total[0] / 2**32)
@@ -142,14 +149,81 @@ def test_the_fewest_clients_are_those_of_the_sites_recipe(tmp_path: Path) -> Non
         cheat.sum(range(5))
 
 
+def test_clients_that_were_asked_differently_have_no_sum(tmp_path: Path) -> None:
+    """Other models, whose changes are 0, would leave one client's change alone in the sum."""
+    cheat = Cheat(tmp_path)
+    real, model = cheat.ask, cheat.model
+
+    def ask(client: int, step: str, message: Any) -> Any:
+        cheat.model = model if client == 3 else model * 0
+        try:
+            return real(client, step, message)
+        finally:
+            cheat.model = model
+
+    cheat.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(Spoiled):
+        cheat.sum([0, 1, 2, 3])
+
+
+def test_no_client_gets_arguments_of_its_own(tmp_path: Path) -> None:
+    cheat = Cheat(tmp_path)
+    request = Request(
+        clients=(0,),
+        round=0,
+        secure=SecureStep("keys", {0: {}}),
+        arguments=1,
+        payload=pack({"0@0": {".": cheat.model}}),
+        **cheat.facts,
+    )
+    (reply,) = Site(cheat.session.engine, tmp_path).answer(request).values()
+    assert "asked differently" in str(reply.fault)
+
+
+def test_a_failure_tells_the_server_one_bit_at_most(tmp_path: Path) -> None:
+    """Whether a number overflows depends on the images. Nobody must search for the limit."""
+    cheat = Cheat(tmp_path)
+    real, model = cheat.ask, cheat.model
+
+    def ask(client: int, step: str, message: Any) -> Any:
+        if step == "masked":
+            cheat.model = model * math.nan
+            for _ in range(2):  # the same request may be sent again
+                with pytest.raises(Refused, match="failed: ValueError"):
+                    real(client, step, message)
+            cheat.model = model
+        return real(client, step, message)
+
+    cheat.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="asked for already, in another way"):
+        cheat.sum([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("facts", "round", "reason"),
+    [
+        ({"weight": "uniform"}, 0, "weigh by samples, not uniform"),
+        ({"weight": "nonsense"}, 0, "weigh by samples, not nonsense"),
+        ({}, 3, "round 4, the run has 3"),
+    ],
+)
+def test_a_sum_is_one_of_the_sites_recipe(
+    facts: dict[str, Any], round: int, reason: str, tmp_path: Path
+) -> None:
+    cheat = Cheat(tmp_path, round=round)
+    cheat.facts |= facts
+    with pytest.raises(Refused, match=reason):
+        cheat.sum([0, 1, 2, 3])
+
+
 def test_a_round_that_the_checkpoint_holds_is_not_done_again(tmp_path: Path) -> None:
-    cheat = Cheat(tmp_path, round=3)
+    cheat = Cheat(tmp_path, round=1)
     cheat.sum([0, 1, 2])
-    cheat.round, cheat.facts["history"] = 4, History((RUN,), (0,), 4)
+    cheat.round, cheat.facts["history"] = 2, History((RUN,), (0,), 2)
     cheat.sum([0, 1, 2])
-    assert not list(tmp_path.glob("sums/*/3-*"))  # its secrets are gone
-    cheat.round, cheat.facts["history"] = 3, History((RUN,), (0,), 0)
-    with pytest.raises(Refused, match="round 4 was done already"):
+    assert not list(tmp_path.glob("sums/*/1-*"))  # its secrets are gone
+    cheat.round, cheat.facts["history"] = 1, History((RUN,), (0,), 0)
+    with pytest.raises(Refused, match="round 2 was done already"):
         cheat.sum([0, 1, 2, 3])
 
 
@@ -169,13 +243,33 @@ def test_a_real_site_is_one_client_of_a_sum(tmp_path: Path) -> None:
     assert faults[:2] == [None, None] and "answered already" in str(faults[2])
 
 
-def test_a_client_that_the_server_invents_after_the_first_sum_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [(1, "client 1 has another key than before in this run"), (4, "client 4, the run has only 4")],
+)
+def test_clients_that_the_server_invents_after_the_first_sum_are_refused(
+    first: int, reason: str, tmp_path: Path
+) -> None:
+    """They would leave client 0 alone in a sum."""
     cheat = Cheat(tmp_path)
     cheat.sum([0, 1, 2, 3])
-    (tmp_path / "sums" / "3" / "identity").unlink()  # another key for client 3
     cheat.round = 1
-    with pytest.raises(Refused, match="client 3 has another key than before in this run"):
-        cheat.sum([0, 1, 2, 3])
+    invented = {k: (Masker(k, f"{RUN}/1/train", 3), Identity()) for k in range(first, first + 3)}
+    real = cheat.ask
+
+    def ask(client: int, step: str, message: Any) -> Any:
+        if client == 0:
+            return real(client, step, message)
+        masker, identity = invented[client]
+        if step in ("keys", "agree"):
+            return getattr(masker, step)(*[message][: step == "agree"], identity)
+        if step == "masked":
+            return masker.masked(message, np.zeros(cheat.size, np.int64), cheat.asked)
+        return getattr(masker, step)(message)
+
+    cheat.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(Refused, match=reason):
+        cheat.sum([0, *invented])
 
 
 def test_a_site_with_a_list_of_peers_takes_part_with_no_others(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fedssl.privacy.secure.identity import Identity, has_signed, load_identity, 
 from fedssl.util import trees
 
 CONTEXT = "run/7/train"
+ASKED = "the hash of a model"
 CLIENTS = [3, 5, 8, 20, 21, 40, 41]  # numbers of a cohort have gaps
 THRESHOLD = 4
 AFTER = ("agree", "unmask")  # steps after the vectors came
@@ -44,7 +45,9 @@ class Sum:
         self, vectors: Mapping[int, Vector], threshold: int = THRESHOLD, context: str = CONTEXT
     ) -> None:
         self.vectors = vectors
-        self.server = Unmasker(vectors, context, threshold, len(next(iter(vectors.values()))))
+        self.server = Unmasker(
+            vectors, context, threshold, len(next(iter(vectors.values()))), ASKED
+        )
         self.states = {i: Masker(i, context, threshold).to_bytes() for i in vectors}
         self.refused: dict[int, str] = {}
         self.masked: dict[int, Vector] = {}
@@ -56,7 +59,7 @@ class Sum:
             words = () if step == "keys" else (message,)
             reply: Any = getattr(masker, step)(*words, IDENTITIES[number])
         elif step == "masked":
-            reply = self.masked[number] = masker.masked(message, self.vectors[number])
+            reply = self.masked[number] = masker.masked(message, self.vectors[number], ASKED)
         else:
             reply = getattr(masker, step)(message)
         self.states[number] = masker.to_bytes()
@@ -279,7 +282,7 @@ def test_without_its_pair_masks_a_vector_still_has_its_self_mask() -> None:
     for peer in CLIENTS:
         if peer != 8:
             public = run.server._keys[peer][1]
-            masks.add_pair_mask(late, CONTEXT, private, public, 8, peer, -1)
+            masks.add_pair_mask(late, CONTEXT, ASKED, private, public, 8, peer, -1)
     assert seems_random(late[1:], vector)
     with pytest.raises(ValueError, match="not asked"):
         run.server.take(8, late)
@@ -465,7 +468,7 @@ def test_a_client_masks_only_what_was_encoded() -> None:
 @pytest.mark.parametrize(("clients", "threshold"), [(1, 1), (2, 1), (4, 2), (7, 3), (3, 1), (0, 0)])
 def test_a_threshold_of_half_or_of_one_is_refused(clients: int, threshold: int) -> None:
     with pytest.raises(ValueError, match="more than half"):
-        Unmasker(range(clients), CONTEXT, threshold, 5)
+        Unmasker(range(clients), CONTEXT, threshold, 5, ASKED)
 
 
 # Faults
@@ -562,7 +565,7 @@ def test_masks_belong_to_one_sum() -> None:
     masker, message = Masker.from_bytes(run.states[5]), run.messages["masked"][5]
     other = dataclasses.replace(masker, context="run/8/train", held={})
     vector = run.vectors[5]
-    assert (masker.masked(message, vector) != other.masked(message, vector)).all()
+    assert (masker.masked(message, vector, ASKED) != other.masked(message, vector, ASKED)).all()
     keys = [masks.derive(b"x" * 16, masks.label(*label)) for label in LABELS]
     assert len(set(keys)) == len(keys)
 

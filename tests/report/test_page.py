@@ -269,7 +269,7 @@ def test_the_text_of_the_page(one: Path, trained: Path) -> None:
     seen = plain(one.read_text())
     for text in (
         "DCCO with CCO trains a tiny encoder on digits at 16 pixels, divided over 6 clients "
-        "(dirichlet, alpha 0.5), 4 of them at a time, in 3 rounds of 1 local step.",
+        "(partition dirichlet: alpha=0.5), 4 of them at a time, in 3 rounds of 1 local step.",
         "lambda: 2",
         f"fedssl run {trained}/config.yaml",
         config.read_yaml(trained / "config.yaml")["about"],

@@ -44,6 +44,17 @@ def _update_like(ccl: CCL, trainer: Trainer) -> Reply:
     return {**update_like(trainer), "momentum": trainer.initial[momentum_places(trainer)]}
 
 
+def _describe_images(ccl: CCL) -> str:
+    """Say how images are changed before a site encodes them."""
+    mix, signs = ccl.params.mix, " and signs are flipped (InstaHide)" * ccl.params.is_hidden
+    if mix == 1:
+        return "The images are taken as they are."
+    return (
+        f"Before that, each image is mixed with {mix - 1} others{signs}.\n"
+        "This is no proof of privacy: published attacks recover images from mixtures."
+    )
+
+
 class CCL(Algorithm):
     """MoCo on each client, with the other clients' features as negatives and as neighbours.
 
@@ -245,6 +256,7 @@ class CCL(Algorithm):
         reveals="features",
         reply=lambda ccl, t: {"features": t.initial.new_empty(ccl.features, ccl.width)},
         when=lambda ccl, secure: ccl.shares,
+        images=_describe_images,
     )
     def share(self, client: Client) -> Reply:
         """Features of single images (by InstaHide, unless share_plain), for all other clients too.

@@ -26,8 +26,9 @@ class DivergenceParams(AlgorithmParams):
         "drift",
         help="Measure of divergence. `drift`: the change of the network by the client's last local "
         "training, as the mean over convolution layers of the L2 norm (the reference "
-        "implementation). `distance`: the L2 norm between the new global encoder and the client's "
-        "last online encoder, projector included (Eq. 3 and appendix B.2).",
+        "implementation); a network without convolutions is measured by its linear layers. "
+        "`distance`: the L2 norm between the new global encoder and the client's last online "
+        "encoder, projector included (Eq. 3 and appendix B.2).",
     )
 
 
@@ -49,8 +50,10 @@ class DivergenceAware(Algorithm):
         client.state["network"] = trained.weights  # the online network
         client.state["trained"] = torch.tensor(client.round)
         if self.params.divergence == "drift":
-            change, spans = trained.weights - trained.start, client.trainer.flat.of(nn.Conv2d)
-            norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in spans]
+            change, flat = trained.weights - trained.start, client.trainer.flat
+            linear = [span for span in flat.of(nn.Linear) if span.last == "weight"]
+            layers = flat.of(nn.Conv2d) or linear
+            norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in layers]
             client.state["drift"] = torch.stack(norms).mean()
         return client.reply(trained, model)
 

@@ -7,7 +7,7 @@ import argparse
 from fedssl.cli.arguments import Commands, add_words, complete_with, path
 
 EXAMPLES = """examples:
-  fedssl deploy init app default engine.sites=3 cohort.size=null
+  fedssl deploy init app default engine.sites=3
   fedssl deploy init app mine.yaml engine.sites=5 privacy.secure=true
 
 Then read app/SERVER.md, and send app/SITES.md to the sites.

@@ -12,14 +12,14 @@ Initializer = Literal["he", "torch"]
 EncoderName = Literal["tiny", "resnet14", "resnet18", "resnet50", "vit-tiny"]
 TIMM = "timm/"  # prefix of a backbone from timm
 
-# Photographs may have any size and no labels.
-_PHOTOGRAPHS = {
-    "data": {"size": 64},
+_USERS_IMAGES: dict[str, Any] = {  # they may have no labels
     "encoder": {"name": "resnet18"},
     "partition": {"name": "iid"},
     "objective.name=cco": {"objective": {"projector": [512, 512, 512]}},
+    "algorithm.name=dcco": {"server": {"optimizer": "adam", "lr": 0.001}},
 }
-DATA_SETS: dict[str, dict[str, Any]] = {
+_PHOTOGRAPHS = {**_USERS_IMAGES, "data": {"size": 64}}  # they may have any size
+_DATA_SETS: dict[str, dict[str, Any]] = {
     "digits": {
         "data": {"size": 16},
         "augment": {"name": "digits"},
@@ -28,6 +28,7 @@ DATA_SETS: dict[str, dict[str, Any]] = {
     "fashion-mnist": {"augment": {"name": "dec-ssl"}},
     "cifar10": {"augment": {"name": "dec-ssl"}},
     "cifar100": {"augment": {"name": "dec-ssl"}},
+    "stl10": {"partition": {"name": "iid"}},  # most images have no label
     "folder": _PHOTOGRAPHS,
     "paired": _PHOTOGRAPHS,
 }
@@ -38,3 +39,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "server": {"optimizer": "adam", "lr": 0.003},
     },
 }
+
+
+def recommend_for_data(name: str) -> dict[str, Any]:
+    """Return the settings that go well with a data set; a user's own has a colon in its name."""
+    return _DATA_SETS.get(name, _USERS_IMAGES if ":" in name else {})

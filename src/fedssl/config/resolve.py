@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedssl.config.build import build, flatten, to_tree
-from fedssl.config.catalogue import DATA_SETS, ENCODERS
+from fedssl.config.catalogue import ENCODERS, recommend_for_data
 from fedssl.config.images import Data, Encoder
 from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import merge, read_words, with_values
@@ -142,8 +142,10 @@ class Resolution:
         """Return what a part recommends beside parts with these names, except refused values."""
         if section in VARIANTS:
             given = variant(section, names[section]).Params.recommended
+        elif section == "data":
+            given = recommend_for_data(names[section])
         else:
-            given = {"data": DATA_SETS, "encoder": ENCODERS}[section].get(names[section], {})
+            given = ENCODERS.get(names[section], {})
         layer: Recipe = {}
         for key, value in given.items():
             part, condition, name = key.partition(".name=")

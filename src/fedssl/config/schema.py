@@ -76,7 +76,7 @@ class Engine:
         needs="name=flower",
         help="Refuse a reply that is so many times larger than the median of the round's replies, "
         "by the root mean square of its numbers. An update may also be larger by as much as its "
-        "client has more images.",
+        "client has more images. Of two replies neither counts.",
     )
     max_samples: int = key(
         10_000_000, gt=0, needs="sites", help="Refuse a site that claims to have more images."
@@ -146,7 +146,12 @@ class Optimizer:
 class Cohort:
     """The clients of a round; with neither size nor fraction, all clients."""
 
-    size: int | None = key(None, gt=0, instead_of="fraction", help="Number of clients in a round.")
+    size: int | None = key(
+        None,
+        gt=0,
+        instead_of="fraction",
+        help="Number of clients in a round; all, if there are fewer.",
+    )
     fraction: float | None = key(
         None, gt=0, le=1, help="Share of clients in a round, as an alternative to `cohort.size`."
     )

@@ -14,7 +14,7 @@ from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.federation.task import ClientTask
 from fedssl.privacy.checks import allows_secure_sums, smallest_sum, survivors_needed
-from fedssl.privacy.exchanges import describe_mixing, list_exchanges
+from fedssl.privacy.exchanges import list_exchanges
 from fedssl.privacy.leakage import Risk, list_risks
 from fedssl.runs.folder import CONNECTION, PACKAGE
 from fedssl.training.batches import Batches
@@ -46,8 +46,10 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
     algorithm, sites = build_algorithm(config), config.engine.sites
     assert sites is not None
     size = cohort_size(config, sites)
+    threshold = survivors_needed(config.privacy.threshold, size)
     asked = algorithm.asked(config.privacy.secure, "mean", "each")
     statistics = [task for task in asked if task.reveals == "statistics"]
+    features = [task for task in asked if task.reveals == "features"]
     return fill_template(
         "SITES.md",
         recipe=recipe,
@@ -59,15 +61,17 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
         messages=list_exchanges(config),
         traffic=traffic,
         statistics=_names(statistics),
-        own=_names(task for task in asked if task.reveals == "features"),
+        own=_names(features),
+        prepared=" ".join(task.images(algorithm) for task in features),
         gathers=_names(task for task in asked if task.seen == "each"),
         width=getattr(algorithm.objective.params, "projector", (0,))[-1],
         few=max((task.few_images(algorithm) for task in statistics), default=None),
         risks=list(_find_risks(config, algorithm)),
         smallest_sum=smallest_sum(config, sites),
-        threshold=survivors_needed(config.privacy.threshold, size),
+        threshold=threshold,
+        # More of them could have two sums, or subtract all parts but one.
+        helpers=min(2 * threshold - size - 1, threshold - 2),
         can_sum=allows_secure_sums(config, algorithm, sites),
-        mixing=describe_mixing(config),
     )
 
 

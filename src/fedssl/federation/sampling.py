@@ -16,17 +16,13 @@ from fedssl.util.text import name_client
 
 
 def cohort_size(config: Config, clients: int) -> int:
-    """Return how many clients take part in a round, or refuse impossible numbers."""
+    """Return how many clients take part in a round: all, if there are fewer than asked for."""
     cohort = config.cohort
-    size = cohort.size or clients
+    size = min(cohort.size or clients, clients)
     if cohort.fraction is not None:
         size = max(1, round(cohort.fraction * clients))
-    few, fewer = f"there are only {clients} clients", f"a round has only {size} clients"
-    refuse(
-        config,
-        (size > clients, "cohort.size", few, f"Use at most {clients}."),
-        (cohort.minimum > size, "cohort.minimum", fewer, f"Use at most {size}."),
-    )
+    few = f"a round has only {size} clients"
+    refuse(config, (cohort.minimum > size, "cohort.minimum", few, f"Use at most {size}."))
     return size
 
 

@@ -32,6 +32,7 @@ class ClientTask:
             the numbers. An update and a loss need none.
         bound: The L2 norm that no reply exceeds. ``None``: only clipping bounds it.
         few_images: The number of images up to which statistics can reveal each image's encoding.
+        images: A sentence on the images that features are computed from.
         when: Whether rounds ask for the task, given the algorithm and whether sums are secure.
         sums_hide: Whether a sum over clients hides each of them.
         trains: How often the task trains on the client's images. ``None``: once for an update or a
@@ -45,6 +46,7 @@ class ClientTask:
     reply: Callable[[Any, Trainer], Reply] | tuple[str, ...] | None = None
     bound: Callable[[Any], float | None] = lambda algorithm: None
     few_images: Callable[[Any], int] = lambda algorithm: 2
+    images: Callable[[Any], str] = lambda algorithm: "The images are taken as they are."
     when: Callable[[Any, bool], bool] = lambda algorithm, secure: True
     sums_hide: Callable[[Any], bool] = lambda algorithm: True
     trains: int | None = None

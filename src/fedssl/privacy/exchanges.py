@@ -97,14 +97,3 @@ def _beside(privacy: Privacy) -> str:
     if privacy.noise is not None:
         return f"its weight in the mean (the images it is made of, {privacy.most_samples} at most)"
     return "its weight in the mean (the images it is made of, or 1), and with a change the loss"
-
-
-def describe_mixing(config: Config) -> str:
-    """Say whether images are mixed before they are encoded, where there is a choice of it."""
-    mix = getattr(config.algorithm, "mix", 1)
-    if mix == 1:
-        return "The images are taken as they are."
-    return (
-        f"Before that, each image is mixed with {mix - 1} others and signs are flipped (InstaHide)."
-        "\nThis is no proof of privacy: published attacks recover images from mixtures."
-    )

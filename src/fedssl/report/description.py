@@ -25,7 +25,7 @@ def describe(run: RunReader, seed: bool = False) -> str:
     clients = len(run.clients) or getattr(config.partition, "clients", None)
     if clients:
         text += f", divided over {clients:,} clients ({_partition(run)})"
-    text += f", {_cohort(config)}in {config.rounds} rounds of {_local_work(config)}"
+    text += f", {_cohort(config, clients)}in {config.rounds} rounds of {_local_work(config)}"
     return f"{text} (seed {config.seed})." if seed else f"{text}."
 
 
@@ -48,12 +48,12 @@ def _partition(run: RunReader) -> str:
     usual = {**USUAL, "clients": keys.get("clients")}
     if keys.get("source", "labels") == "labels":
         usual["sources"] = keys.get("sources")
-    shown = (f"{k} {v}" for k, v in keys.items() if v not in (None, False) and v != usual.get(k))
-    return ", ".join([name, *shown])
+    shown = [f"{k}={v}" for k, v in keys.items() if v not in (None, False) and v != usual.get(k)]
+    return f"partition {name}{': ' * bool(shown)}{', '.join(shown)}"
 
 
-def _cohort(config: Config) -> str:
-    if config.cohort.size:
+def _cohort(config: Config, clients: int | None) -> str:
+    if config.cohort.size and (clients is None or config.cohort.size < clients):
         return f"{config.cohort.size} of them at a time, "
     if config.cohort.fraction:
         return f"{100 * config.cohort.fraction:g}% of them at a time, "

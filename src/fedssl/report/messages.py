@@ -11,7 +11,6 @@ from fedssl.federation.task import ClientTask
 from fedssl.privacy.checks import allows_secure_sums, survivors_needed
 from fedssl.privacy.exchanges import (
     Visibility,
-    describe_mixing,
     describe_view,
     list_messages,
     shares_more_than_loss,
@@ -108,9 +107,10 @@ class Sheet:
                 yield f"Besides the table, the server sends {message.content} {message.when}."
             elif message.task is None and self.config.engine.sites is not None:
                 yield f"Besides the table, a site sends {message.when}: {message.content}."
-        if any(task.reveals == "features" for task in self.declared.values()):
-            mixing = describe_mixing(self.config)
-            yield f"The replies have one row for each image. {mixing}"
+        for task in self.declared.values():
+            if task.reveals == "features":
+                images = task.images(self.algorithm)
+                yield f"The replies have one row for each image. {images}"
 
     @property
     def protection(self) -> dict[str, str]:

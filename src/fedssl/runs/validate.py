@@ -173,6 +173,9 @@ def list_warnings(experiment: Experiment) -> Iterator[str]:
     yield from experiment.notes
     yield from list_evaluation_warnings(experiment)
     every, rounds = config.evaluate.every, config.rounds
+    size, clients = config.cohort.size, len(experiment.engine.groups)
+    if size is not None and size > clients:
+        yield f"cohort.size={size}: there are only {clients} clients, so all are in each round."
     if evaluator.is_possible and 0 < rounds < every:
         yield f"evaluate.every={every}: there are {rounds} rounds, so only the end is evaluated"
     if not experiment.of_sites:

@@ -56,7 +56,8 @@ def write_request(request: Request) -> RecordDict:
 def read_request(content: RecordDict) -> Request:
     """Read a request; names and numbers that become file names are checked."""
     facts: dict[str, Any] = dict(content.config_records["request"])
-    numbers = [*facts["clients"], *facts["starts"], facts["round"], facts["exchange"]]
+    numbers = [*facts["clients"], *facts["starts"]]
+    numbers += [facts[name] for name in ("round", "exchange", "committed", "arguments")]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise MalformedError("a number of the request is not a non-negative integer")
     if not isinstance(facts["task"], str) or not facts["attempts"]:

@@ -21,13 +21,14 @@ from fedssl.engines.remote.messages import (
     message_bytes,
     sum_context,
 )
-from fedssl.engines.remote.payload import PayloadWriter
+from fedssl.engines.remote.payload import PayloadWriter, hash_arguments, name_tensors
 from fedssl.engines.remote.replies import ReplyChecker, Size
 from fedssl.federation.aggregate import TooFewReplies
 from fedssl.federation.cohort import Answer, Cohort
 from fedssl.federation.task import ClientTask
 from fedssl.federation.traffic import Argument
 from fedssl.privacy.checks import smallest_sum
+from fedssl.util.errors import UserError
 from fedssl.util.text import escape
 from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
 
@@ -113,11 +114,16 @@ class RemoteCohort(Cohort):
         from fedssl.privacy import secure
 
         name = task.name
+        if any(argument.differs for argument in payload):
+            problem = f"{name} sends each client something else, so its sum would hide nothing"
+            fix = "Use another algorithm."
+            raise UserError(problem, key="privacy.secure", value=True, fix=fix)
         like = self.replies.expected_reply(task)
         context = sum_context(self.engine.history, self.round, name)
         threshold = smallest_sum(self.config, len(self.engine.groups))
-        ids, numbers = self.ids.tolist(), secure.size(like)
-        sums = secure.Unmasker(ids, context, threshold, numbers, self.engine.identities)
+        ids, numbers, known = self.ids.tolist(), secure.size(like), self.engine.identities
+        asked = hash_arguments(name_tensors(payload), len(payload), self.weight)
+        sums = secure.Unmasker(ids, context, threshold, numbers, asked, known)
         for step in secure.STEPS:
             request = SecureStep(step, sums.ask())
             arguments, before = (payload if step == "masked" else ()), self.responded
@@ -131,8 +137,10 @@ class RemoteCohort(Cohort):
             else:
                 included[:] = taken
         total, share = secure.decode(sums.total(), like)
-        if share <= 0:
-            raise TooFewReplies(f"{name}: the clients' weights add up to {share:g}")
+        try:
+            self.replies.check_sum(task, included, share, total)
+        except MalformedError as error:
+            raise TooFewReplies(f"{name}: {error}") from None
         return self.aggregator.release(name, _cast_like(total, like), share, len(included))
 
     def _take(self, sums: Unmasker, task: str, step: str, client: int, reply: Reply) -> bool:

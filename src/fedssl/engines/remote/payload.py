@@ -5,13 +5,17 @@ A tensor is named ``position/path``, or ``position@client/path`` where each clie
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fedssl.engines.remote.codec import WHOLE, MalformedError, Packed, build_tree, pack
+from fedssl.federation.aggregate import Weight
 from fedssl.federation.traffic import Argument
 from fedssl.util.trees import Tree, flatten
 
@@ -41,20 +45,37 @@ class PayloadWriter:
         """Pack the arguments of one exchange."""
         payload = Payload()
         for position, argument in enumerate(arguments):
-            if argument.differs:
-                for client, value in argument.value.items():
-                    for path, packed in pack(value).items():
-                        payload.own[client][f"{position}@{client}/{path}"] = packed
-                continue
-            for path, tensor in flatten(argument.value).items():
-                name = f"{position}/{path or WHOLE}"
-                before = [where for sent, where in self._sent if sent is tensor]
-                if before:
-                    payload.known[name] = before[0]
-                else:
-                    payload.shared[name] = pack(tensor)[WHOLE]
-                    self._sent.append((tensor, (exchange, name)))
+            for client, value in argument.value.items() if argument.differs else ():
+                for path, packed in pack(value).items():
+                    payload.own[client][f"{position}@{client}/{path}"] = packed
+        for name, tensor in name_tensors(arguments).items():
+            before = [where for sent, where in self._sent if sent is tensor]
+            if before:
+                payload.known[name] = before[0]
+            else:
+                payload.shared[name] = pack(tensor)[WHOLE]
+                self._sent.append((tensor, (exchange, name)))
         return payload
+
+
+def name_tensors(arguments: tuple[Argument, ...]) -> dict[str, Tensor]:
+    """Return the tensors of the arguments that are the same for all clients, by their names."""
+    return {
+        f"{position}/{path or WHOLE}": tensor
+        for position, argument in enumerate(arguments)
+        if not argument.differs
+        for path, tensor in flatten(argument.value).items()
+    }
+
+
+def hash_arguments(tensors: Mapping[str, Tensor], count: int, weight: Weight | None) -> str:
+    """Return the hash of all that a reply depends on, except the client's images and state."""
+    digest = hashlib.sha256(json.dumps([count, weight]).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_arguments(tensors: Mapping[str, Tensor], count: int, client: int) -> list[Tree]:

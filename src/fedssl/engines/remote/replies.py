@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,9 @@ from fedssl.federation.aggregate import count_samples
 from fedssl.federation.task import ClientTask
 from fedssl.util.trees import Tree, flatten
 
-ZERO = 1e-8  # below it most clients sent rounding errors, and nothing can be compared
+# Below it most clients sent rounding errors, as with objectives that a small batch gives nothing to
+# learn from. The few other replies may be far larger than the model, but not anything.
+ZERO = 1e-8
 
 
 class ReplyChecker:
@@ -46,7 +48,9 @@ class ReplyChecker:
             return 1.0, _unpack_numbers(reply.tensors, task.measures)
         like = self.expected_reply(task)
         if task.seen == "mean":
-            self._check_share(task, client, reply.share, like)
+            expected = self._expected_share(task, client, like)
+            if reply.share != expected:
+                raise MalformedError(f"a weight of {reply.share:g}, expected {expected:g}")
         tree = unpack_like(reply.tensors, like, self.half, task.reveals == "features")
         self._check_norm(tree)
         self._check_bound(task, tree)
@@ -60,14 +64,21 @@ class ReplyChecker:
         weight = self.engine.algorithm.weight
         return self.engine.aggregator.contribute(task.name, samples, like, weight)
 
-    def _check_share(self, task: ClientTask, client: int, share: float, like: Tree) -> None:
-        """Refuse a share other than that of the images that the client is known to have."""
+    def check_sum(
+        self, task: ClientTask, clients: Sequence[int], share: float, total: Tree
+    ) -> None:
+        """Refuse a secure sum that honest clients cannot have; nobody can tell who was not."""
+        like = self.expected_reply(task)
+        expected = sum(self._expected_share(task, client, like) for client in clients)
+        if not math.isclose(share, expected, abs_tol=len(clients) * 2.0**-32):  # their rounding
+            raise MalformedError(f"the clients' weights are {share:g}, expected {expected:g}")
+        self._check_bound(task, total, share)
+
+    def _expected_share(self, task: ClientTask, client: int, like: Tree) -> float:
+        """Return the share of the images that the client is known to have."""
         size = int(self.engine.groups.sizes[client])
         weight, batches = self.engine.algorithm.weight, self.engine.trainer.batches
-        samples = count_samples(weight, batches, size)
-        expected = self._contribute(task, samples, like)[0]
-        if share != expected:
-            raise MalformedError(f"a weight of {share:g}, expected {expected:g}")
+        return self._contribute(task, count_samples(weight, batches, size), like)[0]
 
     def _check_norm(self, tree: Mapping[str, Tree]) -> None:
         limit, change = self.config.engine.max_norm, tree.get(CHANGE)
@@ -77,32 +88,37 @@ class ReplyChecker:
         if norm > limit:
             raise MalformedError(f"a change of norm {norm:.4g}, above engine.max_norm={limit:g}")
 
-    def _check_bound(self, task: ClientTask, tree: Tree) -> None:
+    def _check_bound(self, task: ClientTask, tree: Tree, weight: float = 1) -> None:
         """Refuse what no honest client can send; rounding may add a little."""
-        bound, size = task.bound(self.engine.algorithm), Size.of(tree)
-        if bound is not None and self.config.privacy.noise is None and size.norm > 1.01 * bound:
-            raise MalformedError(f"a norm of {size.norm:.4g}, above the bound of {bound:.4g}")
+        bound, norm = task.bound(self.engine.algorithm), Size.of(tree).norm / weight
+        if bound is not None and self.config.privacy.noise is None and norm > 1.01 * bound:
+            raise MalformedError(f"a norm of {norm:.4g}, above the bound of {bound:.4g}")
 
     def find_outliers(self, task: ClientTask, sizes: Mapping[int, Size]) -> dict[int, str]:
         """Return the clients whose replies are far larger than the others', and why.
 
         The measure is the median of the round's replies. Of two replies nobody can tell which one
-        is false. A robust mean withstands outliers by itself.
+        is false, so neither counts. A robust mean withstands outliers by itself.
         """
         ratio, robust = self.config.engine.max_ratio, self.config.cohort.average != "mean"
-        if ratio is None or robust or task.is_logged or len(sizes) < 3:
+        if ratio is None or robust or task.is_logged or len(sizes) < 2:
             return {}
         scale = {client: size.scale for client, size in sizes.items()}
         loss = {client: max(1.0, size.loss) for client, size in sizes.items()}  # 0 is usual, too
         outliers = dict[int, str]()
         for name, each in (("loss", loss), ("scale", scale)):
             usual = sorted(each.values())[(len(each) - 1) // 2]
+            if usual < ZERO:
+                usual = ratio * Size.of({"weights": self.engine.trainer.initial}).scale
             for client, value in each.items():
-                if value > ratio * usual * self._count_steps(task, client) and usual > ZERO:
+                if value > ratio * usual * self._count_steps(task, client):
                     outliers[client] = (
                         f"its {name} is {value:.3g}, above engine.max_ratio={ratio:g} times the "
                         f"usual {usual:.3g}"
                     )
+        if outliers and len(sizes) == 2:
+            reason = f"of two replies one is {ratio:g} times larger (engine.max_ratio)"
+            return dict.fromkeys(sizes, reason)
         return outliers
 
     def _count_steps(self, task: ClientTask, client: int) -> float:

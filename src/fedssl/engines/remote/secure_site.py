@@ -2,7 +2,8 @@
 
 A site takes part in one sum per run, round and task. It stores each answer before it sends it. If
 the same request comes again, from a server that was started again, it gets the stored bytes. Any
-other request for the same step is refused.
+other request for the same step is refused, also if the first one failed: the server must not
+learn from failures.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedssl.config import Config
 from fedssl.engines.remote.codec import MalformedError, pack
 from fedssl.engines.remote.messages import Reply, Request
+from fedssl.engines.remote.payload import hash_arguments
+from fedssl.federation.sampling import cohort_size
+from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
 from fedssl.util.files import replace_file
 from fedssl.util.trees import Tree
@@ -88,11 +93,12 @@ class SecureSums:
     """The secure sums of one run that one client took part in, in a folder of its own."""
 
     def __init__(
-        self, folder: Path, threshold: int, most: int, keys: NodeKeys, identity: Path
+        self, folder: Path, config: Config, clients: int, keys: NodeKeys, identity: Path
     ) -> None:
         self.folder = folder
-        # The fewest and the most clients of a sum, by the site's own recipe.
-        self.threshold, self.most = threshold, most
+        # By the site's own recipe: clients and rounds of the run, fewest and most of a sum.
+        self.clients, self.rounds = clients, config.rounds
+        self.threshold, self.most = smallest_sum(config, clients), cohort_size(config, clients)
         self.keys = keys
         self.own_key = identity
 
@@ -101,8 +107,13 @@ class SecureSums:
     ) -> Reply:
         """Answer a step of a sum, once; the answer is on the disk before it is returned."""
         assert request.secure is not None
+        if request.round >= self.rounds:
+            raise MalformedError(f"round {request.round + 1}, the run has {self.rounds}")
+        if any("@" in name for name in payload):
+            raise MalformedError("a sum of clients that were asked differently")
         step, message = request.secure.step, request.secure.messages.get(client, {})
-        digest = _digest(client, request, message, payload)
+        asked = hash_arguments(payload, request.arguments, request.weight)
+        digest = _digest(client, asked, message)
         with self._locked():
             self._forget_before(request)
             record = SumRecord(self.folder / f"{request.round}-{request.task}")
@@ -112,7 +123,8 @@ class SecureSums:
                     contribute()  # the client's state belongs to the server's attempt
                 return stored
             masker = self._open(record, client, request)
-            reply = self._take(masker, step, message, contribute)
+            record.claim(step, digest)
+            reply = self._take(masker, step, message, contribute, asked)
             record.add(step, digest, reply, masker)
         return reply
 
@@ -127,7 +139,9 @@ class SecureSums:
             masker = Masker(client, request.sum_context, self.threshold)
         return masker
 
-    def _take(self, masker: Masker, step: str, message: Message, contribute: Contribute) -> Reply:
+    def _take(
+        self, masker: Masker, step: str, message: Message, contribute: Contribute, asked: str
+    ) -> Reply:
         from fedssl.privacy.secure import encode
 
         vector = None
@@ -144,7 +158,7 @@ class SecureSums:
                 self._check_peers(masker.identities)
                 return reply
             if vector is not None:
-                masked = torch.from_numpy(masker.masked(message, vector))
+                masked = torch.from_numpy(masker.masked(message, vector, asked))
                 return Reply(tensors=pack({"masked": masked}))
             if step == "agree":
                 identity = self.keys.identity(self.own_key)
@@ -165,6 +179,8 @@ class SecureSums:
                 raise MalformedError(f"the key of client {client} is not among this site's peers")
             if known.get(client, identity) != identity:
                 raise MalformedError(f"client {client} has another key than before in this run")
+            if int(client) not in range(self.clients):
+                raise MalformedError(f"client {client}, the run has only {self.clients}")
         if not met.keys() <= known.keys():
             _write(path, json.dumps(known | met).encode())
 
@@ -220,15 +236,25 @@ class SumRecord:
         message: Message = {n: [bytes.fromhex(v) for v in values] for n, values in stored}
         return Reply(message=message)
 
+    def claim(self, step: str, digest: str) -> None:
+        """Note which vector was asked for first, before it is computed; refuse any other."""
+        if step == "masked":
+            if self._content.setdefault("claim", digest) != digest:
+                raise MalformedError("masked of this sum was asked for already, in another way")
+            self._write()
+
     def add(self, step: str, digest: str, reply: Reply, masker: Masker) -> None:
         """Write an answer and the secrets for the next step to the disk."""
-        self.folder.mkdir(exist_ok=True, mode=0o700)
         if reply.tensors:
             with _replace_synced(self._vector) as new, new.open("wb") as file:
                 np.save(file, np.frombuffer(reply.tensors["masked"].data, np.int64))
         hexed = json.dumps(reply.message, default=bytes.hex)
         self._content["masker"] = masker.to_bytes().decode()
         self._content["answers"][step] = {"digest": digest, "message": json.loads(hexed)}
+        self._write()
+
+    def _write(self) -> None:
+        self.folder.mkdir(exist_ok=True, mode=0o700)
         _write(self.path, json.dumps(self._content).encode())
 
     @property
@@ -236,15 +262,10 @@ class SumRecord:
         return self.folder / "masked.npy"
 
 
-def _digest(client: int, request: Request, message: Message, payload: Mapping[str, Tensor]) -> str:
-    """Return the hash of all that an answer depends on, except the images."""
-    facts = [client, request.weight, request.arguments, dict(message)]
-    digest = hashlib.sha256(json.dumps(facts, default=bytes.hex, sort_keys=True).encode())
-    for name in sorted(payload):
-        tensor = payload[name].detach().cpu().contiguous()
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _digest(client: int, asked: str, message: Message) -> str:
+    """Return the hash of all that an answer depends on, except the client's images and state."""
+    facts = json.dumps([client, asked, dict(message)], default=bytes.hex, sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def _write(path: Path, data: bytes) -> None:

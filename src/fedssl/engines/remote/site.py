@@ -20,10 +20,8 @@ from fedssl.engines.remote.payload import read_arguments
 from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys, SecureSums
 from fedssl.federation.aggregate import count_samples
 from fedssl.federation.client import Client
-from fedssl.federation.sampling import cohort_size
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
-from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
 from fedssl.util.files import save_tensors
 from fedssl.util.text import escape
@@ -68,11 +66,13 @@ class Site:
         if self.is_real and len(request.clients) != 1:
             asked = len(request.clients)
             raise MalformedError(f"task {task}: this site is one client, not {asked}")
-        averaged = request.weight is not None
+        averaged, weight = request.weight is not None, self.engine.algorithm.weight
         allowed = [each.name for each in self._tasks() if (each.seen == "mean") == averaged]
         if task not in allowed:
             listed = ", ".join(allowed) or "nothing"
             raise MalformedError(f"task {task}: this site answers only {listed}")
+        if averaged and request.weight != weight:
+            raise MalformedError(f"task {task}: clients weigh by {weight}, not {request.weight}")
 
     def _tasks(self) -> Iterator[ClientTask]:
         """Yield the declared tasks, without those whose numbers must not leave."""
@@ -106,11 +106,7 @@ class Site:
         clients = self.config.engine.sites if self.is_real else len(self.engine.groups)
         folder = self.store.folder / "sums" / ("site" if self.is_real else str(client))
         identity = (self.store.folder.parent if self.is_real else folder) / IDENTITY
-        fewest, most = (
-            smallest_sum(self.config, clients or 0),
-            cohort_size(self.config, clients or 0),
-        )
-        sums = SecureSums(folder, fewest, most, self.keys, identity)
+        sums = SecureSums(folder, self.config, clients or 0, self.keys, identity)
         return sums.answer(
             client, request, payload, lambda: self._contribute(client, request, payload)
         )

@@ -118,8 +118,12 @@ class Masker:
             "marks": [each for both in marks for each in both],
         }
 
-    def masked(self, message: Mapping[str, object], vector: Vector) -> Vector:
-        """Step 3: the vector, masked (and one number longer)."""
+    def masked(self, message: Mapping[str, object], vector: Vector, asked: str) -> Vector:
+        """Step 3: the vector, masked (and one number longer).
+
+        ``asked`` is the hash of all that the vector was computed from, except the client's data.
+        Masks of clients that were asked differently do not cancel.
+        """
         self._expect("masked")
         senders = read_numbers(message, "senders")
         bundles = read_strings(message, "bundles", len(senders), None)
@@ -134,7 +138,8 @@ class Masker:
         add_self_mask(out, self.context, self.me, self.seed, 1)
         private = mask_private(self.context, self.me, self.secret)
         for peer in senders:
-            add_pair_mask(out, self.context, private, self.peers[peer][1], self.me, peer, 1)
+            public = self.peers[peer][1]
+            add_pair_mask(out, self.context, asked, private, public, self.me, peer, 1)
         for i, (peer, bundle) in enumerate(zip(senders, bundles, strict=True)):
             share = self._open(peer, bundle)
             told = marks[2 * i : 2 * i + 2]

@@ -69,13 +69,20 @@ def add_self_mask(vector: Vector, context: str, client: int, seed: bytes, sign: 
 
 
 def add_pair_mask(
-    vector: Vector, context: str, private: bytes, public: bytes, mine: int, peer: int, sign: int
+    vector: Vector,
+    context: str,
+    asked: str,
+    private: bytes,
+    public: bytes,
+    mine: int,
+    peer: int,
+    sign: int,
 ) -> None:
     """Add the mask of a pair for ``mine``: the smaller number adds it, the larger subtracts it.
 
     ``private`` is the one's and ``public`` the other's; which of them is whose does not matter.
     """
-    key = agree(private, public, label(context, "pair mask", *sorted((mine, peer))))
+    key = agree(private, public, label(context, f"pair mask {asked}", *sorted((mine, peer))))
     add_mask(vector, key, sign if mine < peer else -sign)
 
 

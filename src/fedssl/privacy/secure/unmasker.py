@@ -55,8 +55,9 @@ class Spoiled(SumLost):
 class Unmasker:
     """The server's side of one sum of vectors of ``size`` numbers.
 
-    For each step :meth:`ask` and, for each reply, :meth:`take`; then :meth:`total`. ``identities``
-    has the public key that each client signed with before, and gets those that are new.
+    For each step :meth:`ask` and, for each reply, :meth:`take`; then :meth:`total`. ``asked`` is
+    the hash of what all clients compute their vectors from. ``identities`` has the public key that
+    each client signed with before, and gets those that are new.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Unmasker:
         context: str,
         threshold: int,
         size: int,
+        asked: str,
         identities: dict[int, bytes] | None = None,
     ) -> None:
         self.identities = {} if identities is None else identities
         self.clients, self.context, self.threshold = sorted(clients), context, threshold
+        self.asked = asked
         self._check(len(self.clients))
         check_threshold(threshold, len(self.clients))
         self._sum = np.zeros(1 + size, np.int64)
@@ -134,7 +137,7 @@ class Unmasker:
             private = mask_private(self.context, lost, self._rebuild(lost))
             for client in self._masked:
                 public = self._keys[client][1]
-                add_pair_mask(total, self.context, private, public, client, lost, -1)
+                add_pair_mask(total, self.context, self.asked, private, public, client, lost, -1)
         if total[0] != len(self._masked):
             raise Spoiled("the masks of a secure sum did not cancel: a client sent a false vector")
         return total[1:]
