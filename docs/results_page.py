@@ -117,8 +117,10 @@ class Table(typing.NamedTuple):
     @property
     def claims(self) -> list[Claim]:
         """The paper's claims about its rows."""
-        measure = self.facts["measures"][0]
-        return [Claim.parse(text, measure, self.rows) for text in self.facts.get("claims", [])]
+        measure, rates = self.facts["measures"][0], self.facts.get("rates")
+        return [
+            Claim.parse(text, measure, self.rows, rates) for text in self.facts.get("claims", [])
+        ]
 
 
 class Claim(typing.NamedTuple):
@@ -128,21 +130,32 @@ class Claim(typing.NamedTuple):
     rows: list[Row]
     measures: list[str]
     named: bool  # the measure is not the table's first
+    rates: Sequence[float] | None = None  # that a claim of failing is about; None: all
 
     @classmethod
-    def parse(cls, text: str, measure: str, rows: Sequence[Row]) -> Claim:
-        """Read a claim as results/tables.yaml has it: ``a > b``, perhaps with ``at MEASURE``."""
+    def parse(
+        cls, text: str, measure: str, rows: Sequence[Row], rates: Sequence[float] | None = None
+    ) -> Claim:
+        """Read a claim as results/tables.yaml has it: ``a > b``, perhaps with ``at MEASURE``.
+
+        A training that fails, fails at the ``rates`` of the server that the paper tried.
+        """
         known = {row.name: row for row in rows}
         words, _, other = text.partition(" at ")
         left, relation, *rest = words.split()
         pair = [known[name] for name in (left, *rest)]
+        if rest:
+            rates = None
+        if rates is not None:
+            pair = [pair[0]._replace(lines=[e for e in pair[0].lines if _rate(e) in rates])]
         measures = (other or measure).split(", ")  # one for both rows, or one for each
-        return cls(relation, pair, measures * (len(pair) // len(measures)), bool(other))
+        return cls(relation, pair, measures * (len(pair) // len(measures)), bool(other), rates)
 
     def __str__(self) -> str:
         left, *rest = (f"`{row.name}`" for row in self.rows)
         at = " and ".join(map(name_measure, dict.fromkeys(self.measures)))
-        return " ".join([left, self.relation, *rest]) + (f", {at}" if self.named else "")
+        tried = "" if self.rates is None else " at the paper's rates"
+        return " ".join([left, self.relation, *rest]) + tried + (f", {at}" if self.named else "")
 
     @property
     def printed(self) -> str:
@@ -267,6 +280,12 @@ def _mean(numbers: Sequence[float | None]) -> str:
     if not known:
         return "failed"
     return f"{statistics.fmean(known):.1f}" + (f" ({failed} failed)" if failed else "")
+
+
+def _rate(line: Line) -> float:
+    """Return the server's learning rate of a run."""
+    rate = line["changed"].get("server.lr")
+    return float(config.read_recipe(line["recipe"])["server"]["lr"] if rate is None else rate)
 
 
 def _is_over(row: Row, measure: str, line: Line) -> bool:

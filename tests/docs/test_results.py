@@ -301,6 +301,15 @@ def test_a_row_fails_if_every_seed_does(
     assert cells(page(*seeds(fedavg, *numbers)), FAILS)[WORD] == word
 
 
+def test_a_row_fails_at_the_rates_that_the_paper_tried(page: Page) -> None:
+    """Another rate with which it learns is better on held-out images, and does not count."""
+    lower = {"changed": {"server.lr": 1e-4}, "heldout": 50.0}
+    lines = (*seeds(fedavg, 2.0, 3.0), *seeds(fedavg, 40.0, 41.0, **lower))
+    assert cells(page(*lines), FAILS)[WORD] == REFUTED
+    tried = TABLE + "  rates: [0.005, 0.001]\n"
+    assert cells(page(*lines, table=tried), FAILS + " at the paper's rates")[WORD] == "appears"
+
+
 @pytest.mark.parametrize(
     ("other", "claim", "ours", "word"),
     [
