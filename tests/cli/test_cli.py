@@ -129,7 +129,6 @@ def test_a_runs_folder_is_named_after_its_recipe(
         ("run folder data.root=photos evaluate.protocols=nn", "evaluate.protocols=nn: ", ""),
         ("run data.name=folder", "data.name=folder: ", ""),
         ("run partition.samples=5000", "partition.samples=5000: ", ""),
-        ("run cohort.size=400", "cohort.size=400: ", ""),
         ("run encoder.groups=5", "encoder.groups=5: ", ""),
         ("run objective.projector=16,16,16 encoder.groups=16", "encoder.groups=16: ", ""),
         ("run evaluate.protocols=linear@7", "evaluate.protocols=linear@7: ", ""),

@@ -152,11 +152,29 @@ def test_each_value_says_where_it_comes_from() -> None:
         ("lr=0.1", "Write server.lr=0.1 or client.lr=0.1."),
         ("batch=64", "Write algorithm.batch=64."),
         ("projector=64", "Write objective.projector=64."),
+        ("epochs=3", "Write algorithm.local_epochs=3."),
+        ("algorithm=fedavg", "Write algorithm.name=fedavg."),
+        ("data=cifar10", "Write data.name=cifar10."),
     ],
 )
 def test_a_key_without_its_section_is_suggested(word: str, fix: str) -> None:
     with pytest.raises(UserError) as error:
         resolution("default", word)
+    assert error.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("fedavg", "Write algorithm.name=fedavg."),
+        ("cifar10", "Write data.name=cifar10."),
+        ("samples", "Write partition.name=samples."),
+        ("mine", "`fedssl recipes` lists them."),
+    ],
+)
+def test_a_name_of_a_part_is_no_recipe(name: str, fix: str) -> None:
+    with pytest.raises(UserError) as error:
+        config.read_recipe(name)
     assert error.value.fix == fix
 
 

@@ -37,13 +37,19 @@ def build(tree: Recipe) -> Config:
 
 
 def find_keys(name: str, sections: Mapping[str, Any] = BASE_PARAMS) -> list[str]:
-    """Return the full names of the keys that end with a name, as ``client.lr`` with ``lr``."""
+    """Return the full names of the keys that end with a name.
+
+    That of ``lr`` is ``client.lr``, and that of ``epochs`` is ``algorithm.local_epochs``.
+    """
     kinds = {**key_types(Config), **sections}
-    return [
-        f"{section}.{name}" if section != name else name
+    keys = [(section, section) for section in kinds] + [
+        (f"{section}.{key}", key)
         for section, kind in kinds.items()
-        if section == name or (dataclasses.is_dataclass(kind) and name in key_fields(kind))
+        if dataclasses.is_dataclass(kind)
+        for key in key_fields(kind)
     ]
+    same = [full for full, key in keys if key == name]
+    return same or [full for full, key in keys if key.endswith(f"_{name}")]
 
 
 def _check_top_level(tree: Recipe, sections: Mapping[str, Any]) -> None:

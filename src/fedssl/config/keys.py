@@ -159,6 +159,8 @@ def convert_section(cls: Any, given: Any, name: str) -> Any:
     prefix = f"{name}." if name else ""
     if not isinstance(given, Mapping):
         fix = f"Give keys such as {prefix}{next(iter(kinds))}."
+        if isinstance(given, str) and "name" in kinds:
+            fix = f"Write {prefix}name={given}."
         raise UserError("not keys and values", key=name, value=given, fix=fix)
     values: Recipe = {}
     for key, item in given.items():

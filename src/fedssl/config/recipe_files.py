@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import typing
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import Any
 
 import yaml
 
+from fedssl.config.catalogue import DataName, EncoderName
 from fedssl.config.keys import Recipe
 from fedssl.config.merge import merge, suggest_command
 from fedssl.config.recipe_tables import Table
+from fedssl.config.variants import VARIANTS
 from fedssl.util.errors import UserError, suggest
 
 LIST = "`fedssl recipes` lists them."
 DEFAULT = "default"  # the recipe where none is named
+PARTS = {  # names that a user may give in the place of a recipe
+    **VARIANTS,
+    "data": typing.get_args(DataName),
+    "encoder": typing.get_args(EncoderName),
+}
 _ROOT = Path(__file__).parent / "recipes"
 
 
@@ -132,7 +140,9 @@ def _read_layers(name: str) -> list[Recipe]:
     if path is None and name and Path(name).is_dir():
         raise refuse("a folder, not a recipe", suggest_command(name))
     if path is None or (cell and (table is None or cell not in table.cells())):
-        raise refuse(f"no such recipe or file{suggest(name, list_recipes())}", LIST)
+        meant = [f"{section}.name={name}" for section in PARTS if name in PARTS[section]]
+        fix = f"Write {' or '.join(meant)}." if meant else LIST
+        raise refuse(f"no such recipe or file{suggest(name, list_recipes())}", fix)
     if table is None:
         return [copy.deepcopy(_read_once(path, path.stat().st_mtime_ns))]
     if not cell:
