@@ -6,7 +6,7 @@ from fedssl import config
 from fedssl.cli.recipes import format_recipes
 from fedssl.runs.progress import Progress
 from fedssl.runs.result import format_result
-from fedssl.util.text import format_bytes, format_client, format_measures
+from fedssl.util.text import fit_line, format_bytes, format_client, format_measures
 
 
 def test_names_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +18,12 @@ def test_names_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> No
     Progress("dcco", 1).say(f"round 1: no reply of {name}")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
+
+
+def test_a_sentence_breaks_between_words() -> None:
+    sentence = "-0.8 points against an untrained encoder (knn). Likely reason: too few rounds."
+    assert fit_line(sentence, None) == sentence
+    assert fit_line(sentence, 50).split("\n") == [sentence[:47], sentence[48:]]
 
 
 def test_rows_with_different_measures() -> None:

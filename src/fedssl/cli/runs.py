@@ -18,7 +18,7 @@ from fedssl.cli.arguments import (
 )
 from fedssl.runs.folder import SWEEP, check_alone, find_config, make_folder
 from fedssl.util.errors import UserError, format_resume
-from fedssl.util.text import terminal_width
+from fedssl.util.text import fit_line, terminal_width
 
 REPRODUCE = """examples:
   fedssl reproduce fedema/table3                          every cell of a table, one after another
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> int:
         page = report.write_page_or_warn(out)
     print(f"\n{format_cost(summary)}")
     if outcome := judge_run(RunReader(out)):
-        print(outcome.sentence)
+        print(fit_line(outcome.sentence, terminal_width()))
     print(f"Run: {out}" if page is None else f"Report: {page.absolute().as_uri()}")
     return 0
 

@@ -63,6 +63,11 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def fit_line(text: str, width: int | None) -> str:
+    """Break a sentence between words where it exceeds ``width`` characters."""
+    return text if width is None else "\n".join(_wrap(text, width))
+
+
 def align_columns(lines: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Format a table with columns of equal width: numbers to the right, words to the left.
 
