@@ -30,6 +30,7 @@ from fedssl.runs.metrics import read
 from fedssl.runs.split import pool_clients
 from fedssl.training.trainer import Trainer
 from fedssl.util.errors import UserError
+from fedssl.util.seals import seal_text
 
 PLAIN = str(Path(__file__).parent / "plain.yaml")
 
@@ -234,6 +235,20 @@ def refused(key: str | None, value: Any = ..., says: str = "") -> Iterator[None]
     assert error.key == key, error
     assert value is ... or str(error.value) == str(value), error
     assert says in str(error) and "\n" not in str(error), error
+
+
+def edit_config(out: Path, old: str, new: str) -> None:
+    """Change the text of a run's configuration, as if fedssl had written it so."""
+    path = out / "config.yaml"
+    text, seal, _ = path.read_text().partition("# --resume checks")
+    assert old in text and seal
+    path.write_text(seal_text(text.replace(old, new)))
+
+
+def flip_bit(data: bytes, bit: int) -> bytes:
+    """The same bytes with another bit."""
+    byte = data[bit // 8] ^ (1 << bit % 8)
+    return data[: bit // 8] + bytes([byte]) + data[bit // 8 + 1 :]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

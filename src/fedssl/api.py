@@ -376,8 +376,6 @@ def _read_keys(
         raise UserError("out is an empty name", fix='Give a name, or "." for this folder.')
     has_images = "data.name" in objects.by_key
     resumed = Path(out) if resume and out is not None else None
-    if recipe is None and resumed is not None and (resumed / SWEEP).is_file():
-        recipe = config.read_yaml(resumed / SWEEP)
     if recipe is None and resumed is None and has_images:
         recipe = IN_MEMORY
     name, base = _read_recipe(recipe, resumed)

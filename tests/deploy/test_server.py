@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from helpers import refused, relative
+from helpers import edit_config, refused, relative
 from image_folders import save
 from PIL import Image
 
@@ -217,7 +217,7 @@ def test_a_run_of_an_own_algorithm_is_judged_and_compared_when_the_app_is_gone(
         # The folder was moved: the paths in its config.yaml are those of another place.
         kept = (out / "config.yaml").read_text()
         assert kept.count(f"{out}/own_1.py:") == 2
-        (out / "config.yaml").write_text(kept.replace(f"{out}/own_1.py:", "/gone/own_1.py:"))
+        edit_config(out, f"{out}/own_1.py:", "/gone/own_1.py:")
         (out / "own_1.py").unlink()
         serve(grid_of(config, sites), config, out, True)
         assert (out / "config.yaml").read_text() == kept

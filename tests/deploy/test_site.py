@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from PIL import Image
 
@@ -26,6 +25,7 @@ from fedssl.deploy.site import build_site_experiment, client_app, load_experimen
 from fedssl.engines.flower.messages import read_replies, write_request
 from fedssl.engines.remote.disk_states import History
 from fedssl.engines.remote.messages import Request
+from fedssl.util import files
 from fedssl.util.errors import TrainingError
 
 
@@ -237,14 +237,14 @@ def test_a_full_disk_at_a_site_is_told_without_its_path(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = safetensors.torch.save_file
+    real = files.replace_file
 
-    def full(tensors: Any, path: Path, metadata: Any) -> None:
+    def full(path: Path, *rest: Any, **named: Any) -> Any:
         if where in path.parts:
             raise OSError(28, "No space left on device", "/home/secret")
-        real(tensors, path, metadata)
+        return real(path, *rest, **named)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(files, "replace_file", full)
     config = settled(*BYOL, "algorithm.name=fedema", "rounds=1", "cohort.minimum=2")
     with contextlib.suppress(TrainingError):  # no round counts if all disks are full
         serve_here(config, sites, tmp_path / "far")

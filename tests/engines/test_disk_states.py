@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from far import far_session
+from helpers import HEADS, flip_bit, refused
+from rounds import epochs, go
 
 from fedssl.engines.remote.codec import MalformedError
 from fedssl.engines.remote.disk_states import DiskStates, History
+from fedssl.engines.remote.engine import STATES
 from fedssl.engines.remote.site import describe_fault
 from fedssl.util.errors import UserError
 
@@ -97,13 +101,35 @@ def test_a_state_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     assert kept(store, 1, FIRST) == 0
 
 
+def test_a_damaged_state_is_refused_and_its_path_stays_at_the_site(tmp_path: Path) -> None:
+    store = filled(tmp_path, 1)
+    (path,) = (tmp_path / "7").iterdir()
+    path.write_bytes(flip_bit(path.read_bytes(), 8 * path.stat().st_size - 1))
+    with pytest.raises(UserError) as caught:
+        kept(store, 0, FIRST)
+    assert str(caught.value).startswith(f"{path} is damaged")
+    assert str(tmp_path) not in describe_fault(caught.value)
+
+
+def test_a_simulation_with_a_damaged_state_does_not_go_on(tmp_path: Path) -> None:
+    config = epochs("algorithm.name=fedema", *HEADS["byol"], "objective.name=byol")
+    session, _ = far_session(config, tmp_path)
+    go(session, 1)
+    notes = session.engine.notes()
+    path = next((tmp_path / STATES).glob("*/*.safetensors"))
+    path.write_bytes(flip_bit(path.read_bytes(), 8 * path.stat().st_size - 1))
+    again, _ = far_session(config, tmp_path)
+    with refused(None, says=f"{path} is damaged"):
+        again.engine.resume(notes, 1)
+
+
 def test_a_full_disk_is_no_reason_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save", full)
     with pytest.raises(UserError, match=r"No space left on device.*Make room") as caught:
         put(DiskStates(tmp_path), 0, FIRST, 1)
     simulated = describe_fault(caught.value, is_real=False)  # hides nothing

@@ -89,7 +89,7 @@ def test_a_full_disk_is_told_as_what_goes_on_in_python(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save", full)
     out = tmp_path / "run"
     with pytest.raises(UserError) as error:
         fedssl.train("default", out, **KEYS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import edit_config, refused
 from PIL import Image
 
 from fedssl import config, load_encoder
@@ -122,8 +122,7 @@ def test_what_watched_the_rounds_need_not_suit_other_protocols(
 ) -> None:
     """Targets are of knn or linear, among those that were monitored."""
     out = shutil.copytree(trained / "run", tmp_path / "run")
-    text = (out / "config.yaml").read_text()
-    (out / "config.yaml").write_text(text.replace("  monitor:\n  - knn\n", "  monitor: null\n"))
+    edit_config(out, "  monitor:\n  - knn\n", "  monitor: null\n")
     assert RunReader(out).settings.evaluate.monitor is None
     assert evaluate(out, ["evaluate.protocols=unlabeled"])
 
@@ -168,8 +167,7 @@ def test_a_run_that_has_not_ended_is_judged_and_that_is_said(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(trained / "run", tmp_path / "run")
-    path = tmp_path / "run/config.yaml"
-    path.write_text(path.read_text().replace("rounds: 1", "rounds: 7"))
+    edit_config(tmp_path / "run", "rounds: 1", "rounds: 7")
     assert evaluate(tmp_path / "run", [])
     assert "evaluate: round 1 of 7: it has not ended" in capsys.readouterr().err
 

@@ -215,7 +215,7 @@ def test_a_full_disk_is_told_as_what_goes_on_here(
     here = (main, ["reproduce", f"{table}/simclr/iid", "rounds=2", "--out", "a"])
     for command, words in (here, (load("results/measure.py").main, ["plan.txt", "--out", "b"])):
         with monkeypatch.context() as disk:
-            disk.setattr(os, "fsync", full)
+            disk.setattr("safetensors.torch.save", full)
             assert command(words) == 2
         told = capsys.readouterr().err.splitlines()[-1]
         assert told.endswith("Then call it again, and it continues.")

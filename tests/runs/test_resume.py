@@ -73,7 +73,7 @@ def whole_state(out: Path) -> dict[str, torch.Tensor]:
     """The server's tensors, and those of the client files that count."""
     with safe_open(out / checkpoint.FILE, framework="pt") as file:
         versions = json.loads(file.metadata()["clients"])
-    names = {f"{client}-{version}.safetensors" for client, version in versions.items()}
+    names = {f"{client}-{round}.safetensors" for client, (round, _) in versions.items()}
     assert {p.name for p in (out / checkpoint.CLIENTS).iterdir()} == names
     tensors = load_file(out / checkpoint.FILE)
     for name in sorted(names):
@@ -168,10 +168,10 @@ def test_killed_between_the_files_of_a_checkpoint(
     real = checkpoint.save_tensors
     last = 2 if seconds == 0 else settings.rounds
 
-    def save(path: Path, tensors: Any, metadata: dict[str, str]) -> None:
+    def save(path: Path, tensors: Any, metadata: dict[str, str]) -> str:
         if metadata.get("round") == str(last):
             raise KeyboardInterrupt
-        real(path, tensors, metadata)
+        return real(path, tensors, metadata)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_tensors", save)
@@ -243,7 +243,7 @@ def test_a_client_file_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
     file = tmp_path / checkpoint.CLIENTS / "1-1.safetensors"
     file.write_bytes(b"half of a fi")
     again = build_experiment(small("moco algorithm.name=fedavg"))
-    with pytest.raises(UserError, match=r"1-1\.safetensors is not a checkpoint"):
+    with pytest.raises(UserError, match=r"1-1\.safetensors is damaged"):
         checkpoint.read(tmp_path, again)
     file.unlink()
     with pytest.raises(UserError, match=r"1-1\.safetensors"):

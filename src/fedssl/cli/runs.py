@@ -16,7 +16,7 @@ from fedssl.cli.arguments import (
     path,
     split_words,
 )
-from fedssl.runs.folder import SWEEP, check_alone, find_config, make_folder
+from fedssl.runs.folder import SWEEP, check_alone, find_config, make_folder, read_recipe
 from fedssl.util.errors import UserError, format_resume
 from fedssl.util.text import fit_line, terminal_width
 
@@ -80,11 +80,8 @@ def _run(options: argparse.Namespace) -> int:
         fix = f"Add --out {folder or 'DIR'}."
         raise UserError("the run's folder is missing", key="--resume", fix=fix)
     name, words = split_words(options.words)
+    recipe = read_recipe(name, options.out if options.resume else None)[1]
     held = find_config(options.out) if options.resume else None
-    if name is None and held is not None:
-        recipe = config.read_yaml(held)
-    else:
-        recipe = config.read_recipe(name)
     if options.explain:
         return _explain(recipe, words)
     tree = config.apply_words(recipe, words)

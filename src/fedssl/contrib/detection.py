@@ -29,6 +29,7 @@ from fedssl.models.encoders import ResNet
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.network import initialize
 from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.files import append_line
 
 FILE = "detections.jsonl"
 WIDTH = 256  # channels of the feature pyramid and the heads, as in Lin et al. 2017
@@ -232,8 +233,7 @@ def detect(run: Path, data: Path, settings: Settings, device: torch.device) -> d
     fit(model, train, settings, device)
     scores = evaluate(model, test, device)
     line = {"data": str(data), **asdict(settings), **scores}
-    with (run / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(run / FILE, json.dumps(line))
     return scores
 
 

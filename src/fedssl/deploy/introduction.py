@@ -13,7 +13,7 @@ import torch
 from fedssl.data.dataset import Dataset, Split
 from fedssl.runs.folder import SITES
 from fedssl.util.errors import UserError
-from fedssl.util.files import write_json
+from fedssl.util.files import make_folders, write_json
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Introduction:
 
 def write_sites(out: Path, sites: Sequence[Introduction]) -> None:
     """Write down which client of the run is which site, for a resume."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folders(out)
     write_json(out / SITES, [asdict(site) for site in sites])
 
 

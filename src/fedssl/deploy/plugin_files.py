@@ -14,7 +14,9 @@ import yaml
 from fedssl import config as configuration
 from fedssl.config import Config, plugins
 from fedssl.runs.folder import PACKAGE
+from fedssl.runs.reader import read_keys
 from fedssl.util.files import write_text
+from fedssl.util.seals import seal_text
 
 
 def pack_plugins(config: Config) -> tuple[Config, dict[str, str]]:
@@ -65,10 +67,11 @@ def write_plugins(out: Path, texts: Mapping[Path, str]) -> None:
         write_text(path, text)
     recorded = out / "config.yaml"
     if texts and recorded.is_file():
-        before = configuration.read_yaml(recorded)
+        before = read_keys(recorded, is_resumed=True)
         now = _correct_paths(before, out.resolve())
         if now != before:
-            write_text(recorded, yaml.safe_dump(now, sort_keys=False, allow_unicode=True))
+            text = yaml.safe_dump(now, sort_keys=False, allow_unicode=True)
+            write_text(recorded, seal_text(text))
 
 
 def _correct_paths(tree: Any, out: Path) -> Any:

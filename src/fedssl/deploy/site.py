@@ -36,7 +36,7 @@ from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys
 from fedssl.engines.remote.site import Site, describe_fault
 from fedssl.runs.build import Experiment, build_site
 from fedssl.util.errors import UserError
-from fedssl.util.files import LONGEST, write_text
+from fedssl.util.files import LONGEST, append_line, make_folders, write_text
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -183,7 +183,7 @@ def _site_number(folder: Path) -> str:
     """Return the site's random number, drawn the first time."""
     path = folder / "site"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folders(folder, 0o700)
         write_text(path, uuid.uuid4().hex)
     return path.read_text(encoding="utf-8").strip()
 
@@ -224,7 +224,6 @@ def _reply_and_record(
 
 
 def _append_line(folder: Path, line: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folders(folder, 0o700)
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    with (folder / RECORD).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": when, **line}) + "\n")
+    append_line(folder / RECORD, json.dumps({"time": when, **line}))

@@ -18,6 +18,7 @@ from fedssl.deploy.plugin_files import pack_plugins
 from fedssl.deploy.recipe import adapt_recipe, check_recipe
 from fedssl.runs.folder import PACKAGE
 from fedssl.util.errors import UserError
+from fedssl.util.files import make_folders, write_text
 
 
 def write_app(folder: Path, recipe: str, words: Sequence[str]) -> None:
@@ -46,8 +47,8 @@ def write_app(folder: Path, recipe: str, words: Sequence[str]) -> None:
     try:
         for name, text in texts.items():
             path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            make_folders(path.parent)
+            write_text(path, text)
     except OSError as error:
         raise UserError(
             f"{error.filename or folder} cannot be written ({error.strerror})",

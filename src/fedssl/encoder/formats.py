@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedssl import __version__
@@ -135,7 +135,7 @@ def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
 def write_safetensors(encoder: ImageEncoder, path: Path) -> Infer:
     """Write the weights under the names of the network, with the note in the header."""
     state = {name: tensor.contiguous() for name, tensor in encoder.body.state_dict().items()}
-    save_file(state, path, {"format": "pt", HEADER: json.dumps(describe(encoder))})
+    path.write_bytes(save(state, {"format": "pt", HEADER: json.dumps(describe(encoder))}))
     own = encoder.body.body if isinstance(encoder.body, OwnEncoder) else None
     return load_encoder(path, encoder.tower, encoder=own)
 

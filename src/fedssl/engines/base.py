@@ -19,19 +19,21 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.driver import RoundResult
 from fedssl.training.trainer import Trainer
 
+Version = tuple[int, str]  # a client's file in a checkpoint: the round that made it, and its seal
+
 
 class ClientStates(Protocol):
     """The clients' states, as evaluation and checkpoints use them."""
 
     changed: set[int]
-    versions: dict[int, int]
+    versions: dict[int, Version]
 
     def __iter__(self) -> Iterator[int]: ...
 
     def on_host(self, client: int) -> dict[str, Tensor]:
         """Return a client's state as files hold it: tensors by path."""
 
-    def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
+    def restore(self, client: int, flat: dict[str, Tensor], version: Version) -> None:
         """Take a state from a checkpoint's file."""
 
     def forget(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fedssl.engines.base import Version
 from fedssl.training.trainer import State
 from fedssl.util.trees import flatten, unflatten
 
@@ -22,7 +23,7 @@ class HostStates:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.changed: set[int] = set()  # written since the last checkpoint
-        self.versions: dict[int, int] = {}  # the round of the checkpoint file that holds a client
+        self.versions: dict[int, Version] = {}  # the checkpoint's file of a client
         self._host: dict[int, dict[str, Tensor]] = {}
         # Copies to the device that have been started, and when they are finished.
         self._coming: dict[int, tuple[dict[str, Tensor], torch.cuda.Event]] = {}
@@ -93,7 +94,7 @@ class HostStates:
         self._wait(client)
         return self._host.get(client, {})
 
-    def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
+    def restore(self, client: int, flat: dict[str, Tensor], version: Version) -> None:
         """Take a state from a checkpoint's file."""
         pin = self._stream is not None
         self._host[client] = {name: t.pin_memory() if pin else t for name, t in flat.items()}

@@ -51,12 +51,18 @@ def load_weights(encoder: nn.Module, file: Path, key: str | None = None, given: 
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    from fedssl.util.seals import DamagedError, check_tensors
+
     given = given or str(file)
     if not file.is_file():
         fix = "Give encoder.safetensors, or the folder of a run or an export."
         raise _error("no such file", given, key, fix)
     try:
+        check_tensors(file)
         state = load_file(file)
+    except DamagedError:
+        fix = "Put back a copy of it, or write it again."
+        raise _error("damaged", given, key, fix) from None
     except (SafetensorError, OSError) as error:
         fix = "Give the encoder.safetensors of a run or an export."
         raise _error(f"not a safetensors file ({error})", given, key, fix) from None

@@ -112,8 +112,9 @@ def _update_places(runs: Sequence[PlannedRun]) -> None:
             if is_started(folder):
                 before, now = RunReader(folder).settings, run.settings.data
                 data = replace(before.data, root=now.root, cache=now.cache)
-                with explain_write_errors("--out", folder):
-                    write_config(replace(before, data=data), folder)
+                if data != before.data:
+                    with explain_write_errors("--out", folder):
+                        write_config(replace(before, data=data), folder)
 
 
 @contextlib.contextmanager

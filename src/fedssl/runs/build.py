@@ -51,6 +51,14 @@ WORTH_COMPILING = 2000
 
 
 @dataclass
+class Record:
+    """Facts about the run's other files, which a checkpoint keeps."""
+
+    config: str = ""  # the text of config.yaml
+    metrics: str = ""  # the SHA-256 digest of metrics.jsonl
+
+
+@dataclass
 class Experiment:
     """A run's parts, ready to start.
 
@@ -67,6 +75,7 @@ class Experiment:
     of_sites: bool = False  # clients are real sites, which keep their images and models
     head_classes: int | None = None  # classes of the network's classifier, if not the data's
     overhead: Overhead = field(default_factory=Overhead)
+    record: Record = field(default_factory=Record)
     notes: Sequence[str] = ()  # the algorithm's, for its user
     drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and its clients
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 import warnings
@@ -18,7 +19,7 @@ from fedssl.federation.server import Server
 from fedssl.runs import checkpoint, loggers, metrics
 from fedssl.runs.build import Experiment
 from fedssl.runs.progress import Progress
-from fedssl.util.files import write_text
+from fedssl.util.files import append_line, sync, write_text
 from fedssl.util.status import stage
 
 LOGGED_ROUNDS = 2000  # loggers show no more, and a point costs as much as a small round
@@ -69,11 +70,12 @@ class MetricsLog:
     """
 
     def __init__(self, experiment: Experiment, settings: Config, out: Path) -> None:
-        self.experiment = experiment
-        done, path = experiment.server.round, out / metrics.FILE
-        kept = [line for line in metrics.read(out) if line["round"] <= done]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self.experiment, self.path = experiment, out / metrics.FILE
+        record, done = experiment.record, experiment.server.round
+        kept = metrics.read_rounds(out, done, record.metrics)
+        self._digest = hashlib.sha256(kept.encode())
+        record.metrics = self._digest.hexdigest()
+        write_text(self.path, kept)
         self._loggers = loggers.open_loggers(settings, out, done)
         self._every = max(1, settings.rounds // LOGGED_ROUNDS)
         self._finished = False
@@ -82,8 +84,10 @@ class MetricsLog:
         """Write the round's line."""
         overhead = self.experiment.overhead.take()
         line |= {"overhead": overhead} if overhead else {}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        text = json.dumps(line)
+        append_line(self.path, text, durable=False)  # a checkpoint waits for it
+        self._digest.update(f"{text}\n".encode())
+        self.experiment.record.metrics = self._digest.hexdigest()
         if line["round"] % self._every == 0:
             self._log(line["round"], metrics.numbers(line))
 
@@ -94,8 +98,7 @@ class MetricsLog:
         self._finished = True
 
     def close(self) -> None:
-        """Close the file and the loggers."""
-        self._file.close()
+        """Close the loggers."""
         for logger in self._loggers:
             logger.close(self._finished)
 
@@ -129,6 +132,7 @@ class Checkpoints:
     def write(self) -> None:
         """Write a checkpoint now."""
         with self.experiment.overhead.timed("checkpoint"), stage("writing a checkpoint"):
+            sync(self.out / metrics.FILE)
             checkpoint.write(self.out, self.experiment)
 
 

@@ -1,4 +1,8 @@
-"""Checkpoints: safetensors files, written beside the old ones and moved into place."""
+"""Checkpoints: safetensors files, written beside the old ones and moved into place.
+
+Each file has a seal. The server's file also holds the seals of the clients' files, a copy of
+``config.yaml`` and the digest of ``metrics.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,11 @@ from fedssl import config
 from fedssl.config import plugins
 from fedssl.data.dataset import Dataset
 from fedssl.data.places import name_images
+from fedssl.engines.base import Version
 from fedssl.runs.reader import RunReader
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.files import save_tensors
+from fedssl.util.files import remove_strays, save_tensors
+from fedssl.util.seals import DamagedError, check_tensors
 from fedssl.util.trees import Tree, flatten, unflatten
 
 if TYPE_CHECKING:
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 FILE = Path("checkpoint") / "state.safetensors"
 CLIENTS = Path("checkpoint") / "clients"
 Clients = Sequence[Mapping[str, Any]]  # name and samples of each
-FORMAT = "3"  # changes where older checkpoints cannot be read
+FORMAT = "4"  # changes where older checkpoints cannot be read
 
 
 def write(out: Path, experiment: Experiment) -> None:
@@ -51,13 +57,15 @@ def write(out: Path, experiment: Experiment) -> None:
     for client in sorted(states.changed):
         state = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
         _check_finite(state, experiment, out)
-        save_tensors(_client_file(out, client, server.round), state, {})
-        states.versions[client] = server.round
+        seal = save_tensors(_client_file(out, client, server.round), state, {})
+        states.versions[client] = server.round, seal
     states.changed.clear()
     notes = {
         "format": FORMAT,
         "round": str(server.round),
-        "clients": json.dumps({str(client): round for client, round in states.versions.items()}),
+        "clients": json.dumps(states.versions),
+        "config": experiment.record.config,
+        "metrics": experiment.record.metrics,
         "classes": json.dumps(experiment.dataset.classes),
         **engine.notes(),
     }
@@ -78,8 +86,8 @@ def _client_file(out: Path, client: int, version: int) -> Path:
     return out / CLIENTS / f"{client}-{version}.safetensors"
 
 
-def _remove_old(out: Path, versions: dict[int, int]) -> None:
-    current = {_client_file(out, *item).name for item in versions.items()}
+def _remove_old(out: Path, versions: dict[int, Version]) -> None:
+    current = {_client_file(out, client, round).name for client, (round, _) in versions.items()}
     for path in (out / CLIENTS).glob("*"):
         if path.name not in current:
             path.unlink(missing_ok=True)
@@ -117,6 +125,7 @@ def read(out: Path, experiment: Experiment) -> bool:
     if not path.exists():
         return False
     tensors, notes = _load(path)
+    experiment.record.metrics = notes["metrics"]
     engine, server = experiment.engine, experiment.server
     device = experiment.trainer.device
     tree = unflatten({name: tensor.to(device) for name, tensor in tensors.items()})
@@ -133,10 +142,26 @@ def read(out: Path, experiment: Experiment) -> bool:
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
     engine.resume(notes, server.round)
     engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
-    for client, version in json.loads(notes["clients"]).items():
-        state, _ = _load(_client_file(out, int(client), version))
-        engine.states.restore(int(client), state, version)
+    for client, (version, seal) in json.loads(notes["clients"]).items():
+        state, _ = _load(_client_file(out, int(client), version), seal)
+        engine.states.restore(int(client), state, (version, seal))
     return True
+
+
+def exists(out: Path) -> bool:
+    """Return whether a run has a checkpoint."""
+    return (out / FILE).exists()
+
+
+def read_config(out: Path) -> str:
+    """Return the checkpoint's copy of ``config.yaml``; it is empty if there is none."""
+    return _load(out / FILE, whole=False)[1]["config"] if exists(out) else ""
+
+
+def remove_unfinished(out: Path) -> None:
+    """Remove the files of a checkpoint that a killed process was writing."""
+    states = (out / FILE).parent
+    remove_strays([states, *(each for each in states.rglob("*") if each.is_dir())])
 
 
 def find_changed_images(out: Path, dataset: Dataset) -> list[str] | None:
@@ -172,6 +197,11 @@ def check_images(
         raise UserError(problem, key=key, value=value, fix=fix)
 
 
+def read_round(out: Path) -> int:
+    """Return the number of rounds that the checkpoint has; 0 if there is none."""
+    return int(_load(out / FILE, whole=False)[1]["round"]) if exists(out) else 0
+
+
 def read_classes(out: Path) -> tuple[str, ...] | None:
     """Return the classes of the run's data, for which its classifier was made."""
     classes = _read_note(out, "classes")
@@ -185,18 +215,26 @@ def _read_note(out: Path, name: str) -> Any:
     return json.loads(notes.get(name, "null"))
 
 
-def _load(path: Path, whole: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a file's tensors, if it is read whole, and its notes."""
-    again = "Start a new run in another folder."
+def _load(
+    path: Path, seal: str | None = None, whole: bool = True
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a file's tensors, if it is read whole, and its notes; check its seal."""
+    again = "Put back a copy of it, or start a new run in another folder."
     try:
+        found = check_tensors(path)
+        if seal is not None and found != seal:
+            raise DamagedError
         with safe_open(path, framework="pt") as file:
             names = file.keys() if whole else ()
             tensors = {name: file.get_tensor(name) for name in names}
             notes = file.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{path} is missing, so the run cannot be resumed", fix=again) from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a checkpoint of fedssl ({error})", fix=again) from None
+    except (DamagedError, SafetensorError, OSError) as error:
+        reason = f" ({error})" if isinstance(error, OSError) else ""
+        raise UserError(f"{path} is damaged{reason}", fix=again) from None
+    if not found and notes.get("format") == FORMAT:
+        raise UserError(f"{path} is damaged", fix=again)
     if path.name == FILE.name and notes.get("format") != FORMAT:
         fix = "Finish the run with that version, or start a new run in another folder."
         raise UserError(f"{path} was written by another version of fedssl", fix=fix)

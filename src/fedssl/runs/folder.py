@@ -12,11 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from fedssl import config
-from fedssl.config import Config, Recipe
-from fedssl.runs.reader import LOCK, RunReader
+from fedssl.config import Config, Recipe, plugins
+from fedssl.runs.reader import LOCK, RunReader, read_keys
 from fedssl.util.errors import UserError, format_resume
-from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.files import explain_write_errors, make_folders, remove_strays, sync, write_text
+from fedssl.util.seals import seal_text
+from fedssl.util.status import say
 from fedssl.util.text import printable
 from fedssl.util.tuning import count_threads
 
@@ -29,10 +33,23 @@ _UNUSED: set[Path] = set()  # folders that were made for runs that have not star
 
 
 def read_recipe(name: str | None, resumed: Path | None = None) -> tuple[str, Recipe]:
-    """Return a recipe's name and keys; without a name, those of the run that is resumed."""
-    if name is None and resumed is not None and is_started(resumed):
-        return "run", config.read_yaml(resumed / RUN)
+    """Return a recipe's name and keys; without a name, those of what is resumed in a folder."""
+    if resumed is not None:
+        _restore_config(resumed)
+    held = None if resumed is None else find_config(resumed)
+    if name is None and held is not None:
+        return "run", read_keys(held, is_resumed=True)
     return name or "default", config.read_recipe(name)
+
+
+def _restore_config(out: Path) -> None:
+    """Write a configuration that was deleted again, from the copy in the checkpoint."""
+    from fedssl.runs import checkpoint  # imported with torch, which takes a second
+
+    if find_config(out) is None and (text := checkpoint.read_config(out)):
+        say(f"{out / RUN} was missing. The checkpoint had a copy.")
+        with explain_write_errors("--out", out):
+            write_text(out / RUN, text)
 
 
 def make_folder(name: str) -> Path:
@@ -50,6 +67,7 @@ def make_folder(name: str) -> Path:
         while True:
             try:
                 out.mkdir()
+                sync(out.parent)
                 break
             except FileExistsError:  # another run started in the same second
                 number += 1
@@ -75,7 +93,7 @@ def lock(
     import fcntl
 
     with explain_write_errors(key, folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         file = (folder / LOCK).open("a+", encoding="utf-8")
     with file:
         try:
@@ -97,23 +115,29 @@ def create_config(settings: Config, out: Path) -> None:
 
     Some network disks have no locks, so only this file keeps two runs out of one folder.
     """
-    path = out / RUN
     try:
-        file = path.open("x", encoding="utf-8")
+        write_text(out / RUN, format_config(settings), exclusive=True)
     except FileExistsError:
         check_kind(out, False, RUN)
-        raise
-    try:
-        with file:
-            file.write(config.dump(config.with_absolute_paths(settings)))
-    except OSError:
-        path.unlink()  # half of it would look like a run
         raise
 
 
 def write_config(settings: Config, out: Path) -> None:
     """Write the configuration that a run continues with."""
-    write_text(out / RUN, config.dump(config.with_absolute_paths(settings)))
+    write_text(out / RUN, format_config(settings))
+
+
+def format_config(settings: Config) -> str:
+    """Format ``config.yaml``, with a seal."""
+    return seal_text(config.dump(config.with_absolute_paths(settings)))
+
+
+def remove_unfinished(out: Path) -> None:
+    """Remove the files that a killed process was writing, in a folder that is locked."""
+    from fedssl.runs import checkpoint
+
+    remove_strays([out, out / "personal"])
+    checkpoint.remove_unfinished(out)
 
 
 def format_deploy_command(out: Path, key: str) -> str:
@@ -187,7 +211,9 @@ def fix_threads(settings: Config, out: Path) -> Config:
 
 def _check_rounds(settings: Config, before: Config, out: Path) -> None:
     """Check that a run which is resumed with another number of rounds can be that longer run."""
-    rounds, done, key = settings.rounds, RunReader(out).rounds, "rounds"
+    from fedssl.runs import checkpoint
+
+    rounds, done, key = settings.rounds, checkpoint.read_round(out), "rounds"
     if rounds < done:
         fix = f"Use at least {done}, or start a new run in another folder."
         raise UserError(f"{out} has {done} rounds already", key=key, value=rounds, fix=fix)
@@ -204,15 +230,31 @@ def _check_settings(settings: Config, out: Path, is_final: bool) -> None:
     """Check that a run keeps every key that changes its result."""
     free = config.keys_affecting(settings, "speed", "nothing") | {"rounds"}
     if not is_final:
+        read_keys(out / RUN, is_resumed=True)
         free |= config.keys_affecting(settings, "evaluation", "monitoring")
     if settings.engine.sites is None:  # the content of images elsewhere is compared later
         free |= config.keys_affecting(settings, "location")
     settings = fix_threads(settings, out)
     before, now = (config.with_absolute_paths(x) for x in (RunReader(out).settings, settings))
+    if not is_final:
+        _check_copy(before, out, free)
     _check_rounds(now, before, out)
     for key, (old, new) in find_changes(before, now, free).items():
         fix = "Leave it as it was, or start a new run in another folder."
         raise UserError(f"was {old} in {out}", key=key, value=new, fix=fix)
+
+
+def _check_copy(settings: Config, out: Path, free: Set[str]) -> None:
+    """Check that ``config.yaml`` is of the run that the checkpoint is of."""
+    from fedssl.runs import checkpoint
+
+    if text := checkpoint.read_config(out):
+        kept = config.build(yaml.safe_load(text))
+        for key, (old, new) in find_changes(kept, settings, free).items():
+            # A deployment's folder may have been moved, and plug-ins with it.
+            if plugins.short_name(str(old)) != plugins.short_name(str(new)):
+                problem = f"{out / RUN} has {key}={new}, and the checkpoint was made with {old}"
+                raise UserError(problem, fix="Delete that file: the checkpoint has a copy.")
 
 
 def find_changes(before: Config, after: Config, free: Set[str]) -> dict[str, tuple[Any, Any]]:

@@ -33,8 +33,10 @@ from fedssl.runs.folder import (
     check_kind,
     create_config,
     fix_threads,
+    format_config,
     is_started,
     lock,
+    remove_unfinished,
     remove_unused,
     write_config,
 )
@@ -42,7 +44,7 @@ from fedssl.runs.metrics import Overhead
 from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, describe_privacy, list_warnings
 from fedssl.util.errors import TrainingError, UserError
-from fedssl.util.files import explain_write_errors, write_json
+from fedssl.util.files import explain_write_errors, make_folders, write_json
 from fedssl.util.status import say, stage
 
 Say = Callable[[str], None]
@@ -94,7 +96,7 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
     with plugins.translate_errors(), overhead.timed("prepare"), stage("preparing the run"):
         experiment = build_experiment(settings)
     experiment.overhead = overhead
-    if resume:
+    if resume and checkpoint.exists(out):
         clients, otherwise = list_clients(experiment), "start a new run in another folder"
         checkpoint.check_images(out, settings.data, experiment.dataset, otherwise, clients)
     return experiment
@@ -107,15 +109,21 @@ class RunInFolder:
         self.experiment, self.settings, self.out = experiment, settings, out
         self.callbacks: list[Callback] = []  # the user's, which may add to a round's metrics
         with explain_write_errors("--out", out):
-            out.mkdir(parents=True, exist_ok=True)
+            make_folders(out)
             check_kind(out, resume and is_started(out), RUN)  # another may have come first
-            if is_started(out):
-                write_config(settings, out)
-            else:
+            if not is_started(out):
                 create_config(settings, out)
-                write_json(out / "clients.json", list_clients(experiment))
         experiment.engine.open(out)
-        if resume and not checkpoint.read(out, experiment) and any(metrics.read(out)):
+        experiment.record.config = format_config(settings)
+        has_checkpoint = resume and checkpoint.read(out, experiment)
+        metrics.read_rounds(out, experiment.server.round, experiment.record.metrics)
+        # Nothing is changed before all was checked.
+        with explain_write_errors("--out", out):
+            remove_unfinished(out)
+            write_config(settings, out)
+            if not has_checkpoint:
+                write_json(out / "clients.json", list_clients(experiment))
+        if resume and not has_checkpoint and (out / metrics.FILE).exists():
             say(f"fedssl: no checkpoint in {out}: it starts at round 1")
         if experiment.server.round < settings.rounds:  # a finished run may get more rounds
             (out / "summary.json").unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import time
@@ -10,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
+
+from fedssl.util.errors import UserError
 
 FILE = "metrics.jsonl"
 LARGEST = 2**63  # the largest whole number that arrays hold
@@ -80,10 +83,33 @@ def read(out: Path) -> Iterator[dict[str, Any]]:
         return
     with (out / FILE).open(encoding="utf-8", errors="replace") as file:
         for text in file:
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(json.JSONDecodeError, RecursionError):
                 line = json.loads(text)
                 if isinstance(line, dict) and type(line.get("round")) is int:
                     yield line
+
+
+def read_rounds(out: Path, rounds: int, digest: str) -> str:
+    """Return the lines of the rounds that a checkpoint holds; ``digest`` is that of all of them.
+
+    Lines of later rounds, and one that a kill cut short, are left out.
+    """
+    path, lines = out / FILE, list[bytes]()
+    fix = "Put back a copy of it, or start a new run in another folder."
+    with contextlib.suppress(FileNotFoundError):
+        lines = path.read_bytes().splitlines(keepends=True)[:rounds]
+    for number in range(1, rounds + 1):
+        if number > len(lines) or _read_round(lines[number - 1]) != number:
+            raise UserError(f"{path}: line {number} is not that of round {number}", fix=fix)
+    if rounds and hashlib.sha256(b"".join(lines)).hexdigest() != digest:
+        raise UserError(f"{path}: the lines of rounds 1 to {rounds} were changed", fix=fix)
+    return b"".join(lines).decode()
+
+
+def _read_round(text: bytes) -> Any:
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        return json.loads(text)["round"]
+    return None
 
 
 def is_number(value: Any) -> TypeGuard[float]:

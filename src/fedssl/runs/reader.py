@@ -12,6 +12,7 @@ from fedssl import config
 from fedssl.config import Config, Recipe
 from fedssl.runs import metrics
 from fedssl.util.errors import UserError
+from fedssl.util.seals import DamagedError, check_text
 
 LOCK = "lock"  # a file in a run's folder, or a sweep's, held by the process that is at work
 BESIDE = ("sweep.yaml", "table.jsonl", "report.html", LOCK)  # files in a folder of runs
@@ -38,7 +39,7 @@ class RunReader:
     @cached_property
     def tree(self) -> Recipe:
         """The contents of ``config.yaml``."""
-        return config.read_yaml(self.path / "config.yaml")
+        return read_keys(self.path / "config.yaml")
 
     @cached_property
     def settings(self) -> Config:
@@ -96,6 +97,25 @@ def read_json(path: Path, default: Any) -> Any:
         problem = f"{path} holds {json.dumps(content)[:40]}, not {expected}"
         raise UserError(problem, fix="Use the version of fedssl that wrote it.")
     return content
+
+
+def read_keys(path: Path, is_resumed: bool = False) -> Recipe:
+    """Read the configuration of a run or sweep, which must be as it was written.
+
+    A run of an earlier version has no seal. It can be read, and not resumed.
+    """
+    problem = ""
+    try:
+        if not check_text(path.read_bytes()) and is_resumed:
+            problem = "is cut, or another version of fedssl wrote it"
+    except DamagedError:
+        problem = "is not as fedssl wrote it"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        fix = "Put it back as it was, or delete it if there is a checkpoint, which has a copy."
+        raise UserError(f"{path} {problem}", fix=fix)
+    return config.read_yaml(path)
 
 
 def section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -20,10 +20,11 @@ from fedssl.runs import checkpoint
 from fedssl.runs.build import Experiment, build_experiment
 from fedssl.runs.finish import list_clients
 from fedssl.runs.folder import RUN, SWEEP
-from fedssl.runs.reader import RunReader, section
+from fedssl.runs.reader import RunReader, read_keys, section
 from fedssl.runs.result import split_models
 from fedssl.runs.validate import is_deployed, list_evaluation_warnings
 from fedssl.util.errors import UserError
+from fedssl.util.files import append_line
 from fedssl.util.text import shorten_list
 
 FILE = "evaluations.jsonl"
@@ -33,7 +34,7 @@ SAME_IMAGES = {"data.size", "data.cache", "data.corrupt"}  # keys that leave the
 def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     """Measure a run's result and an untrained network, by row; also append them to the folder."""
     keys = _check_words(run, words)
-    settings = config.resolve(config.read_yaml(run / RUN), words)
+    settings = config.resolve(read_keys(run / RUN, is_resumed=True), words)
     # What was measured during training need not suit the protocols or the data.
     settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
     experiment = _build(run, settings, keys)
@@ -110,7 +111,7 @@ def _use_other_data(
         if protocol.needs != "nothing":
             problem = f"needs the run's own {protocol.needs}"
             raise protocol.error(problem, "Leave the data.* keys out, or use other protocols.")
-    name = section(config.read_yaml(run / RUN), "data").get("name")
+    name = section(RunReader(run).tree, "data").get("name")
     is_same, levels = settings.data.name == name, settings.data.levels
     data = replace(settings.data, holdout=0.0)
     if "data.labels" not in given:
@@ -185,8 +186,7 @@ def _leave_out_head(
 def _append(run: Path, results: dict[str, Any]) -> None:
     line = {"date": time.strftime("%Y-%m-%dT%H:%M:%S"), **results}
     try:
-        with (run / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(run / FILE, json.dumps(line))
     except OSError as error:  # the numbers are still worth seeing
         _warn(f"{run / FILE} cannot be written ({error.strerror})")
 

@@ -26,7 +26,7 @@ from fedssl.runs.sweep import list_runs
 from fedssl.training.trainer import precision_on
 from fedssl.util.device import name_device, pick_device
 from fedssl.util.errors import UserError, resume_hint
-from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.files import explain_write_errors, make_folders, write_text
 
 ROOT = Path("runs") / "reproduce"
 # Keys in which a result may differ and still be compared with the paper's.
@@ -386,5 +386,5 @@ def _write(job: Job, commit: str | None, failed: str = "") -> None:
     rows = _read_lines(job.table_file) | {(job.name, job.choice): job.record(commit, failed)}
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.values())
     with explain_write_errors("--out", job.root):
-        job.table_file.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(job.table_file.parent)
         write_text(job.table_file, text)

@@ -14,8 +14,10 @@ from fedssl import config
 from fedssl.config import Config, Recipe
 from fedssl.runs.batch import PlannedRun, check_all, name_in_errors, run_all
 from fedssl.runs.folder import SWEEP, check_alone, check_kind, lock
+from fedssl.runs.reader import read_keys
 from fedssl.util.errors import UserError
-from fedssl.util.files import LONGEST, explain_write_errors, write_text
+from fedssl.util.files import LONGEST, explain_write_errors, remove_strays, write_text
+from fedssl.util.seals import seal_text
 from fedssl.util.text import format_measures
 
 
@@ -67,7 +69,7 @@ def sweep(
         before: Recipe = {}
         if resume:  # locked before it is read: another process may be adding to its lists
             stack.enter_context(lock(out))
-            before = config.read_yaml(out / SWEEP)
+            before = read_keys(out / SWEEP, is_resumed=True)
         tree = _reorder(tree, before)
         settings = list_runs(tree, named, said.append)
         lost = [name for name in list_runs(before) if name not in settings] if before else []
@@ -81,10 +83,11 @@ def sweep(
             stack.enter_context(lock(out))
             _check_folder(out, resume)  # another may have come and gone
         with explain_write_errors("--out", out):
+            remove_strays([out])
             text = yaml.safe_dump(
                 _with_absolute_paths(tree, runs[0].settings), sort_keys=False, allow_unicode=True
             )
-            write_text(out / SWEEP, text)
+            write_text(out / SWEEP, seal_text(text))
         for note in said:
             print(f"fedssl: {note}", file=sys.stderr)
         for _ in run_all(runs):

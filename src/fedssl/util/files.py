@@ -1,4 +1,8 @@
-"""Write files that a reader sees whole or not at all, and explain errors of the disk."""
+"""Write files that a reader sees whole or not at all, and explain errors of the disk.
+
+Every file is written under another name, forced to the disk, and moved into place; then its folder
+is forced to the disk. So neither a kill nor a power cut leaves half of a file.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +10,107 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl.util.errors import UserError
+from fedssl.util.seals import DamagedError, check_tensors, make_room, seal_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST = 255  # bytes of a folder's name, on most file systems
+STRAY = ".*.new"  # files that a killed process left behind
 
 
 @contextlib.contextmanager
-def replace_file(path: Path, private: bool = False) -> Iterator[Path]:
+def replace_file(path: Path, private: bool = False, exclusive: bool = False) -> Iterator[Path]:
     """Yield an empty file that takes the place of ``path`` if all goes well.
 
-    Only its owner can read a ``private`` file.
+    Only its owner can read a ``private`` file. An ``exclusive`` one must not exist before.
     """
     new = path.with_name(f".{path.name}.new")
     try:
         new.unlink(missing_ok=True)  # left by a killed process
         new.touch(mode=0o600 if private else 0o666)
         yield new
-        new.replace(path)
+        sync(new)
+        if exclusive:
+            _move_to_free_place(new, path)
+        else:
+            new.replace(path)
+        sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
+def _move_to_free_place(new: Path, path: Path) -> None:
+    """Move a file where none is, or raise ``FileExistsError``."""
+    try:
+        path.hardlink_to(new)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        new.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    try:
+        number = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder that may be written to and not listed
+        return
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a disk that cannot do this
+            raise
+    finally:
+        os.close(number)
+
+
+def make_folders(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and those above it, unless they exist, and wait until they are on the disk."""
+    try:
+        path.mkdir(mode)
+    except FileNotFoundError:
+        if path == path.parent:
+            raise
+        make_folders(path.parent)
+        path.mkdir(mode, exist_ok=True)
+    except OSError:  # it exists, or the disk is read-only
+        if not path.is_dir():
+            raise
+        return
+    sync(path.parent)
+
+
+def remove_strays(folders: Iterable[Path]) -> None:
+    """Remove the files that a killed process had not moved into place in these folders."""
+    for stray in (stray for folder in folders for stray in folder.glob(STRAY)):
+        stray.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str, durable: bool = True) -> None:
+    """Append a line to a file; a ``durable`` one is on the disk when this returns."""
+    is_new = durable and not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if is_new:
+        sync(path.parent)
+
+
+def write_text(path: Path, text: str, exclusive: bool = False) -> None:
     """Write a small file."""
-    with replace_file(path) as new:
+    with replace_file(path, exclusive=exclusive) as new:
         new.write_text(text, encoding="utf-8")
 
 
@@ -49,17 +121,17 @@ def write_json(path: Path, content: Any) -> None:
 
 def save_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], can_resume: bool = True
-) -> None:
-    """Write a safetensors file, and wait until it is on the disk."""
+) -> str:
+    """Write a safetensors file with a seal; return the seal."""
     from safetensors import SafetensorError  # imported with torch, which takes a second
-    from safetensors.torch import save_file
+    from safetensors.torch import save  # not save_file, which leaves files when it is killed
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path, private=True) as new:
-            save_file(_with_own_memory(tensors), new, metadata)
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
+        seal, parts = seal_tensors(save(_with_own_memory(tensors), make_room(metadata)))
+        make_folders(path.parent)
+        with replace_file(path, private=True) as new, new.open("wb") as file:
+            file.writelines(parts)
+        return seal
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path} cannot be written ({error})",
@@ -67,6 +139,18 @@ def save_tensors(
             fix="Make room. What was saved before is kept." if can_resume else "Make room.",
             can_resume=can_resume,
         ) from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file that ``save_tensors`` wrote, if it is as it was written."""
+    from safetensors.torch import load_file
+
+    try:
+        if check_tensors(path):
+            return load_file(path)
+    except DamagedError:
+        pass
+    raise UserError(f"{path} is damaged", "a file is damaged", fix="Put back a copy of it.")
 
 
 def _with_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +206,7 @@ def write_output(path: Path, text: str, key: str) -> None:
 def make_output_folder(path: Path, key: str) -> None:
     """Make a folder that the option ``key`` named, unless it exists."""
     with explain_write_errors(key, path):
-        path.mkdir(parents=True, exist_ok=True)
+        make_folders(path)
 
 
 def check_suffix(path: Path, key: str, *suffixes: str) -> None:

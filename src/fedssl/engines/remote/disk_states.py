@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from fedssl.engines.base import Version
 from fedssl.engines.remote.codec import MalformedError
 from fedssl.training.trainer import State
-from fedssl.util.files import save_tensors
+from fedssl.util.files import load_tensors, save_tensors
 from fedssl.util.trees import flatten, leaves
 
 
@@ -56,7 +56,7 @@ class DiskStates:
         number, path = max(counting)
         if number > round:  # a message that was delivered late
             raise MalformedError(f"round {number} was done already")
-        return load_file(path)
+        return load_tensors(path)
 
     def save(self, client: int, state: State, round: int, history: History) -> None:
         """Keep a state, and earlier ones as far back as the server may have to go."""
@@ -90,7 +90,7 @@ class ReadOnlyStates:
         self.history = history
         self.round = 0
         self.changed: set[int] = set()
-        self.versions: dict[int, int] = {}  # files of a checkpoint: there are none
+        self.versions: dict[int, Version] = {}  # files of a checkpoint: there are none
 
     def __iter__(self) -> Iterator[int]:
         if self.folder is None or not self.folder.exists():
@@ -104,7 +104,7 @@ class ReadOnlyStates:
             return {}
         return DiskStates(self.folder).load(client, self.round, self.history)
 
-    def restore(self, client: int, flat: dict[str, Tensor], version: int) -> None:
+    def restore(self, client: int, flat: dict[str, Tensor], version: Version) -> None:
         """Fail: a checkpoint holds no states of these clients."""
         raise AssertionError
 

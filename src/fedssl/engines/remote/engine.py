@@ -96,6 +96,8 @@ class RemoteEngine(Engine):
         self.identities = {int(client): key.encode() for client, key in keys.items()}
         self.states.history = History((*names, self.attempt), (*starts, round), round)
         self.states.round = round
+        for client in self.states:  # those of a simulation: a damaged one is an error now
+            self.states.on_host(client)
 
     def committed(self, round: int) -> None:
         """Let clients forget the states from before the checkpoint."""

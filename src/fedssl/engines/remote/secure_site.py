@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from fedssl.engines.remote.payload import hash_arguments
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
-from fedssl.util.files import replace_file
+from fedssl.util.files import make_folders, replace_file
 from fedssl.util.trees import Tree
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ class SecureSums:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Answer one request at a time: Flower may run several processes for one site."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folders(self.folder, 0o700)
         with (self.folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -246,7 +245,7 @@ class SumRecord:
     def add(self, step: str, digest: str, reply: Reply, masker: Masker) -> None:
         """Write an answer and the secrets for the next step to the disk."""
         if reply.tensors:
-            with _replace_synced(self._vector) as new, new.open("wb") as file:
+            with replace_file(self._vector, private=True) as new, new.open("wb") as file:
                 np.save(file, np.frombuffer(reply.tensors["masked"].data, np.int64))
         hexed = json.dumps(reply.message, default=bytes.hex)
         self._content["masker"] = masker.to_bytes().decode()
@@ -254,7 +253,7 @@ class SumRecord:
         self._write()
 
     def _write(self) -> None:
-        self.folder.mkdir(exist_ok=True, mode=0o700)
+        make_folders(self.folder, 0o700)
         _write(self.path, json.dumps(self._content).encode())
 
     @property
@@ -269,19 +268,5 @@ def _digest(client: int, asked: str, message: Message) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with _replace_synced(path) as new:
-        new.write_bytes(data)
-
-
-@contextlib.contextmanager
-def _replace_synced(path: Path) -> Iterator[Path]:
-    """Replace a private file, and wait until it is on the disk: a power cut must not undo it."""
     with replace_file(path, private=True) as new:
-        yield new
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        new.write_bytes(data)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fedssl.engines.base import Engine
@@ -23,7 +22,7 @@ from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
 from fedssl.federation.task import ClientTask
 from fedssl.util.errors import UserError
-from fedssl.util.files import save_tensors
+from fedssl.util.files import load_tensors, save_tensors
 from fedssl.util.text import escape
 from fedssl.util.trees import Tree, unflatten
 
@@ -144,7 +143,7 @@ class Site:
         if here:
             save_tensors(place / f"{request.exchange}.safetensors", here, {}, can_resume=False)
         for exchange in {number for number, _ in request.known.values()}:
-            before = load_file(place / f"{exchange}.safetensors")
+            before = load_tensors(place / f"{exchange}.safetensors")
             for name, (number, there) in request.known.items():
                 if number == exchange:
                     here[name] = before[there]

@@ -5,7 +5,6 @@ Public keys are written as OpenSSH does: ``ssh-ed25519 AAAA…``, without a comm
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -20,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import (
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from fedssl.util.files import replace_file
+from fedssl.util.files import make_folders, replace_file
 
 LONGEST = 1024  # bytes of a public key or a signature, far above those in use
 
@@ -75,18 +74,17 @@ def load_identity(path: Path) -> Identity:
 def make_identity(path: Path) -> Identity:
     """Read the private key of a client, which is made the first time; beside it, the public one."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folders(path.parent, 0o700)
         new = Identity()
         written = new.private.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.OpenSSH,
             serialization.NoEncryption(),
         )
-        path.with_name(f"{path.name}.pub").write_bytes(new.public + b"\n")
+        with replace_file(path.with_name(f"{path.name}.pub")) as file:
+            file.write_bytes(new.public + b"\n")
         with replace_file(path, private=True) as file:
             file.write_bytes(written)
-            with file.open("rb") as data:
-                os.fsync(data.fileno())
     return load_identity(path)
 
 
