@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import flip_bit, refused
 from image_folders import decode_train as load
 from image_folders import save
 from PIL import Image
@@ -95,6 +96,52 @@ def test_a_damaged_cache_is_rebuilt(
     assert (entry / "meta.json").is_file()
     assert "warning" not in capsys.readouterr().err
     assert not [p for p in cache.iterdir() if p.name.startswith(".") and p.is_dir()]
+
+
+def test_flipped_bits_are_named_and_decoded_again(
+    folder: Path, cache: Path, decoded: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = np.array(load(folder)[0])
+    (entry,) = cache.iterdir()
+    chance = random.Random(0)
+    for name in ("train-0.npy", "meta.json"):
+        path = entry / name
+        whole = path.read_bytes()
+        for place in chance.sample(range(8 * len(whole)), 60):
+            path.write_bytes(flip_bit(whole, place))
+            decoded.clear()
+            assert np.array_equal(load(folder)[0], first)
+            said = capsys.readouterr().err
+            # A flipped bit may also leave no array, or no JSON, and then there is none to name.
+            assert decoded and ("is damaged" in said or name == "meta.json" or place < 8 * 128)
+            assert path.read_bytes() == whole
+    path = entry / "train-0.npy"
+    path.write_bytes(flip_bit(path.read_bytes(), 8 * 200))
+    load(folder)
+    assert f"{path} is damaged" in capsys.readouterr().err
+
+
+def test_arrays_are_read_once_to_check_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(folder)
+    load(folder)  # the folder is in another place than where it was written
+    summed: list[int] = []
+    real = caches.zlib.crc32
+    monkeypatch.setattr(caches.zlib, "crc32", lambda data: summed.append(len(data)) or real(data))
+    load(folder)
+    assert not summed
+
+
+def test_folders_that_killed_processes_left_are_removed(folder: Path, cache: Path) -> None:
+    load(folder)
+    (entry,) = cache.iterdir()
+    for name in (f".{entry.name}.123-0123abcd", f".{entry.name}.123-0123abcd.old"):
+        (cache / name).mkdir()
+        (cache / name / "train-0.npy").touch()
+    (cache / ".mine").mkdir()
+    with caches.replace_folder(cache / "other", cache) as new:
+        load(folder)
+        assert new.exists()  # it is at work
+    assert {path.name for path in cache.iterdir()} == {entry.name, "other", ".mine"}
 
 
 @pytest.mark.parametrize(("owner", "name"), [(decode, "_decode_into"), (Path, "rename")])

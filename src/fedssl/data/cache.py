@@ -1,16 +1,22 @@
 """Cache of decoded images: folders of memory-mapped ``.npy`` files and a ``meta.json``.
 
-A cache folder is written beside its final place and renamed, so it is complete or absent, whatever
-other processes write at the same time.
+A cache folder is written beside its final place and renamed. So it is complete or absent, whatever
+other processes write at the same time. ``meta.json`` holds digests of the arrays and of itself,
+which are checked once in each process. A damaged folder is written again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedssl.util.errors import UserError
-from fedssl.util.files import explain_write_errors, write_text
+from fedssl.util.files import explain_write_errors, make_folders, sync, write_text
+from fedssl.util.seals import DamagedError
+from fedssl.util.status import say
 from fedssl.util.text import printable
+
+STRAY = re.compile(r"\..+\.\d+-[0-9a-f]{8}(\.old)?")  # folders that are not in place yet
+BLOCK = 1 << 24  # bytes of a file that one checksum is of
 
 Array = NDArray[Any]
 Meta = dict[str, Any]
@@ -29,7 +40,7 @@ Meta = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cached:
-    """Content of a cache folder; arrays are read only when they are used."""
+    """Content of a cache folder; arrays are mapped, and their pixels read when they are used."""
 
     arrays: dict[str, Array]
     meta: Meta
@@ -43,13 +54,21 @@ def load_or_build(
 ) -> Cached:
     """Open the cache folder ``name``; ``build`` fills it if it is missing, damaged or stale."""
     folder = cache / name
-    cached = _open(folder)
+    _remove_strays(cache)
+    try:
+        cached = _open(folder)
+    except DamagedError as error:
+        say(f"fedssl: {error} is damaged, so these images are decoded again")
+        cached = None
     if cached and not is_stale(cached.meta):
         return cached
     with replace_folder(folder, cache) as new:
-        meta = {**build(new), "arrays": [path.stem for path in new.glob("*.npy")]}
+        meta = build(new)
+        arrays = {path.stem: _checksum(path) for path in sorted(new.glob("*.npy"))}
+        content = {"meta": meta, "arrays": arrays}
+        sealed = {**content, "sha256": _digest(content)}
         # As ASCII: names of images need not be UTF-8.
-        write_text(new / "meta.json", json.dumps(meta, indent=2) + "\n")
+        write_text(new / "meta.json", json.dumps(sealed, indent=2) + "\n")
         # Opened before it is moved, so that it stays whatever another process does to the folder.
         built = _open(new)
     assert built is not None
@@ -57,13 +76,46 @@ def load_or_build(
 
 
 def _open(folder: Path) -> Cached | None:
-    """Open a cache folder; return ``None`` if anything is missing or cut short."""
+    """Open a cache folder; return ``None`` if it is missing, cut short, or of another version.
+
+    Raise ``DamagedError`` if a file is complete and not as it was written.
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in meta["arrays"]}
+        content = json.loads((folder / "meta.json").read_text())
+        digest = content.pop("sha256")
+        paths = {name: folder / f"{name}.npy" for name in content["arrays"]}
+        arrays = {name: np.load(path, mmap_mode="c") for name, path in paths.items()}
+        if digest != _digest(content):
+            raise DamagedError(folder / "meta.json")
+        for name, path in paths.items():
+            if _checksum(path) != content["arrays"][name]:
+                raise DamagedError(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError):
         return None
-    return Cached(arrays, meta)
+    return Cached(arrays, content["meta"])
+
+
+def _digest(content: Meta) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    status = path.stat()
+    return _compute_checksum(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _compute_checksum(path: Path, *unchanged: int) -> str:
+    """Return CRC-32 of a file's blocks, once while its status is unchanged.
+
+    That is several times as fast as SHA-256, and no less safe here: both show damage, and neither
+    stops somebody who can write ``meta.json`` too.
+    """
+    block, sums = memoryview(bytearray(BLOCK)), list[str]()
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            sums.append(f"{zlib.crc32(block[:count]):08x}")
+    return "".join(sums)
 
 
 @contextlib.contextmanager
@@ -72,14 +124,16 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
 
     Errors of the disk name ``cache``, also in the block unless they are about another file.
     """
-    new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    old = new.with_name(f"{new.name}.old")
     with explain_write_errors("data.cache", cache, "the cache cannot be written"):
-        new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
+        make_folders(folder.parent, 0o700)
+        _remove_strays(folder.parent)
+        new, lock = _make_locked_folder(folder)
+        old = new.with_name(f"{new.name}.old")
         try:
             with _name_other_files(new):
                 yield new
+            for path in (*new.rglob("*"), new):
+                sync(path)
             with contextlib.suppress(FileNotFoundError):
                 folder.rename(old)
             try:
@@ -87,9 +141,38 @@ def replace_folder(folder: Path, cache: Path) -> Iterator[Path]:
             except OSError:
                 if not folder.exists():  # else another process has just put its own there
                     raise
+            sync(folder.parent)
         finally:
             for left in (new, old):
                 shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def _make_locked_folder(folder: Path) -> tuple[Path, int]:
+    """Make a folder beside another one; return it with the descriptor that keeps its lock."""
+    while True:
+        new = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}")
+        new.mkdir(mode=0o700)  # decoded private images are for no one else on this machine
+        with contextlib.suppress(FileNotFoundError):  # taken for one that a killed process left
+            number = os.open(new, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # some network disks have no locks
+                fcntl.flock(number, fcntl.LOCK_EX)
+            if new.exists():
+                return new, number
+            os.close(number)
+
+
+def _remove_strays(parent: Path) -> None:
+    """Remove the folders that killed processes left in ``parent``; those at work lock theirs."""
+    for stray in parent.glob(".*"):
+        if STRAY.fullmatch(stray.name):
+            with contextlib.suppress(OSError):
+                number = os.open(stray, os.O_RDONLY)
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(stray, ignore_errors=True)
+                finally:
+                    os.close(number)
 
 
 @contextlib.contextmanager
@@ -124,5 +207,3 @@ def grow_array(path: Path) -> Iterator[Callable[[Array], None]]:
         yield append
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, header)  # has room for the first axis to grow
-        file.flush()
-        os.fsync(file.fileno())  # some disks report only now that they are full
