@@ -60,9 +60,10 @@ class FeatARC(Algorithm):
     distance is σ² + σ²/n to another cluster's mean and σ² − σ²/n to its own. With ``leave_out``,
     a client takes its part out of its cluster's mean first.
 
-    With the paper's optimizer and batches, groups of clients are found if clients have enough images
-    and the groups differ enough (docs/papers/decssl.md). If every cluster starts with the same share
-    of each group, the models differ by chance alone, and nothing tells a client where its group is.
+    With the paper's optimizer and batches, groups of clients are found if clients have enough
+    images and the groups differ enough (docs/papers/decssl.md). If every cluster starts with the
+    same share of each group, the models differ by chance alone, and nothing tells a client where
+    its group is.
     """
 
     result = Result("personal", description="global: that of cluster 0")
