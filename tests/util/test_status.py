@@ -72,3 +72,13 @@ def test_a_stage_that_fails_is_over(capsys: pytest.CaptureFixture[str]) -> None:
         raise ValueError
     time.sleep(0.1)
     assert capsys.readouterr().err == "" and status._display.stages == []
+
+
+def test_a_terminal_breaks_a_line_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    for is_terminal, lines in ((False, 1), (True, 2)):
+        monkeypatch.setattr(status, "is_terminal", lambda shown=is_terminal: shown)
+        status.say("the server could recover it")
+        assert len(capsys.readouterr().err.splitlines()) == lines

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fedssl.util.text import escape
+from fedssl.util.text import escape, fit_line
 
 SILENCE = 1.5  # seconds without output after which a line is printed
 SHARE = 30  # outside of a terminal, a silence is at most one part in so many of the running time
@@ -150,7 +150,8 @@ def stage_without_threads(text: str) -> Iterator[None]:
 def say(line: str) -> None:
     """Print a line above whatever is live."""
     note_output()
-    tqdm.write(escape(line), file=sys.stderr)
+    columns = shutil.get_terminal_size().columns if is_terminal() else None
+    tqdm.write(fit_line(escape(line), columns), file=sys.stderr)
 
 
 def note_output() -> None:
