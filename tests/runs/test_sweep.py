@@ -496,5 +496,5 @@ def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Experiment]) 
     assert torch.equal(checked[0].trainer.initial, build_experiment(settings).trainer.initial)
     name = next(iter(state))
     save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
-    with pytest.raises(UserError, match=rf"^encoder.init=.*\(1,\) for {name}.*run a"):
+    with pytest.raises(UserError, match=rf"^encoder.init=.*{name} has the shape \(1,\).*run a"):
         check(settings)
