@@ -53,6 +53,8 @@ class DivergenceAware(Algorithm):
             change, flat = trained.weights - trained.start, client.trainer.flat
             linear = [span for span in flat.of(nn.Linear) if span.last == "weight"]
             layers = flat.of(nn.Conv2d) or linear
+            if flat.constants():
+                layers = flat.learned
             norms = [torch.linalg.vector_norm(change[s.start : s.stop]) for s in layers]
             client.state["drift"] = torch.stack(norms).mean()
         return client.reply(trained, model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedssl.config import plugins
@@ -133,6 +134,19 @@ class Encoder:
         "predictor.",
     )
     groups: int = key(32, gt=0, help="Number of groups of group normalization.")
+    train: str = key(
+        "all",
+        help="Parameters of the encoder that train; only these are sent, averaged and stored. "
+        "`all`. `last:N`: the last N blocks. `norms`: weights and biases of normalization layers. "
+        "`lora:RANK`: low-rank updates of linear layers and 1 × 1 convolutions. `none`. Projector, "
+        "predictor and other heads always train.",
+    )
+    factors: Literal["one", "both"] = key(
+        "one",
+        help="Factors of `encoder.train=lora:RANK` that train. `one`: the other is random and "
+        "constant, so that the mean of the clients' factors gives the mean of their updates. "
+        "`both`: twice as many numbers, and after several local steps only an approximate mean.",
+    )
     towers: Literal[1, 2] = key(
         1,
         help="Number of networks: one for both views or modalities, or one for each.",
@@ -179,6 +193,13 @@ class Encoder:
                     fix=f"Use encoder.name={TIMM}NAME, or encoder.init=FILE.",
                     against="encoder.name",
                 )
+        if not re.fullmatch(r"all|norms|none|(last|lora):[1-9]\d*", self.train):
+            raise UserError(
+                "unknown",
+                key="encoder.train",
+                value=self.train,
+                fix="Use all, last:N, norms, lora:RANK or none.",
+            )
         if self.pretrained and self.init is not None:
             raise UserError(
                 f"given together with encoder.init={self.init}",
@@ -194,3 +215,7 @@ class Encoder:
                 value=self.mean,
                 fix="Give both keys, with as many numbers each.",
             )
+
+    def without_weights(self) -> Encoder:
+        """Return the settings of the same network with random weights, all of which train."""
+        return replace(self, init=None, pretrained=False, train="all")

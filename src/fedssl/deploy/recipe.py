@@ -129,13 +129,15 @@ def _estimate(config: Config, sites: int) -> Traffic | None:
         if data.size is None or data.halves:
             return None
         # Most images have three channels; the given weights may be for others.
-        encoder = dataclasses.replace(encoder, init=None)
+        encoder = dataclasses.replace(encoder, init=None, pretrained=False)
         classes = ("a", "b") if build_algorithm(config).objective.needs_labels else ()
         site = Introduction("0", "site", many, (3,), data.size, data.size, classes)
         dataset = empty_dataset(site)
     groups = Groups(np.zeros(sites * many, dtype=np.int64), np.arange(sites + 1) * many)
     estimated = dataclasses.replace(config, encoder=encoder, device="cpu")
-    bare = dataclasses.replace(estimated, encoder=dataclasses.replace(encoder, init=None))
+    bare = dataclasses.replace(
+        estimated, encoder=dataclasses.replace(encoder, init=None, pretrained=False)
+    )
     return estimate_traffic(
         assemble(estimated, dataset, groups), lambda: assemble(bare, dataset, groups, weights=False)
     )
@@ -147,10 +149,16 @@ def check_initial_weights(config: Config) -> None:
     if init is None:
         return
     uses_initial = configuration.variant("algorithm", params.name).result.uses_initial
-    word = f"name={params.name}" if uses_initial else f"norm_policy={params.norm_policy}"
+    reasons = {
+        f"algorithm.name={params.name}": uses_initial,
+        f"algorithm.norm_policy={params.norm_policy}": params.norm_policy == "reset",
+        f"encoder.train={config.encoder.train}": config.encoder.train != "all",
+        f"encoder.norm={config.encoder.norm}": config.encoder.norm == "frozen",
+    }
+    word = next((word for word, holds in reasons.items() if holds), "")
     missing = "no such file or folder on the server"
-    no_copy = f"with algorithm.{word} each site needs these weights, and has no copy"
-    is_needed = uses_initial or params.norm_policy == "reset"
+    no_copy = f"with {word} each site needs these weights, and has no copy"
+    is_needed = bool(word)
     refuse(
         config,
         (not Path(init).exists(), "encoder.init", missing, "Correct the path."),

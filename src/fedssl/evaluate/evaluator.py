@@ -23,11 +23,13 @@ from fedssl.evaluate.features import extract
 from fedssl.evaluate.models import TrainedModels
 from fedssl.evaluate.per_client import PerClient
 from fedssl.evaluate.registry import choose_protocols, parse_protocol
-from fedssl.models.network import Tower
+from fedssl.models.network import Network, Tower
+from fedssl.models.trainable import merge_factors
 from fedssl.training.trainer import Trainer
 from fedssl.util.status import stage
 
 Probes = dict[int | None, linear.Head]  # by client; None: of the global model
+Weights = Tensor | Network  # of what trains in the run's network, or another one
 MOST_EVALUATED = 5  # personal models that an evaluation averages over
 
 
@@ -52,17 +54,20 @@ class ModelEvaluator:
         data, has_head = self.data, self.trainer.objective.needs_labels
         return choose_protocols(data.settings, data.train, data.test, has_head)
 
-    def tower(self, weights: Tensor) -> Tower:
-        """Return a copy of the evaluated tower with these weights."""
-        self.trainer.load(weights)
+    def tower(self, weights: Weights) -> Tower:
+        """Return a copy of the evaluated tower with these weights, all of which can train."""
+        network = self.trainer.network if isinstance(weights, Tensor) else weights
+        if isinstance(weights, Tensor):
+            self.trainer.load(weights)
         number = int(self.data.settings.tower == "second")
-        return copy.deepcopy(cast(Tower, self.trainer.network.towers[number])).float().eval()
+        tower = copy.deepcopy(cast(Tower, network.towers[number]))
+        return merge_factors(tower).to(self.trainer.device).float().eval()
 
-    def evaluate(self, weights: Tensor, specs: tuple[str, ...] | None = None) -> dict[str, float]:
+    def evaluate(self, weights: Weights, specs: tuple[str, ...] | None = None) -> dict[str, float]:
         """Measure a model by the protocols ``specs``, or by the configured ones."""
         return self._evaluate(self._load(weights), specs or self.protocols)
 
-    def _load(self, weights: Tensor) -> EvaluatedModel:
+    def _load(self, weights: Weights) -> EvaluatedModel:
         return EvaluatedModel(self.data, self.tower(weights), self._views, "head" in self.protocols)
 
     def _evaluate(self, model: EvaluatedModel, specs: tuple[str, ...]) -> dict[str, float]:
@@ -74,7 +79,7 @@ class ModelEvaluator:
                 results |= self._protocols[spec].evaluate(model)
         return results
 
-    def evaluate_untrained(self, weights: Tensor) -> dict[str, float]:
+    def evaluate_untrained(self, weights: Weights) -> dict[str, float]:
         """Measure random weights, which are the same for all clients."""
         model = self._load(weights)
         results = self._evaluate(model, self.protocols)
@@ -172,7 +177,7 @@ class ModelEvaluator:
         return alter_images(params, images, torch.from_numpy(of_test))
 
     def _score_clients(
-        self, weights: Tensor, probe: linear.Head | None = None
+        self, weights: Weights, probe: linear.Head | None = None
     ) -> NDArray[np.float64]:
         """Return each client's accuracy; without a ``probe`` one is fitted."""
         test = self.data.test

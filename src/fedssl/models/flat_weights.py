@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,25 @@ class FlatWeights:
     def learned(self) -> list[Span]:
         """The places of the parameters."""
         return self.spans[: len(self.layers)]
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return what does not change of the module's state, such as pretrained weights."""
+        return {
+            f"{prefix}.{name}": tensor.detach()
+            for prefix, owner in self.module.named_modules()
+            for name, tensor in (*owner._parameters.items(), *owner._buffers.items())
+            if tensor is not None and tensor.is_floating_point()
+            if name not in owner._non_persistent_buffers_set and not _changes(owner, name, tensor)
+        }
+
+    def digest_constants(self) -> str:
+        """Return a hash of what does not change, empty if all of it does."""
+        constants = self.constants()
+        digest = hashlib.sha256()
+        for name, tensor in constants.items():
+            digest.update(name.encode())
+            digest.update(tensor.float().contiguous().cpu().numpy().tobytes())
+        return digest.hexdigest() if constants else ""
 
     def take(self, gradients: Sequence[Tensor]) -> None:
         """Copy the parameters' gradients into ``gradient`` at once."""

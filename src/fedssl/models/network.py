@@ -17,8 +17,9 @@ from fedssl.data.random import key
 from fedssl.models.checkpoints import load_checkpoint
 from fedssl.models.encoders import Timm
 from fedssl.models.encoders import encoder as make_encoder
-from fedssl.models.norms import BatchNorm, Norm, freeze_batch_norms, mixes_samples
+from fedssl.models.norms import BatchNorm, Norm, mixes_samples
 from fedssl.models.published import load_published
+from fedssl.models.trainable import choose_trainable
 from fedssl.models.weights import find_model, tower_file
 from fedssl.models.wrapped import OwnEncoder
 from fedssl.util.errors import UserError, format_resume
@@ -132,8 +133,6 @@ def build(
     towers, predictors = [], []
     for i in range(settings.towers):
         encoder = make_encoder(settings, channels[i % len(channels)], size, seed)
-        if settings.norm == "frozen":
-            freeze_batch_norms(encoder)
         heads = make_heads(encoder, norm)
         towers.append(Tower(encoder, heads.head))
         if heads.predictor is not None:
@@ -141,6 +140,9 @@ def build(
     network = Network(towers, predictors, joint)
     initialize(network, seed, settings.initializer)
     load_encoders(network, settings)
+    for tower in towers:
+        choose_trainable(tower.encoder, settings, seed)
+    network.has_batch_norm = mixes_samples(network)
     return network
 
 

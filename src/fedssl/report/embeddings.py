@@ -116,7 +116,7 @@ def build_untrained(config: Config, dataset: Dataset, tower: int) -> nn.Module:
     """Build the evaluated tower's encoder with the random weights that the run began from."""
     objective = configuration.variant("objective", config.objective.name)(config.objective)
     images = dataset.train.images
-    fresh = replace(config, encoder=replace(config.encoder, init=None))
+    fresh = replace(config, encoder=config.encoder.without_weights())
     channels = tuple(i.shape[1] for i in images)
     network = build_network(
         fresh, objective, channels, min(images[0].shape[2:]), len(dataset.classes)

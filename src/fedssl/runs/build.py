@@ -33,7 +33,6 @@ from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.client import Client
 from fedssl.federation.sampling import cohort_size, draw_cohort
 from fedssl.federation.server import Server
-from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.network import Network, Tower, build
 from fedssl.models.wrapped import OwnEncoder
 from fedssl.objectives.base import Objective
@@ -128,18 +127,17 @@ class Experiment:
         is_given = encoder.pretrained or encoder.init is not None
         return is_given or plugins.is_own(encoder.name)
 
-    def untrained(self) -> Tensor:
-        """Return random weights, also if the run starts from given ones."""
+    def untrained(self) -> Tensor | Network:
+        """Return random weights, also if the run starts from given ones, or a network of them."""
         if not self.starts_from_given:
             return self.trainer.initial
-        encoder = replace(self.config.encoder, init=None, pretrained=False)
-        fresh = replace(self.config, encoder=encoder)
+        fresh = replace(self.config, encoder=self.config.encoder.without_weights())
         classes = self.head_classes or len(self.dataset.classes)
         network = build_network(fresh, self.trainer.objective, *image_shape(self.dataset), classes)
         for each in network.modules():
             if isinstance(each, OwnEncoder):
                 each.draw_weights(fresh.seed)
-        return FlatWeights(network).vector.to(self.trainer.initial)
+        return network
 
     def _resized_dataset(self) -> Dataset:
         """Load the data at the size of evaluation, if it is another than that of training."""

@@ -67,6 +67,7 @@ def write(out: Path, experiment: Experiment) -> None:
         "config": experiment.record.config,
         "metrics": experiment.record.metrics,
         "classes": json.dumps(experiment.dataset.classes),
+        "constants": experiment.trainer.flat.digest_constants(),
         **engine.notes(),
     }
     if not experiment.of_sites:  # whose images are elsewhere
@@ -134,6 +135,13 @@ def read(out: Path, experiment: Experiment) -> bool:
         made = f"this configuration makes one of {len(server.weights)}"
         fix = "Leave the encoder, the head and the data's channels as they were."
         raise UserError(f"{path} holds a network of {len(weights)} numbers, and {made}", fix=fix)
+    if notes.get("constants", "") != experiment.trainer.flat.digest_constants():
+        raise UserError(
+            f"the weights that do not train are not those of the run in {out}",
+            key="encoder.init",
+            value=experiment.config.encoder.init,
+            fix="Put the file back as it was, or start a new run in another folder.",
+        )
     if "initial" in tree:
         experiment.trainer.initial.copy_(cast(Tensor, tree["initial"]))
     server.round = int(notes["round"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from fedssl.data.client_table import mean_distance
 from fedssl.evaluate import drift
 from fedssl.evaluate.unlabeled import Unlabeled
 from fedssl.models.inputs import Input
+from fedssl.models.trainable import merge_factors
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, metrics, outcome
 from fedssl.runs.build import Experiment
@@ -156,6 +158,6 @@ def export(experiment: Experiment, out: Path) -> None:
 def _save_towers(experiment: Experiment, weights: torch.Tensor, out: Path, name: str) -> None:
     experiment.trainer.load(weights)
     for tower, suffix in enumerate(SUFFIXES[: experiment.config.encoder.towers]):
-        state = experiment.tower(tower).encoder.state_dict()
+        state = merge_factors(copy.deepcopy(experiment.tower(tower).encoder)).state_dict()
         tensors = {key: value.detach().clone().cpu() for key, value in state.items()}
         save_tensors(out / f"{name}{suffix}.safetensors", tensors, {})

@@ -34,7 +34,7 @@ def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArra
     assert isinstance(params, SourceParams)
     if params.encoder is not None:
         settings = _read_settings(Path(params.encoder)) or settings
-    settings = replace(settings, init=params.encoder, towers=1)
+    settings = replace(settings.without_weights(), init=params.encoder, towers=1)
     size = min(images.shape[2:])
     channels, seed = (images.shape[1],), config.split_seed
     try:
