@@ -19,6 +19,7 @@ from helpers import relative
 from safetensors.torch import load_file
 
 pytest.importorskip("ray")
+import grpc
 from far import BYOL, SMALL, small
 
 from fedssl.runs import loop
@@ -109,13 +110,47 @@ def descendants(process: int) -> set[int]:
     return found
 
 
-def listening(processes: set[int]) -> list[tuple[int, str, int]]:
-    """Return the process, address (in hexadecimal) and port of every socket that listens."""
+def open_files(processes: set[int]) -> dict[str, int]:
+    """Return what the processes have open, and which of them."""
     owners = {}
     for process in processes:
         for path in Path(f"/proc/{process}/fd").glob("*"):
             with contextlib.suppress(OSError):
                 owners[str(path.readlink())] = process
+    return owners
+
+
+def unix_sockets(processes: set[int]) -> list[Path]:
+    """Return the files of the sockets that the processes listen at."""
+    owners = open_files(processes)
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [
+        Path(line[7])
+        for line in lines
+        if len(line) == 8 and line[3] == "00010000" and f"socket:[{line[6]}]" in owners
+    ]
+
+
+def call_without_token(port: int) -> set[str]:
+    """Return how a server of Ray's answers strangers; each has one of the services."""
+    answers = set()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name in (
+            *("NodeManagerService/RequestWorkerLease", "CoreWorkerService/PushTask"),
+            *("InternalKVGcsService/InternalKVGet", "ObjectManagerService/Push"),
+            "LogService/ListLogs",
+        ):
+            try:
+                channel.unary_unary(f"/ray.rpc.{name}")(b"", timeout=30)
+                answers.add(f"{name} answered")
+            except grpc.RpcError as error:
+                answers.add(error.code().name)
+    return answers
+
+
+def listening(processes: set[int]) -> list[tuple[int, str, int]]:
+    """Return the process, address (in hexadecimal) and port of every socket that listens."""
+    owners = open_files(processes)
     lines = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -149,6 +184,8 @@ def test_nobody_without_the_token_reaches_ray(tmp_path: Path) -> None:
             time.sleep(0.1)
         sockets = listening(descendants(process.pid))
         assert {address for _, address, _ in sockets} <= set(LOOPBACK)
+        files = unix_sockets(descendants(process.pid))
+        assert files and all(path.parents[3].stat().st_mode & 0o077 == 0 for path in files)
         named = {
             name: (owner, port)
             for owner, _, port in sockets
@@ -156,6 +193,9 @@ def test_nobody_without_the_token_reaches_ray(tmp_path: Path) -> None:
             if name in Path(f"/proc/{owner}/cmdline").read_text().split("\0")[0]
         }
         gcs, agent = named["gcs_server"], named["RuntimeEnvAgent"]
+        for _, _, port in sockets:
+            if port != agent[1]:  # which speaks HTTP
+                assert call_without_token(port) == {"UNAUTHENTICATED", "UNIMPLEMENTED"}
         with pytest.raises(HTTPError, match="401"):
             urlopen(f"http://127.0.0.1:{agent[1]}/get_or_create_runtime_env", b"", timeout=60)
         environment = Path(f"/proc/{gcs[0]}/environ").read_text().split("\0")

@@ -8,8 +8,9 @@ import logging
 import os
 import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +55,7 @@ class SimulatedEngine(RemoteEngine):
             except BaseException as error:  # Flower would print it and go on
                 failures.append(error)
 
-        _start_ray(config.engine.workers)
-        with contextlib.redirect_stdout(None):
+        with _start_ray(config.engine.workers), contextlib.redirect_stdout(None):
             run_simulation(
                 build_server_app(serve),
                 self.client_app(),
@@ -111,16 +111,33 @@ def _protect_ray() -> None:
     raylet.Config.initialize("")
 
 
-def _start_ray(workers: int) -> None:
-    """Start Ray before Flower needs it: without it Flower would wait for replies for ever."""
-    if not os.environ.get("RAY_ADDRESS"):
-        _protect_ray()
+@contextlib.contextmanager
+def _start_ray(workers: int) -> Iterator[None]:
+    """Start Ray before Flower needs it: without it Flower would wait for replies for ever.
+
+    Ray lets everybody write to its folders, so they are in one that is private.
+    """
+    with contextlib.ExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if not os.environ.get("RAY_ADDRESS"):  # else a running cluster, with its processors
+            _protect_ray()
+            # Not below TMPDIR: the paths of sockets are short.
+            folder = tempfile.TemporaryDirectory(
+                prefix="fedssl-ray-", dir="/tmp", ignore_cleanup_errors=True
+            )
+            settings = {"num_cpus": workers, "include_dashboard": False}
+            settings["_temp_dir"] = str(Path(stack.enter_context(folder)) / "ray")
+        import ray
+
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        stack.callback(ray.shutdown)
+        _connect_ray(workers, settings)
+        yield
+
+
+def _connect_ray(workers: int, settings: dict[str, Any]) -> None:
     import ray
 
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    settings: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False}
-    if os.environ.get("RAY_ADDRESS"):  # a running cluster with processors of its own
-        settings = {}
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
     except Exception as error:
@@ -133,7 +150,6 @@ def _start_ray(workers: int) -> None:
         ) from None
     processors = int(ray.cluster_resources().get("CPU", 0))
     if processors < workers:
-        ray.shutdown()
         raise UserError(
             f"Ray has {processors} processors",
             key="engine.workers",
