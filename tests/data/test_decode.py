@@ -131,6 +131,7 @@ def test_unreadable_files_are_named_where_their_folders_are_not_utf8(root: Path)
         images, unreadable = load(root)
         assert len(images) == 2 and list(unreadable) == ["caf\udce9/c.png"]
     assert decode.list_failures(unreadable).startswith("caf\\xe9/c.png (")
+    assert decode.list_failures({"\x1b[2J\n": "damaged"}) == "\\x1b[2J\\n (damaged)"
 
 
 def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(

@@ -118,9 +118,10 @@ def test_an_image_above_its_level(root: Path, levels: tuple[str, ...]) -> None:
 
 
 def test_a_folder_whose_name_is_no_text(root: Path) -> None:
-    make(root, os.fsdecode(b"train/caf\xe9/\xfc/1.png"))
+    make(root, os.fsdecode(b"train/caf\xe9/\xfc/1.png"), "train/a\x1b[2J\n/\u202e/1.png")
     dataset = folder(root, levels=("client", "class"))
-    assert (dataset.clients, dataset.classes) == (("caf\\xe9",), ("\\xfc",))
+    assert dataset.clients == ("a\\x1b[2J\\n", "caf\\xe9")
+    assert dataset.classes == ("\\u202e", "\\xfc")
 
 
 def test_sizes(root: Path) -> None:

@@ -297,7 +297,7 @@ def test_too_few_are_a_skipped_round(nodes: int, tmp_path: Path) -> None:
 
 
 def raises(client: Client) -> None:
-    raise ValueError("patient Smith, image 7")
+    raise ValueError("patient Smith\x1b[2J, image 7")
 
 
 def counts(client: Client) -> None:
@@ -312,7 +312,11 @@ def counts(client: Client) -> None:
     ],
 )
 def test_the_server_gets_to_know_why_a_task_failed(
-    before: Callable[[Client], None], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: Callable[[Client], None],
+    fault: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     far, _ = five_nodes(tmp_path)
     kind = type(far.algorithm)
@@ -326,6 +330,8 @@ def test_the_server_gets_to_know_why_a_task_failed(
     replace_task(monkeypatch, kind, "encode", encode)
     ((client, said),) = one_round(far, tmp_path)["faults"].items()
     assert client == str(BAD) and said.startswith(f"encode: {fault}")
+    log = capsys.readouterr().err  # the site's
+    assert log and all(line.isprintable() for line in log.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ def shorten_list(texts: Sequence[str], most: int) -> str:
 
 
 def printable(path: str | os.PathLike[str]) -> str:
-    """Return a path as text, with ``\\xe9`` for a byte that is not UTF-8."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    """Return a path as one line of text, with ``\\xe9`` for a byte that is not UTF-8."""
+    return escape(os.fsencode(path).decode(errors="backslashreplace"))
 
 
 def escape(text: object) -> str:

@@ -162,5 +162,6 @@ def describe_fault(error: Exception, is_real: bool = True) -> str:
         if is_real and isinstance(error, UserError) and error.public is not None:
             return f"refused: {error.public}; the site's log says more"
         return f"refused: {error}"
-    traceback.print_exception(error, file=sys.stderr)
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        print(escape(line), file=sys.stderr, flush=True)
     return f"failed: {type(error).__name__}"
