@@ -24,7 +24,7 @@ from PIL import Image
 pytest.importorskip("flwr")
 from far import BYOL, Here
 from flwr.app import Context, RecordDict
-from three_sites import WORDS, grid_of, metrics, recorded, serve_here, settled, weights
+from three_sites import WORDS, grid_of, hello, metrics, recorded, serve_here, settled, weights
 
 from fedssl import __version__, report
 from fedssl import config as configuration
@@ -34,6 +34,7 @@ from fedssl.config import Config
 from fedssl.deploy.server import serve, server_app
 from fedssl.deploy.site import load_experiment, read_config
 from fedssl.deploy.write import write_app
+from fedssl.privacy.secure.identity import make_identity
 from fedssl.runs import checkpoint, loggers, loop
 from fedssl.runs.folder import PACKAGE
 from fedssl.runs.reevaluate import evaluate
@@ -254,6 +255,27 @@ def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:
     serve_here(config, sites, tmp_path / "far")
     near = local(settled(), sites, tmp_path / "near")
     torch.testing.assert_close(weights(tmp_path / "far"), near, rtol=0, atol=1e-7)
+
+
+def test_sites_sign_with_their_keys_and_take_part_with_those_of_their_lists(
+    sites: Path, tmp_path: Path
+) -> None:
+    """One site's list lacks another one: without it there is no sum of three."""
+    config, keys = settled("privacy.secure=true", "rounds=1"), tmp_path / "keys"
+    public = {name: make_identity(keys / name).public for name in ("ward", "clinic", "lab")}
+    grid = grid_of(config, sites)
+    for node, name in zip(grid.contexts.values(), public, strict=True):
+        (keys / f"{name}.peers").write_bytes(b"\n".join(public.values()))
+        node.node_config |= {"key": str(keys / name), "peers": str(keys / f"{name}.peers")}
+    serve(grid, config, tmp_path / "far", False)
+    assert not list(tmp_path.glob("state/*/identity"))  # which a site makes without a key
+    (keys / "ward.peers").write_bytes(public["ward"] + b"\n" + public["clinic"])
+    with pytest.raises(TrainingError):
+        serve(grid, config, tmp_path / "less", False)
+    (line,) = metrics(tmp_path / "less")
+    assert "the key of client 1 is not among this site's peers" in line["faults"]["2"]
+    (keys / "ward.peers").write_bytes(public["lab"])
+    assert hello(grid)["fault"].startswith("refused: node-config peers lacks this site's own")
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,30 @@ def test_a_site_refuses_a_mean_that_would_tell_of_it(
     assert "this site answers only" in str(reply.fault) and not reply.tensors
 
 
+def test_a_restarted_server_skips_a_round_that_it_cannot_repeat(tmp_path: Path) -> None:
+    """Client 3 was missing at first. A sum with it would tell its part, beside the first one."""
+    first = five_nodes(tmp_path, tamper=silent("keys", 3, task="encode"))
+    assert not one_round(first, tmp_path)["skipped"]
+    again = five_nodes(tmp_path)
+    again.engine.resume(first.engine.notes(), 0)  # of a checkpoint before the round
+    before = again.server.weights.clone()
+    line = one_round(again, tmp_path)
+    assert line["skipped"] and torch.equal(again.server.weights, before)
+    assert sum("answered already, for another request" in f for f in line["faults"].values()) == 4
+    line = one_round(again, tmp_path)
+    assert not line["skipped"] and "faults" not in line
+
+
+def test_a_restarted_server_gets_the_same_sums_of_the_same_clients(tmp_path: Path) -> None:
+    weights = []
+    first = five_nodes(tmp_path)
+    for session in (first, five_nodes(tmp_path)):
+        session.engine.resume(first.engine.notes(), 0)
+        assert not one_round(session, tmp_path)["skipped"]
+        weights.append(session.server.weights)
+    assert torch.equal(*weights)
+
+
 def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> None:
     far, _ = far_session(small(SECURE), tmp_path)
     for _ in range(3):
