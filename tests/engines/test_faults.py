@@ -78,11 +78,14 @@ def repeated(old: str, new: str) -> Callable[[Message], Message]:
     return spoil
 
 
-def huge_loss(reply: Message) -> Message:
-    record = reply.content.array_records["replies"]
-    old = record[f"{BAD}/loss"]
-    record[f"{BAD}/loss"] = Array(old.dtype, (), old.stype, np.float64(1e308).tobytes())
-    return reply
+def huge_loss(value: float) -> Callable[[Message], Message]:
+    def spoil(reply: Message) -> Message:
+        record = reply.content.array_records["replies"]
+        old = record[f"{BAD}/loss"]
+        record[f"{BAD}/loss"] = Array(old.dtype, (), old.stype, np.float64(value).tobytes())
+        return reply
+
+    return spoil
 
 
 def failed(reply: Message) -> Message:
@@ -111,7 +114,8 @@ SPOILS: dict[str, tuple[Callable[[Message], Message | None], str]] = {
     "more than was asked": (repeated("change", "more"), "more"),
     "no weight": (sharing(math.nan), "weight"),
     "another weight": (sharing(1e12), "a weight of 1e+12, expected 6"),
-    "too large a loss": (huge_loss, "too large to be averaged"),
+    "too large a loss": (huge_loss(1e308), "too large to be averaged"),
+    "a loss that is an outlier": (huge_loss(1e6), "its loss is 1e+06, above engine.max_ratio=100"),
     "not ours": (without_record, "fedssl did not write"),
     "error": (failed, "error 2: boom"),
     "silence": (silent, "no answer in time"),
@@ -197,6 +201,17 @@ def test_an_outlier_among_replies_of_zeros_is_noticed(tmp_path: Path) -> None:
     zeros = {k: Size(loss=1, norm=0, count=100) for k in range(3)}
     assert not checker.find_outliers(task, zeros | {3: Size(loss=1, norm=1, count=100)})
     assert [*checker.find_outliers(task, zeros | {3: Size(loss=1, norm=1e5, count=100)})] == [3]
+
+
+def test_an_update_of_more_images_may_be_larger(tmp_path: Path) -> None:
+    """It makes more steps; moments and features do not grow."""
+    far, _ = five_nodes(tmp_path)
+    far.engine.groups.__dict__["sizes"] = np.array([6, 6, 6, 6, 600])
+    checker, tasks = ReplyChecker(far.engine), far.algorithm.tasks()
+    sizes = {k: Size(loss=1, norm=1, count=100) for k in range(5)}
+    for client, task, refused in ((4, "descend", []), (4, "encode", [4]), (2, "descend", [2])):
+        one = sizes | {client: Size(loss=1, norm=5000, count=100)}
+        assert [*checker.find_outliers(tasks[task], one)] == refused
 
 
 def test_moments_of_bounded_encodings_have_a_bound(tmp_path: Path) -> None:

@@ -25,9 +25,10 @@ def by_hand(features, labels, queries, truth, classes, k, temperature):
 
 
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.1), (7, 0.07), (20, 0.5), (20, 5.0)])
-@pytest.mark.parametrize("cells", [1, 1 << 24])
-def test_agrees_with_a_loop_over_everything(k, temperature, cells, monkeypatch):
+@pytest.mark.parametrize(("cells", "bank"), [(1, 1 << 18), (1 << 24, 1 << 18), (1 << 24, 13)])
+def test_agrees_with_a_loop_over_everything(k, temperature, cells, bank, monkeypatch):
     monkeypatch.setattr(knn, "_CELLS", cells)
+    monkeypatch.setattr(knn, "_BANK", bank)
     labels, truth = torch.arange(60) % 3, torch.arange(40) % 3
     features, queries = cloud(60, 4, 0), cloud(40, 4, 1)
     # Different lengths, so that a forgotten normalization shows.

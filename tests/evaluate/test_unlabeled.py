@@ -40,6 +40,16 @@ def test_effective_rank_of_a_line_is_one_and_of_a_point_is_zero():
     assert effective_rank(torch.zeros(100, 3)) == 0.0
 
 
+@pytest.mark.parametrize("rows", [7, 100])
+def test_effective_rank_of_features_that_are_read_in_parts(rows, monkeypatch):
+    x = cloud(100, 5) * torch.tensor([1.0, 2, 3, 4, 5]) + 7
+    whole = effective_rank(x)
+    monkeypatch.setattr(unlabeled, "ROWS", rows)
+    assert effective_rank(x) == pytest.approx(whole, rel=1e-12)
+    point = torch.full((100, 3), 0.1)
+    assert effective_rank(point + 1e-8 * cloud(100, 3)) == 0.0
+
+
 def test_effective_rank_by_hand():
     # Widths 3 : 1, so shares 3/4 and 1/4.
     cross = torch.tensor([[3.0, 0], [-3, 0], [0, 1], [0, -1]])

@@ -17,20 +17,29 @@ from fedssl.util.errors import TrainingError, UserError
 def extract(encoder: nn.Module, images: Tensor) -> Tensor:
     """Return the features ``[N, d]`` of uint8 images, in float32 on the encoder's device."""
     like = first_weight(encoder)
-    return encode(encoder, (pixels(part, like) for part in split_for_encoding(images)))
+    return encode(encoder, (pixels(part, like) for part in split_for_encoding(images)), len(images))
 
 
-def encode(encoder: nn.Module, batches: Iterable[Tensor]) -> Tensor:
-    """Return the features of batches of float images, in evaluation mode, without gradients."""
+def encode(encoder: nn.Module, batches: Iterable[Tensor], count: int) -> Tensor:
+    """Return the features of batches of float images, in evaluation mode, without gradients.
+
+    ``count`` is how many images there are in all.
+    """
     modes = [(module, module.training) for module in encoder.modules()]
+    features, are_finite, end = torch.empty(0), list[Tensor](), 0
     encoder.eval()
     try:
         with torch.no_grad():
-            features = torch.cat([encoder(images).float() for images in batches])
+            for part in (encoder(images).float() for images in batches):
+                if not end:
+                    features = part.new_empty((count, *part.shape[1:]))
+                start, end = end, end + len(part)
+                features[start:end] = part
+                are_finite.append(torch.isfinite(part).all())  # of all at once: two more tables
     finally:
         for module, mode in modes:
             module.training = mode
-    if not torch.isfinite(features).all():
+    if are_finite and not torch.stack(are_finite).all():
         raise TrainingError("the encoder's features are not finite, so it cannot be evaluated")
     return features
 
@@ -96,8 +105,9 @@ def pool_cases(
 ) -> tuple[Tensor, Tensor]:
     """Return features and labels of the cases, or of the images if there are no cases."""
     groups, labels = units(labels, cases)
-    members = torch.as_tensor(groups.members, device=features.device)
-    return average(features[members], groups.sizes), labels.to(features.device)
+    if cases is not None or len(groups) < len(features):
+        features = features[torch.as_tensor(groups.members, device=features.device)]
+    return average(features, groups.sizes), labels.to(features.device)
 
 
 def head_accuracy(tower: nn.Module, split: Split, modality: int = 0) -> float:

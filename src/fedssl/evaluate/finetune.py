@@ -129,7 +129,8 @@ def score(model: Classifier, test: Labelled) -> float:
     """Return a classifier's top-1 in percent."""
     features = extract(model.encoder, test.images[torch.as_tensor(test.groups.members)])
     pooled = average(features, test.groups.sizes).to(first_weight(model).dtype)
-    return top1(encode(model.head, [pooled]).argmax(dim=1), test.labels.to(pooled.device))
+    logits = encode(model.head, [pooled], len(pooled))
+    return top1(logits.argmax(dim=1), test.labels.to(pooled.device))
 
 
 def fine_tune(

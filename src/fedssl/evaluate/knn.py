@@ -11,6 +11,10 @@ from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import top1
 
 _CELLS = 1 << 24  # the most numbers in one chunk's table of similarities
+_BANK = 1 << 18  # the most training samples in it
+
+
+Found = tuple[Tensor, Tensor]  # similarities of neighbours, nearest first, and their labels
 
 
 class KNN(Protocol):
@@ -22,7 +26,8 @@ class KNN(Protocol):
     def evaluate(self, model: EvaluatedModel) -> dict[str, float]:
         """Vote on each test case."""
         data = model.data
-        train = model.train.take(self.draw(data))
+        everything = self.amount is None  # no copy: there may be millions
+        train = model.train.pooled if everything else model.train.take(self.draw(data))
         k, temperature = data.settings.k, data.settings.temperature
         score = accuracy(*train, *model.test.pooled, data.classes, k, temperature)
         return {self.measure: score}
@@ -49,15 +54,28 @@ def accuracy(
     (Wu et al. 2018, section 3.4.)
     """
     k = min(k, len(features))
-    bank, queries = F.normalize(features), F.normalize(test_features)
-    ballots = F.one_hot(labels, classes).to(bank.dtype)
-    rows = max(1, _CELLS // (len(bank) + k * classes))
+    queries = F.normalize(test_features)
+    rows = max(1, _CELLS // (min(len(features), _BANK) + k * classes))
+    parts = list(queries.split(rows))
+    found = [(part.new_empty((len(part), 0)), labels.new_empty((len(part), 0))) for part in parts]
+    for start in range(0, len(features), _BANK):
+        bank, owners = F.normalize(features[start : start + _BANK]), labels[start : start + _BANK]
+        for i, part in enumerate(parts):
+            nearest, index = (part @ bank.T).topk(min(k, len(bank)))
+            found[i] = _merge(found[i], (nearest, owners[index]), k)
     predicted = []
-    for part in queries.split(rows):
-        nearest, index = (part @ bank.T).topk(k)
+    for nearest, neighbours in found:
         # Relative to the nearest one, no temperature overflows or loses every vote.
         weights = ((nearest - nearest[:, :1]) / temperature).exp()
         # A sum, unlike scatter_add, adds in the same order on every run.
-        votes = (ballots[index] * weights[..., None]).sum(dim=1)
-        predicted.append(votes.argmax(dim=1))
+        ballots = F.one_hot(neighbours, classes).to(weights.dtype)
+        predicted.append((ballots * weights[..., None]).sum(dim=1).argmax(dim=1))
     return top1(torch.cat(predicted), test_labels)
+
+
+def _merge(one: Found, other: Found, k: int) -> Found:
+    """Return the ``k`` nearest of two sets of neighbours, nearest first."""
+    if not one[0].shape[1]:
+        return other
+    nearest, index = torch.cat((one[0], other[0]), dim=1).topk(k)
+    return nearest, torch.cat((one[1], other[1]), dim=1).gather(1, index)

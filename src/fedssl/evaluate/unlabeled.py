@@ -12,6 +12,7 @@ from fedssl.evaluate.features import encode
 
 SAMPLES = 2048  # images that alignment and uniformity look at: two million pairs
 BATCH = 512
+ROWS = 1 << 16  # of a table that is in memory in float64
 
 
 class Unlabeled(Protocol):
@@ -33,7 +34,7 @@ class Unlabeled(Protocol):
         device, parts = features.device, index.split(BATCH)
         batches = [(images[part].to(device), part.to(device)) for part in parts]
         first, second = (
-            encode(model.encoder, (model.views(*batch, view) for batch in batches))
+            encode(model.encoder, (model.views(*batch, view) for batch in batches), len(index))
             for view in (0, 1)
         )
         return {
@@ -50,11 +51,14 @@ def effective_rank(features: Tensor) -> float:
     Roy and Vetterli 2007; RankMe (Garrido et al. 2023). From 1, a line, to the number of
     features, a cloud that is equally wide everywhere; 0 when all features are the same point.
     """
-    x = features.double()
-    size = torch.linalg.vector_norm(x)
-    x = x - x.mean(dim=0)
+    parts = features.split(ROWS)
+    means = torch.stack([part.double().mean(dim=0) for part in parts])
+    shares = torch.tensor([len(part) / len(features) for part in parts], dtype=torch.float64)
+    mean = shares.to(means.device) @ means
+    size = torch.stack([torch.linalg.vector_norm(part.double()) for part in parts]).norm()
     # The eigenvalues of a d × d matrix: the number of samples does not matter.
-    sigma = torch.linalg.eigvalsh(x.T @ x).clamp(min=0).sqrt()
+    products = sum((x.T @ x for x in (part.double() - mean for part in parts)), mean.new_zeros(()))
+    sigma = torch.linalg.eigvalsh(products).clamp(min=0).sqrt()
     sigma = sigma[sigma > torch.finfo(torch.float32).eps * size]  # what is left is rounding
     share = sigma / sigma.sum()
     return float((-(share * share.log()).sum()).exp()) if len(sigma) else 0.0

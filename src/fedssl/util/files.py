@@ -115,8 +115,12 @@ def write_text(path: Path, text: str, exclusive: bool = False) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write numbers and names, for people and programs."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    """Write numbers and names, for people and programs; each item of a list has its line."""
+    if isinstance(content, list):  # of a million clients, perhaps
+        text = ",\n".join(json.dumps(item, ensure_ascii=False) for item in content)
+        write_text(path, f"[\n{text}\n]\n")
+    else:
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def save_tensors(
