@@ -7,6 +7,7 @@ algorithm that relied on what an earlier task left in memory would give other we
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("flwr")
 from far import BYOL, far_session, go, one_round, small
 from flwr.app import Message
 from rounds import assert_sessions_agree
+from scipy import stats
 
 from fedssl.algorithms.ccl import CCL
 from fedssl.engines.remote.engine import STATES
@@ -156,11 +158,15 @@ def test_a_line_of_the_metrics_is_the_same(tmp_path: Path) -> None:
     assert mine | {"seconds": 0, "loss": 0} == theirs | {"seconds": 0, "loss": 0}
 
 
-def test_noise_is_added_to_sums_of_clipped_contributions_here_too(tmp_path: Path) -> None:
-    """With hardly any noise both engines agree; clipping happens at the client."""
-    config = small("privacy.noise=1e-7", "privacy.clip=0.01", "objective.bound=1")
-    near, (far, grid) = build_experiment(config), far_session(config, tmp_path)
-    sent: list[float] = []
+NOISE = ("privacy.noise=2", "privacy.clip=0.01", "objective.bound=1")
+
+
+@pytest.mark.parametrize("words", [(), ("privacy.secure=true",)])
+def test_noise_is_added_to_the_same_sums_of_clipped_contributions(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Sums on the grid are the same to the last bit, so that noise has the same law."""
+    sent, asked = list[float](), list[list[tuple[int, int]]]()
 
     def look(asked: Message, reply: Message) -> Message:
         for name, array in reply.content.array_records["replies"].items():
@@ -169,12 +175,34 @@ def test_noise_is_added_to_sums_of_clipped_contributions_here_too(tmp_path: Path
                 sent.append(float(np.linalg.norm(np.frombuffer(array.data, np.float64))))
         return reply
 
-    grid.tamper = look
-    go(near, 2)
-    go(far, 2)
-    assert relative(far.server.weights, near.server.weights) < 1e-5
-    assert len(sent) == 10 and max(sent) < 0.01 * (1 + 1e-12) and "loss" not in far.server.log
-    assert far.engine.aggregator.compute_privacy() == near.engine.aggregator.compute_privacy()
+    def sessions(name: str, *more: str) -> list[Experiment]:
+        far, grid = far_session(small(*NOISE, *words, *more), tmp_path / name)
+        grid.tamper = look
+        return [build_experiment(small(*NOISE, *more)), far]
+
+    quiet = sessions("quiet", "privacy.most_samples=7")  # clients have six images
+    for session in quiet:
+        requests: list[tuple[int, int]] = []
+
+        def none(count: int, sigma: int, requests: Any = requests) -> np.ndarray:
+            requests.append((count, sigma))
+            return np.zeros(count, dtype=np.int64)
+
+        session.engine.aggregator.sample = none  # type: ignore[attr-defined]
+        go(session, 1)
+        asked.append(requests)
+    assert asked[0] == asked[1] and torch.equal(*(s.server.weights for s in quiet))
+    assert words or (len(sent) == 5 and 0.9 < max(sent) <= 1)  # in units of the clip
+
+    drawn = []
+    for session in sessions("noisy"):
+        go(session, 1)
+        assert "loss" not in session.server.log
+        # Updates of norm 0.01 are nothing beside noise of 0.02 / 5 in each of 78,000 numbers.
+        change = session.server.weights - session.trainer.initial
+        drawn.append(change.double().numpy())
+        assert np.std(drawn[-1]) == pytest.approx(0.02 / 5, rel=0.02)
+    assert stats.ks_2samp(*drawn).pvalue > 1e-4
 
 
 def test_what_clients_have_from_the_round_is_not_sent_again(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class Privacy:
     noise: float | None = key(
         None,
         gt=0,
+        le=1e6,
         help="Differential privacy: standard deviation of the noise on a sum, as a multiple of "
         "`privacy.clip`.",
     )
@@ -114,6 +115,7 @@ class Privacy:
     moments_noise: float | None = key(
         None,
         gt=0,
+        le=1e6,
         needs="noise",
         help="Noise on statistics of encodings, as a multiple of their bound. "
         "`null`: as `privacy.noise`.",
@@ -123,6 +125,21 @@ class Privacy:
     )
     delta: float = key(
         1e-5, gt=0, lt=1, needs="noise", help="δ of the reported (ε, δ) privacy budget."
+    )
+    accountant: Literal["rdp", "pld"] = key(
+        "rdp",
+        affects="nothing",
+        needs="noise",
+        help="Computation of ε. `rdp`: Rényi divergences. `pld`: distributions of the privacy "
+        "loss, which give a smaller ε for the same noise.",
+    )
+    budget: float | None = key(
+        None,
+        gt=0,
+        affects="nothing",
+        needs="noise",
+        help="Largest ε of all runs on the same images together. The run ends before the round "
+        "that would exceed it.",
     )
 
 

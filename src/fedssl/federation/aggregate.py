@@ -43,7 +43,7 @@ class Aggregator:
         return self.release(task, *add_up(contributions))
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
-        """Compute the mean from Σ weight · reply, Σ weight, and the number of replies."""
+        """Compute the mean from the sum, Σ weight, and the number of replies."""
         return scale(total, 1 / weight)
 
     def compute_privacy(self) -> dict[str, float]:

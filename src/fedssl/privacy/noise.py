@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,18 +15,25 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.federation.aggregate import Aggregator, TooFewReplies, Weight
 from fedssl.federation.algorithm import Algorithm
+from fedssl.privacy.accountant import Account, Release, Releases, compute_epsilon
+from fedssl.privacy.gaussian import sample_gaussian
 from fedssl.util.errors import refuse
-from fedssl.util.secrets import system_generator
-from fedssl.util.trees import Tree, leaves, scale
+from fedssl.util.trees import NothingToAverage, Tree, add_scaled, cast_like, leaves, map_leaves
 
-ROUNDINGS = 8  # after clipping, a number is rounded a few times, each time by at most eps
+RUN = ".run"  # in a checkpoint, beside the names of tasks
+STEPS = 1 << 22  # of the grid, within the norm that contributions are clipped to; float32 has 2²⁴
+SLACK = 1e-9  # share of that norm, for the rounding of float64 before the grid
+
+Sample = Callable[[int, int], NDArray[np.int64]]
 
 
 class Noisy(Aggregator):
     """Each client's contribution has a bounded L2 norm; the sum gets noise in proportion to it.
 
     A contribution is weight · reply as one vector. With weights of its own (``most_samples`` above
-    1) the sum of the weights is data too: it is released as one more coordinate, clip · weight.
+    1) the sum of the weights is data too: it is released as one more coordinate. Contributions are
+    in units of the norm that they are clipped to, and on a grid. So their sum loses nothing, and
+    noise on the same grid has no bits that tell the sum.
     """
 
     allows_merging = False
@@ -39,11 +45,11 @@ class Noisy(Aggregator):
         algorithm: Algorithm,
         clients: int,
         cohort: int,
-        generator: Callable[[], np.random.Generator] = system_generator,
+        sample: Sample = sample_gaussian,
     ) -> None:
         self.privacy = config.privacy
         self.bounds = {task.name: task.bound(algorithm) for task in algorithm.tasks().values()}
-        self.generator = generator
+        self.sample = sample
         refuse(
             config,
             (
@@ -61,16 +67,18 @@ class Noisy(Aggregator):
             ),
         )
         sampled = cohort if is_stateless(algorithm) else clients
-        self.ledger = Ledger(self.multiplier, clients, sampled, self.privacy.delta)
+        self.account = Account(self.multiplier, clients, sampled)
+        self.asked = [task.name for task in algorithm.asked(self.privacy.secure, "mean")]
 
     def clip(self, task: str) -> float:
         """Return the L2 norm that weight · reply is clipped to."""
         bound = self.bounds[task]
         return self.privacy.clip if bound is None else bound
 
-    def sensitivity(self, task: str) -> float:
-        """Return the largest L2 norm of a client's part, with the coordinate of its weight."""
-        return self.clip(task) * (math.sqrt(2) if self.privacy.most_samples > 1 else 1)
+    @property
+    def sensitivity(self) -> float:
+        """The largest norm of a client's part over the clip, with the coordinate of its weight."""
+        return math.sqrt(2) if self.privacy.most_samples > 1 else 1.0
 
     def multiplier(self, task: str) -> float:
         """Return the noise's standard deviation over the sensitivity."""
@@ -81,54 +89,94 @@ class Noisy(Aggregator):
     def contribute(
         self, task: str, samples: int, reply: Tree, weight: Weight
     ) -> tuple[float, Tree]:
-        """Return the capped weight, and the reply scaled so that their product is within the clip.
+        """Return the capped weight, and weight · reply / clip, on the grid and not above 1.
 
         Losses stay with the client: each would be one more release.
         """
-        most = self.privacy.most_samples
-        share = 1.0 if weight == "uniform" else min(samples, most) / most
+        share = 1.0
+        if weight != "uniform":
+            most = self.privacy.most_samples
+            share = math.floor(min(samples, most) / most * STEPS) / STEPS
         if isinstance(reply, Mapping):
             reply = {name: leaf for name, leaf in reply.items() if not name.endswith("loss")}
-        each, clip = list(leaves(reply)), self.clip(task)
+        each = list(leaves(reply))
         norms = [float(torch.linalg.vector_norm(leaf, dtype=torch.float64)) for leaf in each]
-        limit = clip * (1 - ROUNDINGS * max(torch.finfo(leaf.dtype).eps for leaf in each))
-        length = share * math.hypot(*norms)
-        return share, scale(reply, 1.0 if length <= limit else limit / length)
+        length = share * math.hypot(*norms) / self.clip(task)
+        # A number is rounded by at most half a step.
+        limit = 1 - SLACK - math.sqrt(sum(leaf.numel() for leaf in each)) / 2 / STEPS
+        factor = share / self.clip(task) * (1.0 if length <= limit else limit / length)
+        return share, round_to_grid(reply, factor)
+
+    def combine(self, task: str, contributions: Iterator[tuple[float, Tree]]) -> Tree:
+        """Release the sum of contributions; float64 adds numbers of the grid without an error."""
+        total, like = None, None
+        weights: list[float] = []
+        for weight, tree in contributions:
+            exact = map_leaves(tree, lambda leaf: leaf.to(torch.float64, copy=True))
+            if total is None:
+                total, like = exact, tree
+            else:
+                add_scaled(total, exact, 1.0)
+            weights.append(weight)
+        if total is None or like is None:
+            raise NothingToAverage
+        return cast_like(self.release(task, total, sum(weights), len(weights)), like)
 
     def release(self, task: str, total: Tree, weight: float, replies: int) -> Tree:
-        """Count the release, then compute the noisy mean."""
-        self.ledger.note(task)
-        spread, generator = self.multiplier(task) * self.sensitivity(task), self.generator()
-        noisy, divisor = add_noise(total, spread, generator), float(replies)
+        """Count the release, then compute the noisy mean, in float64."""
+        self.account.note(task)
+        sigma = math.ceil(self.multiplier(task) * self.sensitivity * STEPS)
+        # A site that keeps to nothing may have sent numbers that are not on the grid.
+        steps = map_leaves(total, lambda leaf: leaf.mul(STEPS).round_())
+        noisy = map_leaves(steps, lambda leaf: leaf + self._noise(leaf.shape, sigma).to(leaf))
+        divisor = float(replies)
         if self.privacy.most_samples > 1:
-            divisor = weight + spread / self.clip(task) * float(generator.standard_normal())
+            divisor = weight + float(self._noise((1,), sigma)) / STEPS
             if divisor <= 0:
                 raise TooFewReplies(
                     f"the noise on the sum of the weights of {task} left nothing to divide by; "
                     "use more clients per round, or a lower privacy.most_samples"
                 )
-        return scale(noisy, 1 / divisor)
+        return map_leaves(noisy, lambda leaf: leaf * (self.clip(task) / STEPS / divisor))
+
+    def _noise(self, shape: Sequence[int], sigma: int) -> Tensor:
+        """Draw noise in steps of the grid; float64 holds every such number."""
+        return torch.from_numpy(self.sample(math.prod(shape), sigma)).double().reshape(shape)
 
     def compute_privacy(self) -> dict[str, float]:
         """Return the (ε, δ) of all releases so far."""
-        return self.ledger.spent()
+        return {"epsilon": self.epsilon(self.account.releases()), "delta": self.privacy.delta}
+
+    def epsilon(self, releases: Releases) -> float:
+        """Return ε at the configured δ."""
+        return compute_epsilon(releases, self.privacy.delta, self.privacy.accountant)
+
+    @property
+    def whole_round(self) -> Release:
+        """The release of a round that asks all of its tasks."""
+        return self.account.release(self.asked)
 
     def save_state(self) -> dict[str, Tensor]:
-        """Return the number of rounds by the tasks that they released."""
-        return {"+".join(tasks): torch.tensor(n) for tasks, n in self.ledger.counts().items()}
+        """Return the run's number, and its rounds by the tasks that they released."""
+        run = torch.tensor(list(bytes.fromhex(self.account.run)), dtype=torch.uint8)
+        counts = self.account.counts().items()
+        return {RUN: run} | {"+".join(tasks): torch.tensor(count) for tasks, count in counts}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the counts of :meth:`save_state`."""
-        self.ledger.rounds = Counter({tuple(k.split("+")): int(n) for k, n in state.items()})
-        self.ledger.current = ()
+        """Restore what :meth:`save_state` returned."""
+        counts = {tuple(k.split("+")): int(count) for k, count in state.items() if k != RUN}
+        self.account.rounds, self.account.current = Counter(counts), ()
+        self.account.run = bytes(state[RUN].tolist()).hex()
 
 
-def add_noise(tree: Tree, spread: float, generator: np.random.Generator) -> Tree:
-    """Add Gaussian noise with standard deviation ``spread`` to every number."""
-    if isinstance(tree, Tensor):
-        noise = torch.from_numpy(np.asarray(generator.standard_normal(tuple(tree.shape))))
-        return (tree.double() + spread * noise.to(tree.device)).to(tree.dtype)
-    return {name: add_noise(child, spread, generator) for name, child in tree.items()}
+def round_to_grid(tree: Tree, factor: float) -> Tree:
+    """Multiply by ``factor`` and round to the grid, in a type that holds its numbers up to 1."""
+
+    def convert(leaf: Tensor) -> Tensor:
+        exact = leaf.detach().double().mul(factor * STEPS).round().div_(STEPS)
+        return exact.to(torch.promote_types(leaf.dtype, torch.float32))
+
+    return map_leaves(tree, convert)
 
 
 def is_stateless(algorithm: Algorithm) -> bool:
@@ -140,69 +188,3 @@ def is_stateless(algorithm: Algorithm) -> bool:
     objective = algorithm.objective
     stateless = all(task.stateless for task in algorithm.asked())
     return stateless and objective.memory.is_empty
-
-
-class Ledger:
-    """Count the sums released in each round, and the privacy that they cost.
-
-    A client is replaced by another (replace-one), which moves a sum by at most twice the
-    sensitivity: the noise counts half. The exchanges of a round are asked of the same cohort, so
-    they are composed first and only their composition is amplified by the draw (a fixed number of
-    clients without replacement).
-    """
-
-    def __init__(
-        self, multiplier: Callable[[str], float], clients: int, cohort: int, delta: float
-    ) -> None:
-        self.multiplier, self.delta = multiplier, delta
-        self.clients, self.cohort = clients, cohort
-        self.rounds: Counter[tuple[str, ...]] = Counter()  # by the exchanges that they released
-        self.current: tuple[str, ...] = ()
-        self._curves: dict[tuple[str, ...], NDArray[np.float64]] = {}
-
-    def note(self, task: str) -> None:
-        """Count a release; the task that comes a second time belongs to the next round."""
-        if task in self.current:
-            self.rounds[self.current] += 1
-            self.current = ()
-        self.current += (task,)
-
-    def counts(self) -> Counter[tuple[str, ...]]:
-        """Return rounds by the tasks that they released, with the current one."""
-        return self.rounds + Counter([self.current] if self.current else [])
-
-    def spent(self) -> dict[str, float]:
-        """Return ε at the configured δ."""
-        from dp_accounting import rdp
-
-        orders = rdp.RdpAccountant().orders
-        total = np.zeros(len(orders))
-        for tasks, count in self.counts().items():
-            total += count * self._curve(tasks)
-        epsilon, _ = rdp.compute_epsilon(orders, total, self.delta)
-        return {"epsilon": float(epsilon), "delta": self.delta}
-
-    def _curve(self, tasks: tuple[str, ...]) -> NDArray[np.float64]:
-        """Compute the Rényi divergences of one round; cached, since they take 0.3 seconds."""
-        import dp_accounting
-
-        if tasks not in self._curves:
-            together = sum(self.multiplier(task) ** -2 for task in tasks) ** -0.5
-            event = dp_accounting.GaussianDpEvent(together / 2)
-            curve = divergences(event)
-            if self.cohort < self.clients:
-                sampled = dp_accounting.SampledWithoutReplacementDpEvent
-                # A draw never costs privacy (the divergence is quasi-convex), but the library's
-                # bound for it is the larger one where there is little noise.
-                amplified = divergences(sampled(self.clients, self.cohort, event))
-                curve = np.minimum(curve, amplified)
-            self._curves[tasks] = curve
-        return self._curves[tasks]
-
-
-def divergences(event: Any) -> NDArray[np.float64]:
-    """Compute the Rényi divergences of an event between data sets that differ in one client."""
-    from dp_accounting import NeighboringRelation, rdp
-
-    accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    return accountant.compose(event).rdp

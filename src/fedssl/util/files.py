@@ -108,6 +108,17 @@ def append_line(path: Path, line: str, durable: bool = True) -> None:
         sync(path.parent)
 
 
+@contextlib.contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this lock file, then hold it."""
+    import fcntl
+
+    make_folders(path.parent, 0o700)
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def write_text(path: Path, text: str, exclusive: bool = False) -> None:
     """Write a small file."""
     with replace_file(path, exclusive=exclusive) as new:

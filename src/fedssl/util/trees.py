@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -29,6 +29,11 @@ def scale(tree: Tree, factor: float) -> Tree:
     tensors = [leaf.detach() for leaf in leaves(tree)]
     # One call for all leaves: one kernel on a GPU.
     return _replace_leaves(tree, iter(torch._foreach_mul(tensors, factor) if tensors else ()))
+
+
+def map_leaves(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """Return the tree of the changed leaves."""
+    return _replace_leaves(tree, map(change, leaves(tree)))
 
 
 def _replace_leaves(tree: Tree, new: Iterator[Tensor]) -> Tree:
@@ -68,6 +73,15 @@ def mean(weighted: Iterable[tuple[float, Tree]]) -> tuple[Tree, float]:
     """Return the weighted mean of trees, and the total weight."""
     total, weights, _ = add_up(weighted)
     return scale(total, 1 / weights), weights
+
+
+def cast_like(tree: Tree, like: Tree) -> Tree:
+    """Convert a tree to the types and devices of ``like``."""
+    if isinstance(tree, Tensor):
+        assert isinstance(like, Tensor)
+        return tree.to(like)
+    assert isinstance(like, Mapping)
+    return {name: cast_like(child, like[name]) for name, child in tree.items()}
 
 
 def count_bytes(tree: Tree) -> int:

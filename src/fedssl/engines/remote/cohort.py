@@ -30,7 +30,7 @@ from fedssl.federation.traffic import Argument
 from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
 from fedssl.util.text import escape
-from fedssl.util.trees import Tree, count_bytes, flatten, unflatten
+from fedssl.util.trees import Tree, cast_like, count_bytes, flatten
 
 if TYPE_CHECKING:
     from fedssl.engines.remote.engine import RemoteEngine
@@ -141,7 +141,7 @@ class RemoteCohort(Cohort):
             self.replies.check_sum(task, included, share, total)
         except MalformedError as error:
             raise TooFewReplies(f"{name}: {error}") from None
-        return self.aggregator.release(name, _cast_like(total, like), share, len(included))
+        return cast_like(self.aggregator.release(name, total, share, len(included)), like)
 
     def _take(self, sums: Unmasker, task: str, step: str, client: int, reply: Reply) -> bool:
         """Take a client's reply to a step of a secure sum; return whether it counts."""
@@ -236,9 +236,3 @@ class RemoteCohort(Cohort):
         """Count a reply's bytes as it travels, with some leaves in half precision."""
         leaves, half = flatten(reply).items(), self.replies.half
         return sum(t.numel() * (2 if name in half else t.element_size()) for name, t in leaves)
-
-
-def _cast_like(tree: Tree, like: Tree) -> Tree:
-    """Convert a tree to the types and devices of ``like``."""
-    wanted = flatten(like)
-    return unflatten({name: leaf.to(wanted[name]) for name, leaf in flatten(tree).items()})

@@ -72,7 +72,8 @@ class ReplyChecker:
         expected = sum(self._expected_share(task, client, like) for client in clients)
         if not math.isclose(share, expected, abs_tol=len(clients) * 2.0**-32):  # their rounding
             raise MalformedError(f"the clients' weights are {share:g}, expected {expected:g}")
-        self._check_bound(task, total, share)
+        has_noise = self.config.privacy.noise is not None  # then replies have their weights already
+        self._check_bound(task, total, len(clients) if has_noise else share)
 
     def _expected_share(self, task: ClientTask, client: int, like: Tree) -> float:
         """Return the share of the images that the client is known to have."""
@@ -82,7 +83,8 @@ class ReplyChecker:
 
     def _check_norm(self, tree: Mapping[str, Tree]) -> None:
         limit, change = self.config.engine.max_norm, tree.get(CHANGE)
-        if limit is None or not isinstance(change, Tensor):
+        is_clipped = self.config.privacy.noise is not None
+        if limit is None or is_clipped or not isinstance(change, Tensor):
             return
         norm = float(torch.linalg.vector_norm(change))
         if norm > limit:
@@ -91,7 +93,9 @@ class ReplyChecker:
     def _check_bound(self, task: ClientTask, tree: Tree, weight: float = 1) -> None:
         """Refuse what no honest client can send; rounding may add a little."""
         bound, norm = task.bound(self.engine.algorithm), Size.of(tree).norm / weight
-        if bound is not None and self.config.privacy.noise is None and norm > 1.01 * bound:
+        if self.config.privacy.noise is not None and task.seen == "mean":
+            bound = 1.0  # contributions are in units of the norm that they are clipped to
+        if bound is not None and norm > 1.01 * bound:
             raise MalformedError(f"a norm of {norm:.4g}, above the bound of {bound:.4g}")
 
     def find_outliers(self, task: ClientTask, sizes: Mapping[int, Size]) -> dict[int, str]:

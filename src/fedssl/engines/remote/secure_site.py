@@ -9,7 +9,6 @@ learn from failures.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
@@ -29,7 +28,7 @@ from fedssl.engines.remote.payload import hash_arguments
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
-from fedssl.util.files import make_folders, replace_file
+from fedssl.util.files import hold_lock, replace_file
 from fedssl.util.trees import Tree
 
 if TYPE_CHECKING:
@@ -98,6 +97,7 @@ class SecureSums:
         # By the site's own recipe: clients and rounds of the run, fewest and most of a sum.
         self.clients, self.rounds = clients, config.rounds
         self.threshold, self.most = smallest_sum(config, clients), cohort_size(config, clients)
+        self.is_weighed = config.privacy.noise is not None  # a reply has its weight already
         self.keys = keys
         self.own_key = identity
 
@@ -113,7 +113,7 @@ class SecureSums:
         step, message = request.secure.step, request.secure.messages.get(client, {})
         asked = hash_arguments(payload, request.arguments, request.weight)
         digest = _digest(client, asked, message)
-        with self._locked():
+        with hold_lock(self.folder / "lock"):  # Flower may run several processes for one site
             self._forget_before(request)
             record = SumRecord(self.folder / f"{request.round}-{request.task}")
             stored = record.find(step, digest)
@@ -146,7 +146,7 @@ class SecureSums:
         vector = None
         if step == "masked":
             share, tree = contribute()
-            vector = encode(tree, share, masker.participants)
+            vector = encode(tree, share, masker.participants, not self.is_weighed)
         try:
             if step == "keys":
                 return Reply(message=masker.keys(self.keys.identity(self.own_key)))
@@ -195,14 +195,6 @@ class SecureSums:
             for old in self.folder.glob("*-*"):
                 if int(old.name.partition("-")[0]) < first:
                     shutil.rmtree(old, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Answer one request at a time: Flower may run several processes for one site."""
-        make_folders(self.folder, 0o700)
-        with (self.folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 class SumRecord:

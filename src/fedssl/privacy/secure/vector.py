@@ -22,8 +22,10 @@ def size(like: Tree) -> int:
     return 1 + sum(leaf.numel() for leaf in flatten(like).values())
 
 
-def encode(tree: Tree, weight: float, participants: int) -> Vector:
+def encode(tree: Tree, weight: float, participants: int, weigh: bool = True) -> Vector:
     """``[weight, weight · leaves …]`` in fixed point, 2⁻³² a unit; leaves in the order of names.
+
+    Leaves that have their weight already are not to be weighed.
 
     Rounding costs a client at most 2⁻³³ a number. The mean of n clients differs from the plain one
     by at most n · 2⁻³³ / Σ weights (times 1 + |mean| if weights are no multiples of 2⁻³²), and by
@@ -33,7 +35,9 @@ def encode(tree: Tree, weight: float, participants: int) -> Vector:
     flat = flatten(tree)
     parts = [torch.ones(1, dtype=torch.float64)]
     parts += [flat[name].detach().to("cpu", torch.float64).reshape(-1) for name in sorted(flat)]
-    units = torch.cat(parts).mul_(weight * SCALE).round_().numpy()
+    numbers = torch.cat(parts)
+    (numbers if weigh else numbers[:1]).mul_(weight)
+    units = numbers.mul_(SCALE).round_().numpy()
     largest = float(np.abs(units).max())
     if not math.isfinite(largest):
         raise ValueError("a number to be summed is not finite")
