@@ -54,6 +54,12 @@ def no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
+def state_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs with noise leave their record of privacy in no user's home."""
+    monkeypatch.setenv("FEDSSL_STATE", str(tmp_path_factory.getbasetemp() / "state"))
+
+
+@pytest.fixture(autouse=True)
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is slow: no line about it comes between those that a test expects."""
     monkeypatch.setattr(status, "SILENCE", math.inf)

@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedssl.runs import loop
     from fedssl.runs.outcome import judge_run
     from fedssl.runs.reader import RunReader
-    from fedssl.runs.result import format_cost, format_result
+    from fedssl.runs.result import format_cost, format_privacy, format_result
 
     if not options.resume and find_config(out) is None:
         check_alone(out)
@@ -111,6 +111,8 @@ def _run(options: argparse.Namespace) -> int:
     finally:  # also when the table cannot be printed
         page = report.write_page_or_warn(out)
     print(f"\n{format_cost(summary)}")
+    if privacy := format_privacy(summary):
+        print(privacy)
     if outcome := judge_run(RunReader(out)):
         print(fit_line(outcome.sentence, terminal_width()))
     print(f"Run: {out}" if page is None else f"Report: {page.absolute().as_uri()}")

@@ -23,6 +23,11 @@ def cache_folder(data: config.Data) -> Path:
     return Path(data.cache or os.environ.get("FEDSSL_CACHE") or "~/.cache/fedssl").expanduser()
 
 
+def state_home() -> Path:
+    """Return the folder of what must outlive runs: records of sites, and privacy that was spent."""
+    return Path(os.environ.get("FEDSSL_STATE") or "~/.local/state/fedssl").expanduser()
+
+
 def list_folders(data: config.Data, name: str) -> list[Path]:
     """Return folders that may hold a standard data set; it is downloaded to the last one."""
     debian = [DEBIAN_FASHION] if name == "fashion-mnist" else []

@@ -106,6 +106,8 @@ def _serve(grid: Grid, config: Config, out: Path, resume: bool) -> dict[str, Any
     experiment = build_server_experiment(config, transport.sites, own)
     assert isinstance(experiment.engine, RemoteEngine)
     experiment.engine.transport = transport
+    if experiment.budget is not None and config.rounds and not resume:
+        experiment.budget.check()
     with explain_write_errors("out", out):
         write_plugins(out, plugin_texts)
     return execute([RunInFolder(experiment, kept, out, resume)])[out]
@@ -134,7 +136,9 @@ def build_server_experiment(
     images = np.broadcast_to(np.int64(0), offsets[-1])  # none of them is here
     groups = Groups(images, offsets)
     names = _number_equal_names([site.name for site in sites])
-    return assemble(config, own or empty_dataset(first), groups, names)
+    experiment = assemble(config, own or empty_dataset(first), groups, names)
+    experiment.images = " ".join(sorted(site.site for site in sites))
+    return experiment
 
 
 def _number_equal_names(names: Sequence[str]) -> list[str]:

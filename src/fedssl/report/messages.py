@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fedssl.config import plugins
 from fedssl.federation.algorithm import build_algorithm
 from fedssl.federation.task import ClientTask
+from fedssl.privacy.accountant import VACUOUS
 from fedssl.privacy.checks import allows_secure_sums, survivors_needed
 from fedssl.privacy.exchanges import (
     Visibility,
@@ -121,6 +122,12 @@ class Sheet:
             spent = {**self.history.last, **self.run.summary}
             if "epsilon" in spent:
                 protection["(ε, δ) spent"] = f"({spent['epsilon']:.4g}, {spent['delta']:g})"
+            if "epsilon_total" in spent:
+                runs, total = spent["runs_counted"], spent["epsilon_total"]
+                vacuous = ", which is vacuous" if total > VACUOUS else ""
+                protection["ε of all runs on these images"] = f"{total:.4g}, {runs} runs{vacuous}"
+            if self.config.privacy.budget is not None:
+                protection["Budget of ε"] = f"{self.config.privacy.budget:g}"
         return protection
 
     def _describe_sums(self) -> str:

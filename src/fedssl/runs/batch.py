@@ -39,8 +39,9 @@ class PlannedRun:
 
     def summary(self) -> dict[str, Any] | None:
         """Return the summary of the run; ``None`` if it is not finished."""
-        found = read_json(self.folder / "summary.json", {})
-        return found if found.get("rounds", -1) >= self.settings.rounds else None
+        found, budget = read_json(self.folder / "summary.json", {}), self.settings.privacy.budget
+        is_spent = budget is not None and found.get("budget_spent") == budget
+        return found if is_spent or found.get("rounds", -1) >= self.settings.rounds else None
 
 
 Run = TypeVar("Run", bound=PlannedRun)

@@ -37,7 +37,9 @@ from fedssl.models.network import Network, Tower, build
 from fedssl.models.wrapped import OwnEncoder
 from fedssl.objectives.base import Objective
 from fedssl.privacy.aggregators import build_aggregator
+from fedssl.privacy.noise import Noisy
 from fedssl.runs import validate
+from fedssl.runs.budget import Budget
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
 from fedssl.training.trainer import Trainer
@@ -76,6 +78,7 @@ class Experiment:
     overhead: Overhead = field(default_factory=Overhead)
     record: Record = field(default_factory=Record)
     notes: Sequence[str] = ()  # the algorithm's, for its user
+    images: str = ""  # a digest of the training images or, of real sites, of their numbers
     drawn: tuple[int, NDArray[np.int64]] | None = None  # a round, and its clients
 
     @property
@@ -109,6 +112,12 @@ class Experiment:
         ids, sizes = np.array([len(self.engine.groups)]), np.array([len(members)])
         lr = self.config.client.lr
         return Client(self.trainer, members, ids, sizes, 0, lr, {})
+
+    @cached_property
+    def budget(self) -> Budget | None:
+        """The count of the privacy that noise spends; ``None`` without noise."""
+        aggregator = self.engine.aggregator
+        return Budget(self.images, aggregator) if isinstance(aggregator, Noisy) else None
 
     def tower(self, number: int = 0) -> Tower:
         """Return a tower of the network that clients train, with its present weights."""
@@ -215,9 +224,11 @@ def assemble(
     engine = build_engine(trainer, algorithm, groups)
     validate.check_engine(engine)
     server = Server(trainer, known)
-    return Experiment(
+    experiment = Experiment(
         config, dataset, clients, names, engine, server, of_sites, head_classes, notes=notes
     )
+    experiment.images = dataset.files.get("train", dataset.name)
+    return experiment
 
 
 def build_site(config: Config, dataset: Dataset) -> Experiment:

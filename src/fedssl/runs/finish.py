@@ -51,6 +51,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         "rounds": experiment.server.round,
         **metrics.totals(out, experiment.overhead.take()),
         **experiment.engine.aggregator.compute_privacy(),
+        **(experiment.budget.summarize() if experiment.budget is not None else {}),
         **metrics.first_rounds(out, settings.targets, target, result),
         **({"per_client": evaluator.client_scores} if evaluator.client_scores else {}),
         "judged": models.result,
@@ -67,9 +68,10 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         "fedssl": __version__,
     }
     write_json(out / "summary.json", summary)
-    # With a constant rate the run may get more rounds, which need the states.
+    # A run may get more rounds, which need the states: with a constant rate, or a larger budget.
+    may_go_on = experiment.config.schedule == "constant" or "budget_spent" in summary
     has_personal = models.has_personal or models.further_models()
-    if not has_personal and experiment.config.schedule != "constant":
+    if not has_personal and not may_go_on:
         checkpoint.forget_clients(out, experiment)
     return summary
 

@@ -96,6 +96,8 @@ def open_run(settings: Config, out: Path, resume: bool) -> Experiment:
     with plugins.translate_errors(), overhead.timed("prepare"), stage("preparing the run"):
         experiment = build_experiment(settings)
     experiment.overhead = overhead
+    if experiment.budget is not None and settings.rounds and not resume:
+        experiment.budget.check()
     if resume and checkpoint.exists(out):
         clients, otherwise = list_clients(experiment), "start a new run in another folder"
         checkpoint.check_images(out, settings.data, experiment.dataset, otherwise, clients)
@@ -117,6 +119,9 @@ class RunInFolder:
         experiment.record.config = format_config(settings)
         has_checkpoint = resume and checkpoint.read(out, experiment)
         metrics.read_rounds(out, experiment.server.round, experiment.record.metrics)
+        if experiment.budget is not None:
+            experiment.budget.about = str(out.absolute())
+            experiment.budget.resume()
         # Nothing is changed before all was checked.
         with explain_write_errors("--out", out):
             remove_unfinished(out)
@@ -140,7 +145,7 @@ class RunInFolder:
             experiment.server.public = experiment.public
             stop.server = experiment.server
             idle = config.find_idle_keys(self.settings)
-            for warning in (*idle, *list_warnings(experiment)):
+            for warning in (*idle, *list_warnings(experiment), *self._describe_budget()):
                 bar.say(warning)
             if not (self.out / checkpoint.FILE).exists():
                 checkpoints.write()  # one to go back to, from the first round on
@@ -154,6 +159,14 @@ class RunInFolder:
 
         with contextlib.closing(bar):  # also if the engine cannot start
             experiment.engine.drive(work)
+
+    def _describe_budget(self) -> Iterator[str]:
+        """Say what noise will spend, or refuse a first round that is not possible."""
+        budget, left = self.experiment.budget, self.settings.rounds - self.experiment.server.round
+        if budget is not None and left > 0:
+            if not self.experiment.server.round:
+                budget.check()
+            yield from budget.describe(left)
 
 
 def execute(runs: Sequence[RunInFolder]) -> dict[Path, dict[str, Any]]:
@@ -177,9 +190,16 @@ def run_rounds(
     experiment: Experiment, out: Path, callbacks: Sequence[Callback], stop: Stop, say: Say
 ) -> None:
     """Run all rounds that are left."""
-    server, rounds = experiment.server, experiment.config.rounds
+    server, rounds, budget = experiment.server, experiment.config.rounds, experiment.budget
     while server.round < rounds:
-        line = run_one_round(experiment, out, say)
+        if budget is not None and not budget.reserve():
+            say(budget.describe_stop(server.round))
+            return
+        try:
+            line = run_one_round(experiment, out, say)
+        finally:
+            if budget is not None:
+                budget.settle()
         for callback in callbacks:
             callback.after_round(line)
         if stop.requested and server.round < rounds:

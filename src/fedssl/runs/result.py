@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedssl.config import Config, plugins, variant
+from fedssl.privacy.accountant import VACUOUS
 from fedssl.util.text import format_bytes, format_measures
 
 Row = Mapping[str, float]
@@ -52,6 +53,17 @@ def _split_measure(measure: str) -> tuple[str | None, str]:
         if measure.startswith(start):
             return which, "per-client_" + measure.removeprefix(start)
     return None, measure
+
+
+def format_privacy(summary: Mapping[str, Any]) -> str | None:
+    """Format the privacy that noise spent, in one line; ``None`` without noise."""
+    if "epsilon" not in summary:
+        return None
+    line = f"Privacy: ε = {summary['epsilon']:.3g} for δ = {summary['delta']:g}"
+    if summary.get("runs_counted", 1) > 1:
+        line += f", {summary['epsilon_total']:.3g} with all {summary['runs_counted']} runs"
+        line += " on these images"
+    return line + (" (vacuous)" if summary.get("epsilon_total", 0) > VACUOUS else "")
 
 
 def format_cost(summary: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from fedssl.engines.remote.payload import hash_arguments
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.checks import smallest_sum
 from fedssl.util.errors import UserError
-from fedssl.util.files import hold_lock, replace_file
+from fedssl.util.files import hold_lock, make_folders, replace_file
 from fedssl.util.trees import Tree
 
 if TYPE_CHECKING:
