@@ -21,6 +21,7 @@ from fedssl import config as configuration
 from fedssl.config import Config, Evaluate
 from fedssl.data.folders import check_all_used
 from fedssl.data.load import load_dataset
+from fedssl.data.places import state_home
 from fedssl.deploy.introduction import Introduction
 from fedssl.engines.flower.apps import build_client_app
 from fedssl.engines.flower.messages import (
@@ -34,6 +35,7 @@ from fedssl.engines.flower.messages import (
 from fedssl.engines.remote.messages import Reply, Request
 from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys
 from fedssl.engines.remote.site import Site, describe_fault
+from fedssl.engines.remote.site_budget import find_budget
 from fedssl.runs.build import Experiment, build_site
 from fedssl.util.errors import UserError
 from fedssl.util.files import LONGEST, append_line, make_folders, write_text
@@ -73,7 +75,10 @@ def client_app(recipe: Path) -> ClientApp:
         def reply() -> RecordDict:
             if read_config(text).privacy.secure:
                 node_keys(node).check(state_folder(data) / IDENTITY)
-            facts = json.dumps(asdict(introduce(load_experiment(text, data), data)))
+            experiment = load_experiment(text, data)
+            if budget := find_budget(experiment.engine, state_folder(data)):
+                budget.check()
+            facts = json.dumps(asdict(introduce(experiment, data)))
             return write_greeting({"version": __version__, "facts": facts})
 
         def refuse(error: Exception) -> RecordDict:
@@ -172,11 +177,10 @@ def _printable(name: str) -> str:
 
 def state_folder(data: str) -> Path:
     """Return the folder that survives a restart of the site: one for each folder of images."""
-    home = Path(os.environ.get("FEDSSL_STATE") or "~/.local/state/fedssl").expanduser()
     path = Path(data).expanduser().resolve()
     suffix = f"-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     name = os.fsencode(path.name)[: LONGEST - len(suffix)].decode(errors="ignore")
-    return home / f"{name}{suffix}"
+    return state_home() / f"{name}{suffix}"
 
 
 def _site_number(folder: Path) -> str:

@@ -17,6 +17,7 @@ from fedssl.engines.remote.disk_states import DiskStates
 from fedssl.engines.remote.messages import Reply, Request, half_precision_leaves
 from fedssl.engines.remote.payload import read_arguments
 from fedssl.engines.remote.secure_site import IDENTITY, NodeKeys, SecureSums
+from fedssl.engines.remote.site_budget import find_budget
 from fedssl.federation.aggregate import count_samples
 from fedssl.federation.client import Client
 from fedssl.federation.server import learning_rates
@@ -45,11 +46,15 @@ class Site:
         self.keys = keys or NodeKeys()
         self.is_real = is_real  # all data here is one client's, whatever number the server gave it
         self.half = half_precision_leaves(self.config)
+        # A simulation's clients are counted where their server is.
+        self.budget = find_budget(engine, folder.parent) if is_real else None
 
     def answer(self, request: Request) -> dict[int, Reply]:
         """Return each client's reply. A client that fails costs only its own reply."""
         try:
             self._check_request(request)
+            if self.budget is not None and request.weight is not None:
+                self.budget.count(request)
             payload = self._collect_payload(request)
         except Exception as error:
             fault = describe_fault(error, self.is_real)
