@@ -128,7 +128,7 @@ class Privacy:
     )
     accountant: Literal["rdp", "pld"] = key(
         "rdp",
-        affects="nothing",
+        affects="monitoring",
         needs="noise",
         help="Computation of ε. `rdp`: Rényi divergences. `pld`: distributions of the privacy "
         "loss, which give a smaller ε for the same noise.",
@@ -136,7 +136,6 @@ class Privacy:
     budget: float | None = key(
         None,
         gt=0,
-        affects="nothing",
         needs="noise",
         help="Largest ε of all runs on the same images together. The run ends before the round "
         "that would exceed it.",

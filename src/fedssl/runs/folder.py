@@ -228,7 +228,7 @@ def _check_rounds(settings: Config, before: Config, out: Path) -> None:
 
 def _check_settings(settings: Config, out: Path, is_final: bool) -> None:
     """Check that a run keeps every key that changes its result."""
-    free = config.keys_affecting(settings, "speed", "nothing") | {"rounds"}
+    free = config.keys_affecting(settings, "speed", "nothing") | {"rounds", "privacy.budget"}
     if not is_final:
         read_keys(out / RUN, is_resumed=True)
         free |= config.keys_affecting(settings, "evaluation", "monitoring")
