@@ -140,7 +140,7 @@ def clone(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def images_of(work: Work) -> Tensor:
     """The images of all clients: ``[clients, samples, C, H, W]``."""
-    images = made(work.clients * work.samples, 3, work.pixels).images[0].to(work.device)
+    images = made(work.clients * work.samples, 3, work.pixels).images[0][:].to(work.device)
     return images.view(work.clients, work.samples, *images.shape[1:])
 
 

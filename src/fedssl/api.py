@@ -174,16 +174,15 @@ class Round:
     def encoder(self) -> ImageEncoder:
         """A copy of the encoder so far."""
         from fedssl.encoder.load import ImageEncoder
+        from fedssl.runs.build import describe_images
 
         experiment, models = self._experiment, self._experiment.models
-        images = experiment.dataset.train.images
         tower = copy.deepcopy(experiment.evaluator.tower(models.global_model()))
         note = {
             "model": f"global, after round {self.number}",
             "encoder": config.to_tree(experiment.config.encoder),
             "features": experiment.tower().encoder.features,
-            "channels": [each.shape[1] for each in images],
-            "size": list(images[0].shape[2:]),
+            **describe_images(experiment.config, experiment.dataset),
         }
         return ImageEncoder(tower.encoder.cpu().float(), note, 0).eval()
 

@@ -129,7 +129,7 @@ def test_few_images_get_both_views_in_one_pass(
     sizes: list[int] = []
     draw = Augmentation.draw
     monkeypatch.setattr(
-        Augmentation, "draw", lambda self, s, v: sizes.append(len(s)) or draw(self, s, v)
+        Augmentation, "draw", lambda self, s, *v: sizes.append(len(s)) or draw(self, s, *v)
     )
     for most, passes in ((32 * channels * 20 * 24, [64]), (1000, [32, 32])):
         monkeypatch.setattr(augment, "FEW", most)

@@ -26,9 +26,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = decode.decode_file
 
-    def watch(path: Path, *rest: int) -> decode.Pixels:
+    def watch(path: Path, *rest: int, **keys: bool) -> decode.Pixels:
         names.append(path.name)
-        return real(path, *rest)
+        return real(path, *rest, **keys)
 
     monkeypatch.setattr(decode, "decode_file", watch)
     return names

@@ -188,10 +188,10 @@ def test_small_files_are_decoded_by_one_thread_and_large_ones_by_all(
     monkeypatch.setattr(decode.os, "cpu_count", lambda: 4)
     together, real, met = threading.Barrier(threads), decode.decode_file, []
 
-    def watch(path: Path, *rest: int) -> decode.Pixels:
+    def watch(path: Path, *rest: int, **keys: bool) -> decode.Pixels:
         together.wait(timeout=30)  # breaks where fewer threads are at work
         met.append(threading.get_ident())
-        return real(path, *rest)
+        return real(path, *rest, **keys)
 
     monkeypatch.setattr(decode, "decode_file", watch)
     assert not load(root)[1]
@@ -206,9 +206,9 @@ def test_decoding_shows_how_many_images_are_done(
     monkeypatch.setattr(decode, "CHUNK", 1)
     slow = decode.decode_file
 
-    def decode_slowly(*arguments: Any) -> Any:
+    def decode_slowly(*arguments: Any, **keys: Any) -> Any:
         time.sleep(0.1)
-        return slow(*arguments)
+        return slow(*arguments, **keys)
 
     monkeypatch.setattr(decode, "decode_file", decode_slowly)
     load(folder)

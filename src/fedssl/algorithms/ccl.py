@@ -270,7 +270,7 @@ class CCL(Algorithm):
         chosen = choose(state, client.samples, self.features)
         # Batch norm looks at them together. With no backward pass there is room for more at once.
         batches = np.array_split(chosen, max(1, trainer.batches.per_epoch(len(chosen)) // 4))
-        images, secret = trainer.images[0][client.members], self.secret(client)
+        images, secret = trainer.plain_images(client.members), self.secret(client)
         public = self.public_images(trainer, images)
         pool = torch.cat((images, public)) if len(public) else images
         features = [self.encode(trainer, pool, batch, secret, len(public)) for batch in batches]

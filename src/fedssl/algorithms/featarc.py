@@ -324,8 +324,8 @@ def _encode(client: Client, weights: Tensor, project: bool) -> tuple[Tensor, Ten
     trainer = client.trainer
     trainer.load(weights)
     network, tower = trainer.network, cast(Tower, trainer.network.towers[0])
-    images = trainer.images[0][client.members]
-    parts = split_batches(trainer, images)
+    images = trainer.plain_images(client.members)
+    parts: Iterable[Tensor] = split_batches(trainer, images)
     if not network.training:  # each image by itself: few large passes keep a GPU busy
         parts = split_for_encoding(images)
     features, encodings = [], []

@@ -150,10 +150,11 @@ class FedCA(Algorithm):
         public, trainer = server.public, server.trainer
         if public is None:  # an estimate of traffic, for which only shapes count
             count, image = self.params.public or 0, trainer.images[0]
+            shape = (count, image.shape[1], *trainer.augmentation.size)
             width = cast(Tower, trainer.network.towers[0]).encoder.features
             base = trainer.initial.new_zeros(()).expand(count, cast(int, width))
-            return {"public": image.new_zeros(()).expand(count, *image.shape[1:]), "base": base}
-        images, batches = trainer.images[0][public.members], trainer.batches
+            return {"public": image.new_zeros(()).expand(shape), "base": base}
+        images, batches = trainer.plain_images(public.members), trainer.batches
         trainer.batches = dataclasses.replace(batches, steps=None, epochs=self.params.base_epochs)
         try:
             public.train_from(trainer.initial, {})
@@ -196,7 +197,7 @@ class FedCA(Algorithm):
         trainer = client.trainer
         state = random_key(client.seed, "share", client.round, client.id)
         chosen = to_device(choose(state, client.samples, self.params.dictionary), trainer.device)
-        images = trainer.images[0][client.members[chosen]]
+        images = trainer.plain_images(client.members[chosen])
         parts = (
             trainer.encode((scale_pixels(trainer, part),))[0]
             for part in split_batches(trainer, images)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,11 +13,14 @@ from typing import Any
 import yaml
 
 from fedssl.config import plugins
+from fedssl.config.catalogue import OWN_DATA
 from fedssl.config.keys import Recipe, convert_section, key_fields, key_types, path_keys
 from fedssl.config.merge import merge
 from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, variant
 from fedssl.util.errors import UserError, format_value
+
+STORED = 8 / 7  # of the size of a view: 256 pixels for 224
 
 
 def build(tree: Recipe) -> Config:
@@ -29,11 +33,22 @@ def build(tree: Recipe) -> Config:
             kind = variant(section, str(given.get("name", default))).Params
         sections[section] = convert_section(kind, given, section)
     _check_top_level(tree, sections)
-    config = convert_section(Config, {**tree, **sections}, "")
+    config = _complete(convert_section(Config, {**tree, **sections}, ""))
     _check(config)
     for section in DEFAULT_NAMES:
         getattr(config, section).check(config)
     return rename_plugins(config, plugins.make_absolute)
+
+
+def _complete(config: Config) -> Config:
+    """Fill in how images are stored, which depends on the size of a view."""
+    data, view = config.data, config.augment.size
+    if data.shape is None:
+        data = replace(data, shape="square" if view is None else "whole")
+    is_own = data.name in OWN_DATA or plugins.is_own(data.name)
+    if data.size is None and data.shape == "whole" and view is not None and is_own:
+        data = replace(data, size=round(view * STORED))
+    return replace(config, data=data)
 
 
 def find_keys(name: str, sections: Mapping[str, Any] = BASE_PARAMS) -> list[str]:
@@ -142,6 +157,7 @@ def _check(config: Config) -> None:
     if privacy.moments_noise is not None and privacy.noise is None:
         problem, fix = "updates without noise reveal the moments", "Set privacy.noise too."
         raise UserError(problem, key="privacy.moments_noise", value=privacy.moments_noise, fix=fix)
+    _check_sizes(config)
     patch, size = encoder.patch, config.evaluate.size
     if encoder.name == "vit-tiny" and size is not None and size % patch:
         problem = f"does not divide evaluate.size={size}"
@@ -157,3 +173,20 @@ def _check(config: Config) -> None:
     if not isinstance(results, Mapping):
         fix = "Give a measure and a number, such as {linear_top1: 84.3}."
         raise UserError("not keys and values", key="paper.results", value=results, fix=fix)
+
+
+def _check_sizes(config: Config) -> None:
+    """Check that images are stored as views and modalities need them."""
+    data, view = config.data, config.augment.size
+    is_whole = data.shape == "whole"
+    if is_whole and data.name in OWN_DATA and (data.size or math.inf) < (view or 0):
+        problem = f"smaller than a view (augment.size={view})"
+        fix = f"Use data.size={round((view or 0) * STORED)}, or data.shape=square."
+        raise UserError(problem, key="data.size", value=data.size, fix=fix, against="augment.size")
+    if data.halves and (is_whole or view is not None):
+        problem, fix = "halves are those of square images", "Leave augment.size and data.shape out."
+        raise UserError(problem, key="data.halves", value=True, fix=fix)
+    source = getattr(config.partition, "source", "labels")
+    if is_whole and source in ("rotation", "style"):
+        problem, fix = "alters square images", "Set data.shape=square."
+        raise UserError(problem, key="partition.source", value=source, fix=fix)

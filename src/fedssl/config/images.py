@@ -38,7 +38,14 @@ class Data:
     size: int | None = key(
         None,
         gt=0,
-        help="Height and width of images in pixels. `null`: the size of the data set.",
+        help="Height and width of stored images in pixels. `null`: the size of the data set or, "
+        "for images of your own with `data.shape=whole`, 8/7 of `augment.size`.",
+    )
+    shape: Literal["square", "whole"] | None = key(
+        None,
+        help="Part of an image that is stored. `square`: the square in the middle, resized to "
+        "`data.size`. `whole`: all of it, with its aspect ratio; a longer side than `data.size` is "
+        "reduced to that. `null`: `whole` if `augment.size` is set, else `square`.",
     )
     levels: tuple[Literal["class", "client", "case"], ...] | None = key(
         None,
@@ -89,6 +96,12 @@ class Augment:
     name: str = key(
         "dcco",
         help="Preset, named after the paper that uses it. `FILE.py:NAME`: a function of your own.",
+    )
+    size: int | None = key(
+        None,
+        gt=0,
+        help="Height and width of a view in pixels, and of images in evaluation. `null`: "
+        "`data.size`.",
     )
     crop: tuple[float, float] | None = key(
         None,

@@ -244,7 +244,7 @@ class Evaluate:
         None,
         gt=0,
         affects="evaluation",
-        help="Height and width of images in evaluation. `null`: `data.size`.",
+        help="Height and width of images in evaluation. `null`: those of a view.",
     )
     tower: Literal["first", "second"] = key(
         "first", affects="evaluation", help="Network to evaluate where there are two."

@@ -33,6 +33,7 @@ from fedssl.data.operations import (
 from fedssl.util.errors import UserError, suggest
 
 View = int | Tensor
+Sides = tuple[int, int] | tuple[Tensor, Tensor]  # height and width of all images, or of each
 Box = tuple[Tensor, Tensor, Tensor, Tensor]
 Constants = tuple[Tensor, ...]  # see Augmentation._build_constants
 
@@ -114,7 +115,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A preset for images of one shape.
+    """A preset for images of some channels, whose views have one size.
 
     >>> augmentation = Augmentation.from_config(config.Augment("byol"), 3, (32, 32))
     >>> first = augmentation.views(images, state, view=0)
@@ -122,7 +123,7 @@ class Augmentation:
 
     preset: Preset
     channels: int
-    size: tuple[int, int]
+    size: tuple[int, int]  # of a view
     # The constants of ``draw`` on each device: copying them would make a GPU wait.
     _constants: dict[torch.device, Constants] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -132,14 +133,20 @@ class Augmentation:
     def from_config(
         cls, augment: config.Augment, channels: int, size: tuple[int, int]
     ) -> Augmentation:
-        """Build the named preset, with values of the configuration in place of the preset's."""
+        """Build the named preset, with values of the configuration in place of the preset's.
+
+        Views have ``augment.size``, else the ``size`` of the images.
+        """
+        if augment.size is not None:
+            size = (augment.size, augment.size)
         if plugins.is_own(augment.name):
             return OwnAugmentation(PRESETS["none"], channels, size, name=augment.name)
         if augment.name not in PRESETS:
             problem = f"unknown preset{suggest(augment.name, PRESETS)}"
             fix = f"Use one of {', '.join(PRESETS)}, or FILE.py:NAME."
             raise UserError(problem, key="augment.name", value=augment.name, fix=fix)
-        given = {k: v for k, v in vars(augment).items() if k != "name" and v is not None}
+        names = {field.name for field in dataclasses.fields(Preset)}
+        given = {k: v for k, v in vars(augment).items() if k in names and v is not None}
         preset = dataclasses.replace(PRESETS[augment.name], **given)
         _check(preset)
         return cls(preset, channels, size)
@@ -157,20 +164,26 @@ class Augmentation:
         return max(3, min(self.size) // 10 | 1)
 
     def views(
-        self, images: Tensor, state: Tensor, view: View, dtype: torch.dtype = torch.float32
+        self,
+        images: Tensor,
+        state: Tensor,
+        view: View,
+        dtype: torch.dtype = torch.float32,
+        sizes: Tensor | None = None,
     ) -> Tensor:
-        """Return view 0 or 1 of uint8 ``images [B, C, H, W]``: the same shape, between 0 and 1.
+        """Return view 0 or 1 of uint8 ``images [B, C, H, W]``: floats between 0 and 1.
 
         ``state [B]`` is one state of the counter-based hash for each sample. ``view`` may be one
-        number for each sample, too.
+        number for each sample, too. ``sizes [B, 2]`` are the true heights and widths of images that
+        do not fill their frame. Of images that are larger or smaller than a view, a preset without
+        crops takes the middle square.
         """
-        assert tuple(images.shape[2:]) == self.size
-        x = images.to(dtype) / 255
-        if self.preset == PRESETS["none"]:
+        x, sides = images.to(dtype) / 255, self._sides(images, sizes)
+        if self.preset == PRESETS["none"] and sides is None:
             return x
-        c = self.draw(state, view)
+        c = self.draw(state, view, sides)
         if c.degrees is not None:
-            x = rotate(x, c.degrees)
+            x = rotate(x, c.degrees, sizes)
         if c.box is not None:
             x = resized_crop(x, *c.box, self.size, c.flip)
         elif c.flip is not None:
@@ -190,8 +203,19 @@ class Augmentation:
             x = x + self.preset.noise * values.view(x.shape).to(dtype)
         return x.clamp_(0, 1)
 
+    def _sides(self, images: Tensor, sizes: Tensor | None) -> Sides | None:
+        """Return the images' heights and widths, or ``None`` if they are those of a view."""
+        if sizes is not None:
+            return sizes[:, 0], sizes[:, 1]
+        height, width = images.shape[2:]
+        return None if (height, width) == self.size else (height, width)
+
     def each(
-        self, images: Sequence[Tensor], state: Tensor, dtype: torch.dtype = torch.float32
+        self,
+        images: Sequence[Tensor],
+        state: Tensor,
+        dtype: torch.dtype = torch.float32,
+        sizes: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return view 0 of the first images and view 1 of the second, as ``views`` does.
 
@@ -200,10 +224,14 @@ class Augmentation:
         first = images[0]
         is_small = first.device.type == "cpu" and first.numel() <= FEW
         if len(images) == 1 or not is_small or any(x.shape != first.shape for x in images):
-            return tuple(self.views(x, state, view, dtype) for view, x in enumerate(images))
+            return tuple(
+                self.views(x, state, view, dtype, None if sizes is None else sizes[view])
+                for view, x in enumerate(images)
+            )
         view = torch.arange(len(images)).repeat_interleave(len(state))
-        both = self.views(torch.cat(list(images)), state.repeat(len(images)), view, dtype)
-        return both.split(len(state))
+        together, states = torch.cat(list(images)), state.repeat(len(images))
+        both_sizes = None if sizes is None else torch.cat(list(sizes))
+        return self.views(together, states, view, dtype, both_sizes).split(len(state))
 
     def constants(self, device: torch.device) -> Constants:
         """Return the constants of ``draw``; call it once before compiling what uses them."""
@@ -223,22 +251,26 @@ class Augmentation:
         unused = torch.tensor([float(not used) for used in self.colours])  # sorted last
         return torch.tensor(probabilities, dtype=torch.float32), low, high - low, unused
 
-    def draw(self, state: Tensor, view: View) -> Choices:
-        """Draw what ``views`` does to each sample."""
+    def draw(self, state: Tensor, view: View, sides: Sides | None = None) -> Choices:
+        """Draw what ``views`` does to each sample; ``sides`` are those of images of other sizes."""
         p, colours = self.preset, sum(self.colours)
         blurs, solarizes = (
             pair[view] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
         )
-        crops = p.crop != (1.0, 1.0)
+        crops, box = p.crop != (1.0, 1.0), None
         u = random.uniform(random.mix(state, view), _CROP + (CROP_NUMBERS if crops else 0))
         probability, low, span, unused = self.constants(state.device)
         flip, jitter, gray, blur, solarize = (u[:, _HAPPENS] < probability[view]).unbind(1)
         ranges = low + span * u[:, _RANGES]
         turns = (u[:, _TURNS] + unused).argsort(dim=1, stable=True) if colours else None
+        if crops:
+            box = crop_box(u[:, _CROP:], p.crop, sides or self.size)
+        elif sides is not None:
+            box = middle_box(u, sides)
         return Choices(
             flip=flip if p.flip else None,
             degrees=ranges[:, 0] if p.rotate else None,
-            box=crop_box(u[:, _CROP:], p.crop, self.size) if crops else None,
+            box=box,
             jitter=jitter if colours else None,
             factors=ranges[:, 2:] if colours else None,
             turns=None if turns is None else turns[:, :colours],
@@ -274,13 +306,17 @@ class OwnAugmentation(Augmentation):
         return function
 
     def views(
-        self, images: Tensor, state: Tensor, view: View, dtype: torch.dtype = torch.float32
+        self,
+        images: Tensor,
+        state: Tensor,
+        view: View,
+        dtype: torch.dtype = torch.float32,
+        sizes: Tensor | None = None,
     ) -> Tensor:
-        """Return what the function makes of uint8 ``images``."""
+        """Return what the function makes of uint8 ``images``, or of their middle squares."""
+        images = super().views(images, state, view, dtype, sizes)
         state = random.mix(state, view)
-        result = self.function(
-            images.to(dtype) / 255, lambda count: random.uniform(state, count).to(dtype)
-        )
+        result = self.function(images, lambda count: random.uniform(state, count).to(dtype))
         if not isinstance(result, Tensor) or result.shape[:2] != images.shape[:2]:
             kind = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             fix = "Return a tensor with as many images and channels."
@@ -302,29 +338,43 @@ def _check(preset: Preset) -> None:
         raise UserError(problem, key="augment.jitter", value=preset.jitter, fix=fix)
 
 
-def crop_box(u: Tensor, scale: tuple[float, float], size: tuple[int, int]) -> Box:
+def crop_box(u: Tensor, scale: tuple[float, float], sides: Sides) -> Box:
     """Return top, left, height and width of random crops, from 22 uniform numbers per sample.
 
-    The rule is that of torchvision's RandomResizedCrop: the first of ten boxes with a random share
-    of the area and an aspect ratio between 3/4 and 4/3 that fits; if none does, the largest one in
-    the middle.
+    ``sides`` are the height and width of all images, or of each. The rule is that of torchvision's
+    RandomResizedCrop: the first of ten boxes with a random share of the area and an aspect ratio
+    between 3/4 and 4/3 that fits; if none does, the largest one in the middle.
     """
-    height, width = size
     # In float64, so that a rounding error practically never decides about a pixel.
     place, areas, ratios = u.double().split((2, _TRIES, _TRIES), 1)
+    height, width = (_column(side, u) for side in sides)
     least, most = (share * height * width for share in scale)
     side = (least + (most - least) * areas).sqrt_()  # of a square
     stretch = (math.log(4 / 3) * (ratios - 0.5)).exp_()  # square root of the aspect ratio
     h, w = (side / stretch).round_(), (side * stretch).round_()
-    fits = (h <= height) & (w <= width)
-    if least < 1:
-        fits &= h * w > 0
+    fits = (h <= height) & (w <= width) & (h * w > 0)
     # The fallback is one more try, which always fits.
     first = F.pad(fits, (0, 1), value=True).byte().argmax(1, keepdim=True)
-    h = F.pad(h, (0, 1), value=min(height, round(width * 4 / 3))).gather(1, first)
-    w = F.pad(w, (0, 1), value=min(width, round(height * 4 / 3))).gather(1, first)
+    last = torch.minimum(height, (width * 4 / 3).round())
+    h = torch.cat((h, last), 1).gather(1, first)
+    last = torch.minimum(width, (height * 4 / 3).round())
+    w = torch.cat((w, last), 1).gather(1, first)
     # Just under one half is the middle, rounded down.
     place = place.masked_fill(first == _TRIES, 0.5 - 1e-6)
     top = (place[:, :1] * (height + 1 - h)).floor_()
     left = (place[:, 1:] * (width + 1 - w)).floor_()
     return top[:, 0], left[:, 0], h[:, 0], w[:, 0]
+
+
+def middle_box(u: Tensor, sides: Sides) -> Box:
+    """Return top, left, height and width of the middle squares, for each row of ``u``."""
+    height, width = (_column(side, u)[:, 0] for side in sides)
+    side = torch.minimum(height, width)
+    return ((height - side) / 2).floor(), ((width - side) / 2).floor(), side, side
+
+
+def _column(side: int | Tensor, like: Tensor) -> Tensor:
+    """Return a side of all images, or of each, as a float64 number for each row of ``like``."""
+    if isinstance(side, Tensor):
+        return side.to(torch.float64)[:, None]
+    return torch.full((len(like), 1), side, dtype=torch.float64, device=like.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,10 +17,24 @@ Ints = NDArray[np.int64]
 PIXELS_PER_PASS = 512 * 64 * 64  # 512 images of 64 pixels per side, or 10 of 448
 
 
-def split_for_encoding(images: Tensor) -> tuple[Tensor, ...]:
-    """Split images into parts that are encoded in one pass: 512 images, or fewer large ones."""
-    most = PIXELS_PER_PASS // (images.shape[2] * images.shape[3])
-    return images.split(max(1, min(512, most)))
+class ImageArray(Protocol):
+    """uint8 images ``[N, C, H, W]``: a tensor, or an object that makes its parts when asked."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of all images."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Return the images of a slice, or of a list of numbers."""
+
+
+def split_for_encoding(images: ImageArray) -> Iterator[Tensor]:
+    """Yield images in parts that are encoded in one pass: 512 images, or fewer large ones."""
+    count = max(1, min(512, PIXELS_PER_PASS // (images.shape[2] * images.shape[3])))
+    for start in range(0, max(1, len(images)), count):
+        yield images[start : start + count]
 
 
 @dataclass(frozen=True)
@@ -59,12 +74,17 @@ class Groups:
 
 @dataclass(frozen=True)
 class Split:
-    """Training or test samples: one uint8 tensor ``[N, C, H, W]``, or two for paired modalities."""
+    """Training or test samples: uint8 images ``[N, C, H, W]``, twice for paired modalities.
 
-    images: tuple[Tensor, ...]
+    ``sizes`` are the true heights and widths ``[N, 2]`` of images that are smaller than H × W: such
+    an image lies in the upper left corner, and the rest is 0.
+    """
+
+    images: tuple[ImageArray, ...]
     labels: Tensor | None = None  # int64, -1 where a sample has none
     clients: Ints | None = None  # number of the client folder of each sample
     cases: Ints | None = None  # number of the case of each sample
+    sizes: tuple[Tensor, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.images[0])
@@ -82,6 +102,7 @@ class Split:
             None if self.labels is None else self.labels[index],
             None if self.clients is None else self.clients[rows],
             None if self.cases is None else self.cases[rows],
+            None if self.sizes is None else tuple(sizes[index] for sizes in self.sizes),
         )
 
 

@@ -1,4 +1,4 @@
-"""Decode image files into uint8 arrays: upright, cropped to a square, resized, in threads."""
+"""Decode image files into uint8 arrays: upright, square or whole, resized, in threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
-from fedssl.data.cache import Meta, grow_array, load_or_build
+from fedssl.data.cache import Array, Meta, grow_array, load_or_build
 from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.util.errors import UserError
@@ -38,39 +38,45 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def decode_file(path: Path, size: int, channels: int = 3) -> Pixels:
-    """Decode an image file to ``[channels, size, size]``: see ``to_pixels``."""
+def decode_file(path: Path, size: int, channels: int = 3, whole: bool = False) -> Pixels:
+    """Decode an image file to ``[channels, height, width]``: see ``to_pixels``."""
     with _open_image(path) as image:
         # JPEG decodes at a fraction of its size for less work. Pixels differ a little from those of
         # the whole image, so an export's steps say it.
-        image.draft(None, (DRAFT * size, DRAFT * size))
-        return to_pixels(image, size, channels)
+        short = size * min(image.size) / max(image.size) if whole else size
+        image.draft(None, (math.ceil(DRAFT * short), math.ceil(DRAFT * short)))
+        return to_pixels(image, size, channels, whole)
 
 
-def to_pixels(image: Image.Image, size: int | None, channels: int = 3) -> Pixels:
+def to_pixels(
+    image: Image.Image, size: int | None, channels: int = 3, whole: bool = False
+) -> Pixels:
     """Turn an image upright, crop its middle square and resize; grey if there is 1 channel.
 
-    Without a size it is neither cropped nor resized.
+    A ``whole`` image keeps its aspect ratio, and is only reduced: its longer side has at most
+    ``size`` pixels. Without a size, an image is neither cropped nor resized.
     """
     image.load()
-    square = _to_bytes(_turn_upright(image))
-    if size is not None:
-        square = ImageOps.fit(square, (size, size), Image.Resampling.BILINEAR)
+    image = _to_bytes(_turn_upright(image))
+    if size is not None and whole:
+        image = _reduce(image, size)
+    elif size is not None:
+        image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     if channels == 1:
-        return np.asarray(square.convert("L"))[None]
-    return np.asarray(square.convert("RGB")).transpose(2, 0, 1)
+        return np.asarray(image.convert("L"))[None]
+    return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
 
 
 def decode_files(
-    paths: Iterable[Path], size: int, channels: int
-) -> Generator[Pixels | str, None, None]:
+    paths: Iterable[Path], decode: Callable[[Path], T]
+) -> Generator[T | str, None, None]:
     """Yield each file's pixels or, if it cannot be read, the reason; threads run a little ahead."""
-    return _map_in_threads(lambda path: _try_decode(path, size, channels), paths)
+    return _map_in_threads(functools.partial(_try, decode), paths)
 
 
-def _try_decode(path: Path, size: int, channels: int = 3) -> Pixels | str:
+def _try(decode: Callable[[Path], T], path: Path) -> T | str:
     try:
-        return decode_file(path, size, channels)
+        return decode(path)
     except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
         return describe_failure(error)
 
@@ -133,6 +139,15 @@ def _to_bytes(image: Image.Image) -> Image.Image:
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
 
 
+def _reduce(image: Image.Image, size: int) -> Image.Image:
+    """Reduce an image whose longer side has more than ``size`` pixels."""
+    longest = max(image.size)
+    if longest <= size:
+        return image
+    width, height = (max(1, round(side * size / longest)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
 # Threads -------------------------------------------------------------------------------------
 
 
@@ -162,9 +177,13 @@ def _map_in_threads(
 
 @dataclass(frozen=True)
 class Decoded:
-    """Arrays ``[N, 3, size, size]`` of each split, and the files that could not be read."""
+    """Arrays ``[N, 3, size, size]`` of each split, and the files that could not be read.
+
+    ``sizes`` are the true heights and widths ``[N, 2]`` of whole images; there are none of squares.
+    """
 
     images: dict[str, tuple[Pixels, ...]]
+    sizes: dict[str, tuple[Array, ...]]
     unreadable: dict[str, str]  # path → reason
 
 
@@ -175,6 +194,7 @@ def decode_splits(
     cache: Path,
     name: str,
     unpaired: Mapping[str, str],
+    whole: bool = False,
 ) -> Decoded:
     """Return the rows of each split as memory-mapped arrays, decoded unless the cache has them.
 
@@ -183,27 +203,36 @@ def decode_splits(
     """
     files = [file for rows in splits.values() for row in rows for file in row]
     modalities = {split: len(rows[0]) for split, rows in splits.items()}
+    settings = (size, modalities, unpaired, *(["whole"] if whole else []))
     cached = load_or_build(
         cache,
-        f"{name}-{digest_files(root, files, size, modalities, unpaired)}",
-        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size)},
+        f"{name}-{digest_files(root, files, *settings)}",
+        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size, whole)},
         lambda meta: _is_mended(root, meta["unreadable"]),
     )
-    images = {
-        split: tuple(cached.arrays[f"{split}-{i}"] for i in range(count))
-        for split, count in modalities.items()
-    }
-    return Decoded(images, cached.meta["unreadable"])
+
+    def collect(ending: str) -> dict[str, tuple[Array, ...]]:
+        return {
+            split: tuple(cached.arrays[f"{split}-{i}{ending}"] for i in range(count))
+            for split, count in modalities.items()
+        }
+
+    return Decoded(collect(""), collect("-sizes") if whole else {}, cached.meta["unreadable"])
 
 
 def _is_mended(root: Path, unreadable: Iterable[str]) -> bool:
     """Return whether an unreadable file can be read now; new permissions keep a file's time."""
     with warnings.catch_warnings(action="ignore"):
-        return any(not isinstance(_try_decode(root / path, 8), str) for path in unreadable)
+        decoded = decode_files((root / path for path in unreadable), lambda p: decode_file(p, 8))
+        return any(not isinstance(pixels, str) for pixels in decoded)
 
 
 def _decode_into(
-    folder: Path, root: Path, splits: Mapping[str, Sequence[Row]], size: int | None
+    folder: Path,
+    root: Path,
+    splits: Mapping[str, Sequence[Row]],
+    size: int | None,
+    whole: bool,
 ) -> Meta:
     """Decode all splits into array files in ``folder``."""
     unreadable: dict[str, str] = {}
@@ -212,10 +241,12 @@ def _decode_into(
         warnings.catch_warnings(action="ignore"),  # Pillow's remarks on odd files, one for each
         stage(f"decoding {total:,} images of {root}", total) as progress,
     ):
-        size = size or _common_size(root, splits.values())
+        size = size or _common_size(root, splits.values(), whole)
         for split, rows in splits.items():
-            paths = [folder / f"{split}-{i}.npy" for i in range(len(rows[0]))]
-            count, failed = _decode_split(root, rows, size, paths, progress.advance)
+            names = [f"{split}-{i}" for i in range(len(rows[0]))]
+            names += [f"{name}-sizes" for name in names] if whole else []
+            paths = [folder / f"{name}.npy" for name in names]
+            count, failed = _decode_split(root, rows, size, whole, paths, progress.advance)
             if not count:
                 problem = f"no image for {split} can be read"
                 fix = "Replace the files, or remove them all."
@@ -228,13 +259,14 @@ def _decode_split(
     root: Path,
     rows: Sequence[Row],
     size: int,
+    whole: bool,
     paths: Iterable[Path],
     advance: Callable[[int], object],
 ) -> tuple[int, dict[str, str]]:
-    """Decode rows into a file for each modality; return their number, and unreadable files."""
+    """Decode rows into files, those of ``_decode_rows``; return their number, and bad files."""
     count, failed = 0, dict[str, str]()
     mean = statistics.fmean(file.size for row in rows for file in row)
-    decode = functools.partial(_decode_rows, root, size)
+    decode = functools.partial(_decode_rows, root, size, whole)
     with contextlib.ExitStack() as stack:
         appends = [stack.enter_context(grow_array(path)) for path in paths]
         decoded = stack.enter_context(
@@ -250,26 +282,39 @@ def _decode_split(
 
 
 def _decode_rows(
-    root: Path, size: int, rows: Sequence[Row]
-) -> tuple[tuple[Pixels, ...], dict[str, str]]:
-    """Decode a block for each modality, without rows that have a bad file; return these files."""
-    blocks = tuple(np.empty((len(rows), 3, size, size), np.uint8) for _ in rows[0])
+    root: Path, size: int, whole: bool, rows: Sequence[Row]
+) -> tuple[tuple[Array, ...], dict[str, str]]:
+    """Decode a block for each modality, without rows that have a bad file; return these files.
+
+    Whole images lie in the upper left corner of black squares, and their sizes follow the blocks.
+    """
+    blocks = tuple(np.zeros((len(rows), 3, size, size), np.uint8) for _ in rows[0])
+    sizes = tuple(np.zeros((len(rows), 2), np.int64) for _ in rows[0] if whole)
     bad: dict[str, str] = {}
     count = 0
+
+    def decode(path: Path) -> Pixels:
+        return decode_file(path, size, whole=whole)
+
     for row in rows:
-        images = [_try_decode(root / file.path, size) for file in row]
+        images: list[Pixels | str] = [_try(decode, root / file.path) for file in row]
         pairs = zip(row, images, strict=True)
         failed = {file.path: reason for file, reason in pairs if isinstance(reason, str)}
         bad |= failed
-        if not failed:
-            for block, image in zip(blocks, images, strict=True):
-                block[count] = image
-            count += 1
-    return tuple(block[:count] for block in blocks), bad
+        if failed:
+            continue
+        for k, image in enumerate(each for each in images if not isinstance(each, str)):
+            height, width = image.shape[1:]
+            blocks[k][count, :, :height, :width] = image
+            if whole:
+                sizes[k][count] = height, width
+        count += 1
+    arrays: tuple[Array, ...] = (*blocks, *sizes)
+    return tuple(array[:count] for array in arrays), bad
 
 
-def _common_size(root: Path, splits: Iterable[Sequence[Row]]) -> int:
-    """Return the one square size that all images have, or refuse."""
+def _common_size(root: Path, splits: Iterable[Sequence[Row]], whole: bool) -> int:
+    """Return the one square size that all images have, or refuse; of whole images the longest."""
 
     def read_sizes(rows: Sequence[Row]) -> Counter[tuple[int, int]]:
         sizes: Counter[tuple[int, int]] = Counter()
@@ -282,6 +327,8 @@ def _common_size(root: Path, splits: Iterable[Sequence[Row]]) -> int:
     sizes = sum(_map_in_threads(read_sizes, _chunks(rows)), Counter())
     if not sizes:
         return 1  # no file has a header; decoding reports each file
+    if whole:
+        return max(map(max, sizes))
     width, height = sizes.most_common(1)[0][0]
     if len(sizes) == 1 and width == height:
         return width

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from fedssl import config
 from fedssl.data.dataset import Dataset, Ints, Split
-from fedssl.data.decode import Pixels, decode_splits, list_failures
+from fedssl.data.decode import decode_splits, list_failures
 from fedssl.data.image_files import File, Row, digest_names, find_images, image_extensions
 from fedssl.data.places import cache_folder, data_root, root_error
 from fedssl.util.errors import UserError
@@ -222,7 +222,8 @@ def load_files(
             raise root_error(data.root, problem, fix)
     rows = {split: part.rows for split, part in files.items()}
     decoded = decode_splits(
-        data_root(data), rows, data.size, cache_folder(data), data.name, unpaired
+        *(data_root(data), rows, data.size, cache_folder(data), data.name, unpaired),
+        whole=data.shape == "whole",
     )
     read = {split: _keep_readable(part, decoded.unreadable) for split, part in files.items()}
     _report_unreadable(data, files, read, {**unpaired, **decoded.unreadable})
@@ -232,7 +233,11 @@ def load_files(
         raise root_error(data.root, problem, "Replace one, or remove the class.")
     clients = _folder_names("client", levels, read.values())
     splits = {
-        split: _number_samples(part.within, levels, classes, clients, decoded.images[split])
+        split: replace(
+            _number_samples(part.within, levels, classes, clients),
+            images=tuple(map(torch.from_numpy, decoded.images[split])),
+            sizes=tuple(map(torch.from_numpy, decoded.sizes.get(split, ()))) or None,
+        )
         for split, part in read.items()
     }
     digests = {split: digest_names(part.rows) for split, part in read.items()}
@@ -315,9 +320,8 @@ def _number_samples(
     levels: tuple[str, ...],
     classes: Sequence[str],
     clients: Sequence[str],
-    arrays: tuple[Pixels, ...],
 ) -> Split:
-    """Give samples the numbers of their class, client and case folders."""
+    """Give samples, without images, the numbers of their class, client and case folders."""
 
     def number(level: str, names: Sequence[str]) -> Ints | None:
         if level not in levels:
@@ -331,7 +335,7 @@ def _number_samples(
         places = (folders[: len(levels)] for folders in within)
         cases = np.array([seen.setdefault(place, len(seen)) for place in places], np.int64)
     return Split(
-        tuple(torch.from_numpy(array) for array in arrays),
+        (),
         None if labels is None else torch.from_numpy(labels),
         number("client", clients),
         cases,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedssl.config import PartitionParams, SourceParams
-from fedssl.data.dataset import Dataset, Ints
+from fedssl.data.dataset import Dataset, ImageArray, Ints
 from fedssl.data.operations import rotate
 from fedssl.data.partition import key_error
 from fedssl.data.random import key, permutation
@@ -25,7 +25,7 @@ from fedssl.data.random import key, permutation
 COMPONENTS = 30  # of the features, before they are clustered (Dec-SSL, C.2)
 CHUNK = 1024  # images altered at once
 
-Embed = Callable[[Tensor], NDArray[np.float32]]  # images to features
+Embed = Callable[[ImageArray], NDArray[np.float32]]  # images to features
 Alter = Callable[[Tensor], Tensor]  # float images from 0 to 255 to such images
 
 
@@ -73,7 +73,7 @@ def alter_training_images(params: PartitionParams, dataset: Dataset, seed: int) 
     if not alters_images(params):
         return dataset
     labels = assign_sources(params, dataset, seed).labels
-    images = tuple(alter_images(params, x, labels) for x in dataset.train.images)
+    images = tuple(alter_images(params, x[:], labels) for x in dataset.train.images)
     return replace(dataset, train=replace(dataset.train, images=images))
 
 

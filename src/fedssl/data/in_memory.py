@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedssl import config
 from fedssl.config import plugins
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.decode import describe_failure, to_pixels
+from fedssl.data.squares import frame
 from fedssl.data.standard import resize
 from fedssl.util.errors import UserError
 
@@ -52,25 +54,36 @@ def load_own(data: config.Data) -> Dataset:
     if not parts:
         raise reader.error("there are no clients", "Give at least one data set.")
     test = None if given.get("test") is None else reader.read(given["test"], "test")
-    images = reader.unify([*(part[0] for part in parts), *([] if test is None else [test[0]])])
-    owners = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts]) if names else None
-    labels = [label for part in parts for label in part[1]]
-    train = _split(images[: len(parts)], labels, owners)
-    test_split = None if test is None else _split(images[len(parts) :], test[1])
+    every = [*parts, *([] if test is None else [test])]
+    images = reader.unify([part.images for part in every])
+    every = [replace(part, images=each) for part, each in zip(every, images, strict=True)]
+    owners = np.repeat(np.arange(len(parts)), [len(each.images) for each in parts])
+    train = _join(every[: len(parts)], owners if names else None)
+    test_split = None if test is None else _join(every[len(parts) :])
     first = next(iter(sources.values()))
-    classes = _name_classes(first, max([*labels, *(test[1] if test else ())], default=-1))
+    classes = _name_classes(first, max((n for part in every for n in part.labels), default=-1))
     splits = {"train": train} | ({} if test_split is None else {"test": test_split})
     files = {name: _digest(split) for name, split in splits.items()}
     return Dataset(data.name, train, test_split, classes, names, files)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """uint8 images ``[N, C, H, W]``, labels or -1, and the true sizes of whole images."""
+
+    images: Tensor
+    labels: Labels
+    sizes: Tensor | None
+
+
 class _Reader:
-    """Reads data sets into uint8 images ``[N, C, H, W]`` and labels, -1 where there is none."""
+    """Reads data sets into parts of a split."""
 
     def __init__(self, data: config.Data) -> None:
         self.data, self.name = data, ""
+        self.whole = data.shape == "whole"
 
-    def read(self, source: Any, name: str) -> tuple[Tensor, Labels]:
+    def read(self, source: Any, name: str) -> _Part:
         """Read one data set; errors call it ``name``."""
         self.name = name.strip()
         tensors = getattr(source, "tensors", source)  # of a TensorDataset
@@ -81,8 +94,9 @@ class _Reader:
         rows = list(map(self._read_item, self._items(source)))
         if not rows:
             raise self.error("has no image", "Give at least one image, or leave it out.")
-        (images,) = self.unify([torch.stack(self._one_shape([image for image, _ in rows]))])
-        return images, [label for _, label in rows]
+        images, sizes, labels = zip(*rows, strict=True)
+        whole = None if sizes[0] is None else torch.cat(sizes)
+        return _Part(torch.cat(self.unify(list(images))), list(labels), whole)
 
     def _items(self, source: Any) -> Iterator[Any]:
         if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
@@ -92,7 +106,7 @@ class _Reader:
         fix = "Give a torch Dataset, or a tensor of images [N, channels, height, width]."
         raise self.error(f"is a {type(source).__name__}, not a data set", fix)
 
-    def _read_arrays(self, pixels: Tensor | NDArray[Any], labels: Any) -> tuple[Tensor, Labels]:
+    def _read_arrays(self, pixels: Tensor | NDArray[Any], labels: Any) -> _Part:
         if isinstance(pixels, np.ndarray):  # height, width, channels
             pixels = torch.from_numpy(pixels)
             pixels = pixels[:, None] if pixels.ndim == 3 else pixels.movedim(-1, 1)
@@ -104,9 +118,11 @@ class _Reader:
         if len(numbers) != len(pixels):
             problem = f"has {len(pixels)} images and {len(numbers)} labels"
             raise self.error(problem, "Give one label for each image.")
-        return self._fit(self._quantize(pixels)), numbers
+        images, sizes = self._fit(self._quantize(pixels))
+        return _Part(images, numbers, sizes)
 
-    def _read_item(self, item: Any) -> tuple[Tensor, int]:
+    def _read_item(self, item: Any) -> tuple[Tensor, Tensor | None, int]:
+        """Return an image ``[1, C, H, W]``, its size if it is whole, and its label or -1."""
         label: Any = None
         if isinstance(item, Mapping):
             item, label = item.get("image"), item.get("label")
@@ -115,18 +131,18 @@ class _Reader:
         if isinstance(item, np.ndarray):
             item = open_array(item)
         if isinstance(item, Image.Image):
-            size = self.data.size
+            channels, size = _count_channels(item), self.data.size
             try:
-                image = torch.from_numpy(np.array(to_pixels(item, size, _count_channels(item))))
+                image = torch.from_numpy(np.array(to_pixels(item, size, channels, self.whole)))
             except Exception as error:  # Pillow raises almost any exception on damaged files
                 fix = "Convert the image to 8 bits, or leave it out."
                 raise self.error(f"has an image with {describe_failure(error)}", fix) from None
         elif isinstance(item, Tensor) and item.ndim == 3:
-            image = self._fit(self._quantize(item)[None])[0]
+            image = self._quantize(item)
         else:
             fix = "Items are a Pillow image, a tensor [channels, height, width] or an array."
             raise self.error(f"has an item with a {type(item).__name__} for its image", fix)
-        return image, -1 if label is None else int(label)
+        return *self._fit(image[None]), -1 if label is None else int(label)
 
     def _quantize(self, pixels: Tensor) -> Tensor:
         try:
@@ -135,25 +151,22 @@ class _Reader:
             fix = "Give uint8, or floats between 0 and 1. Leave normalization out."
             raise self.error(f"has {error}", fix) from None
 
-    def _fit(self, images: Tensor) -> Tensor:
-        """Crop the middle square and resize it to ``data.size``, if that is given."""
+    def _fit(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Crop the middle square and resize it to ``data.size``, or frame whole images."""
         size, (height, width) = self.data.size, images.shape[2:]
+        if self.whole:
+            if size is None:
+                problem, fix = "whole images need a size", "Set it, for example data.size=256."
+                raise UserError(problem, key="data.size", value=None, fix=fix)
+            return frame(images, size)
         if size is None or height == width == size:
-            return images
+            return images, None
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
-        return resize(images[..., top : top + side, left : left + side], size)
-
-    def _one_shape(self, images: list[Tensor]) -> list[Tensor]:
-        """Return images of one shape; gray images become colored if others are."""
-        most = max(image.shape[0] for image in images)
-        if most == 3:
-            images = [i.expand(3, -1, -1) if i.shape[0] == 1 else i for i in images]
-        self._check_shapes({tuple(image.shape) for image in images})
-        return images
+        return resize(images[..., top : top + side, left : left + side], size), None
 
     def unify(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return the images of several data sets, all of one shape."""
+        """Return images of one shape; gray images become colored if others are."""
         most = max(part.shape[1] for part in parts)
         if most == 3:
             parts = [p.expand(-1, 3, -1, -1) if p.shape[1] == 1 else p for p in parts]
@@ -200,9 +213,12 @@ def _count_channels(image: Image.Image) -> int:
     return 1 if image.mode in ("1", "L") or image.mode.startswith("I") else 3
 
 
-def _split(images: list[Tensor], labels: Labels, owners: NDArray[np.int64] | None = None) -> Split:
+def _join(parts: Sequence[_Part], owners: NDArray[np.int64] | None = None) -> Split:
+    labels = [label for part in parts for label in part.labels]
     known = torch.tensor(labels) if max(labels, default=-1) >= 0 else None
-    return Split((torch.cat(images).contiguous(),), known, owners)
+    sizes = [part.sizes for part in parts if part.sizes is not None]
+    images = torch.cat([part.images for part in parts]).contiguous()
+    return Split((images,), known, owners, sizes=(torch.cat(sizes),) if sizes else None)
 
 
 def _name_classes(source: Any, highest: int) -> tuple[str, ...]:
@@ -215,6 +231,6 @@ def _name_classes(source: Any, highest: int) -> tuple[str, ...]:
 
 def _digest(split: Split) -> str:
     """Return a digest of images and labels, by which a resumed run knows them again."""
-    digest = hashlib.sha256(split.images[0].numpy().tobytes())
+    digest = hashlib.sha256(split.images[0][:].numpy().tobytes())
     digest.update(split.full_labels.numpy().tobytes())
     return digest.hexdigest()

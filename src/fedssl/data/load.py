@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedssl import config
 from fedssl.config import plugins
-from fedssl.data.dataset import Dataset, Split
+from fedssl.data.dataset import Dataset, ImageArray, Split
 from fedssl.data.folders import load_folder, load_paired
 from fedssl.data.in_memory import load_own
 from fedssl.data.labels import draw_labels
@@ -89,10 +89,15 @@ def convert_channels(dataset: Dataset, channels: Sequence[int]) -> Dataset:
 
 def _change_images(dataset: Dataset, change: Callable[[Images], Images]) -> Dataset:
     def changed(split: Split) -> Split:
-        return dataclasses.replace(split, images=change(split.images))
+        return dataclasses.replace(split, images=change(tuple(map(read_all, split.images))))
 
     test, val = dataset.test and changed(dataset.test), dataset.val and changed(dataset.val)
     return dataclasses.replace(dataset, train=changed(dataset.train), test=test, val=val)
+
+
+def read_all(images: ImageArray) -> Tensor:
+    """Return all images as a tensor."""
+    return images if isinstance(images, Tensor) else images[:]
 
 
 def _to_channels(pixels: Tensor, channels: int) -> Tensor:

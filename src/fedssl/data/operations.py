@@ -89,14 +89,20 @@ def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return rows[:, None] @ x.view(batch, channels, height, -1)
 
 
-def rotate(x: Tensor, degrees: Tensor) -> Tensor:
-    """Rotate images counter-clockwise about their middle (bilinear, black outside)."""
+def rotate(x: Tensor, degrees: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Rotate images counter-clockwise about their middle (bilinear, black outside).
+
+    ``sizes [B, 2]`` are the heights and widths of images in the upper left corner of a frame.
+    """
     height, width = x.shape[2:]
     angle = torch.deg2rad(degrees.to(x.dtype))
     cos, sin, zero = torch.cos(angle), torch.sin(angle), torch.zeros_like(angle)
-    theta = torch.stack(
-        (cos, -sin * (height / width), zero, sin * (width / height), cos, zero), dim=1
-    )
+    up, down = -sin * (height / width), sin * (width / height)
+    across, along = zero, zero
+    if sizes is not None:  # the middle, where the frame goes from -1 to 1
+        a, b = (sizes[:, k].to(x.dtype) / side - 1 for k, side in ((1, width), (0, height)))
+        across, along = a - cos * a - up * b, b - down * a - cos * b
+    theta = torch.stack((cos, up, across, down, cos, along), dim=1)
     grid = F.affine_grid(theta.view(-1, 2, 3), list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, padding_mode="zeros", align_corners=False)
 

@@ -137,13 +137,13 @@ def embed_files(
     text = f"embedding {len(files)} image{'s' * (len(files) != 1)}"
     with (
         warnings.catch_warnings(),
-        contextlib.closing(decode_files(files, encoder.height, encoder.channels)) as decoded,
+        contextlib.closing(decode_files(files, encoder.decode)) as decoded,
         stage(text, len(files)) as progress,
     ):
         warnings.simplefilter("ignore")  # Pillow warns once for each odd file
         pairs = zip(files, decoded, strict=True)
         while part := list(itertools.islice(pairs, batch)):
-            squares: dict[Path, NDArray[np.uint8]] = {}
+            squares: dict[Path, Tensor] = {}
             for path, pixels in part:
                 if isinstance(pixels, str):
                     skipped[printable(path)] = pixels
@@ -151,8 +151,7 @@ def embed_files(
                 else:
                     squares[path] = pixels
             if squares:
-                images = torch.from_numpy(np.stack(list(squares.values())))
-                yield list(squares), encoder.embed_bytes(encoder.crop(images))
+                yield list(squares), encoder.embed_bytes(torch.stack(list(squares.values())))
             progress.advance(len(part))
 
 

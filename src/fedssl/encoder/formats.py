@@ -22,6 +22,7 @@ from fedssl.config.preprocessing import HEADER
 from fedssl.data.decode import DRAFT
 from fedssl.data.load import load_dataset
 from fedssl.data.places import use_local_copy
+from fedssl.data.squares import MiddleSquares
 from fedssl.encoder.load import ImageEncoder, load_encoder, run_folder
 from fedssl.models.inputs import Input
 from fedssl.models.norms import StandardizedConv2d, standardize
@@ -72,7 +73,11 @@ def load_check_images(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
         config = RunReader(run if run.is_dir() else run_folder(run)).settings
         data = load_dataset(use_local_copy(config.data), config.split_seed)
         split, name = (data.train, "training") if data.test is None else (data.test, "test")
-        images = split.images[encoder.tower % len(split.images)]
+        modality = encoder.tower % len(split.images)
+        images = split.images[modality]
+        if images.shape[2:] != (encoder.height, encoder.width):
+            sizes = None if split.sizes is None else split.sizes[modality]
+            images = MiddleSquares(images, sizes, encoder.height)
         if len(images):
             chosen = images[:: -(-len(images) // IMAGES)]
             return chosen, f"{len(chosen)} of the run's {name} images"
@@ -106,15 +111,23 @@ def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
     side, width, channels = encoder.height, encoder.width, encoder.channels
     input = cast(Input, encoder.body.input)
     half = f"its {('left', 'right')[encoder.tower]} {width} columns"
-    least = DRAFT * side
+    grey = ['grey (Pillow\'s convert("L"))'] if channels == 1 else []
+    square = f"the square in the middle, resized to {side} by {side} pixels"
+    if encoder.stored is None:
+        least = DRAFT * side
+        draft = f"both sides at least {least}: Pillow's draft(None, ({least}, {least}))"
+        fit = [f"{square} in one step (Pillow's resize with box, BILINEAR, which is antialiased)"]
+        fit += grey
+    else:
+        draft = f"the longer side at least {DRAFT * encoder.stored}: Pillow's draft"
+        longest = f"if its longer side has more than {encoder.stored} pixels"
+        fit = [f"reduced to that, {longest} (Pillow's resize, BILINEAR)", *grey]
+        fit += [f"{square} (torch's interpolate of bytes, bilinear, antialias=True)"]
     steps = [
-        f"decoded (a JPEG file at the smallest of 1, 1/2, 1/4 and 1/8 of its size with both sides "
-        f"at least {least}: Pillow's draft(None, ({least}, {least})))",
+        f"decoded (a JPEG file at the smallest of 1, 1/2, 1/4 and 1/8 of its size with {draft})",
         "turned upright as EXIF says",
         "RGB of 8 bits, alpha dropped (of 16 bits: (value + 128) // 257)",
-        f"the square in the middle, resized to {side} by {side} pixels in one step (Pillow's "
-        "resize with box, BILINEAR, which is antialiased)",
-        *(['grey (Pillow\'s convert("L"))'] if channels == 1 else []),
+        *fit,
         *([half] if width != side else []),
         "divided by 255",
         *([] if input.statistics is None else [input.describe()]),

@@ -22,6 +22,7 @@ from fedssl.config import Encoder, plugins
 from fedssl.config.preprocessing import HEADER, NOTE
 from fedssl.data.decode import decode_file, describe_failure, to_pixels
 from fedssl.data.in_memory import open_array, quantize
+from fedssl.data.squares import middle_squares
 from fedssl.evaluate.features import extract
 from fedssl.models.encoders import encoder as make_encoder
 from fedssl.models.weights import (
@@ -41,6 +42,7 @@ NOTE_TYPES: dict[str, Any] = {  # of the entries that every note has
     "channels": tuple[int, ...],
     "size": tuple[int, int],
     "encoder": Encoder,
+    "stored": int | None,
 }
 
 
@@ -57,6 +59,8 @@ class ImageEncoder(nn.Module):
         features: Length of an embedding.
         channels: Channels of the images: 1 or 3, or those of your own data.
         height: Height of the images in pixels, to which files are resized.
+        stored: Pixels of the longer side to which a file is reduced before its middle square is
+            resized; ``None``: the file's middle square is resized at once.
         width: Width of the images in pixels.
         tower: 0, or 1 for the second network of a run with two.
         body: The network itself.
@@ -71,6 +75,7 @@ class ImageEncoder(nn.Module):
         self.features: int = note["features"]
         self.channels: int = note["channels"][tower % len(note["channels"])]
         self.height, self.width = note["size"]
+        self.stored: int | None = note.get("stored")
 
     def forward(self, images: Tensor) -> Tensor:
         """Return embeddings ``[N, features]``."""
@@ -115,7 +120,7 @@ class ImageEncoder(nn.Module):
         # Contiguous, because the memory layout decides torch's kernels and so the last bits.
         return extract(self.body, images.contiguous()).cpu()
 
-    def crop(self, square: Tensor) -> Tensor:
+    def _crop(self, square: Tensor) -> Tensor:
         """Return this tower's part of square images: all, or one half (``data.halves``)."""
         if self.width == self.height:
             return square
@@ -135,16 +140,26 @@ class ImageEncoder(nn.Module):
         if not isinstance(image, (str, os.PathLike, Image.Image, np.ndarray)):
             raise _kind_error(image)
         try:
-            if isinstance(image, np.ndarray):
-                image = open_array(image)
-            if isinstance(image, Image.Image):
-                array = to_pixels(image, self.height, self.channels)
-            else:
-                array = decode_file(Path(image), self.height, self.channels)
+            if not isinstance(image, Image.Image):
+                image = open_array(image) if isinstance(image, np.ndarray) else Path(image)
+            return self.decode(image)
         except Exception as error:  # Pillow raises almost any exception on damaged files
             name = "the image" if isinstance(image, Image.Image | np.ndarray) else image
             raise UserError(f"{name}: {describe_failure(error)}") from None
-        return self.crop(torch.from_numpy(np.array(array, order="C"))).contiguous()
+
+    def decode(self, image: Path | Image.Image) -> Tensor:
+        """Return uint8 pixels ``[channels, height, width]`` as training stored and evaluated them.
+
+        Raises any error of Pillow's.
+        """
+        size, whole = self.stored or self.height, self.stored is not None
+        if isinstance(image, Image.Image):
+            array = to_pixels(image, size, self.channels, whole)
+        else:
+            array = decode_file(image, size, self.channels, whole)
+        pixels = torch.from_numpy(np.array(array, order="C"))
+        square = middle_squares(pixels[None], self.height)[0] if whole else pixels
+        return self._crop(square).contiguous()
 
     def _check_tensor(self, images: Tensor, shape: torch.Size, batch: str = "") -> Tensor:
         expected = (self.channels, self.height, self.width)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedssl.config import Config, Evaluate
-from fedssl.data.dataset import Dataset, Groups, Split
+from fedssl.data.dataset import Dataset, Groups, ImageArray, Split
 from fedssl.data.labels import draw_any, draw_labels, draw_share
 from fedssl.engines.base import Engine
 from fedssl.evaluate import linear
@@ -24,8 +24,8 @@ from fedssl.models.network import Network, Tower
 from fedssl.util.errors import UserError
 
 PROTOCOLS = "evaluate.protocols"
-# (uint8 images, their numbers, view 0 or 1) → the float images of that augmented view
-Views = Callable[[Tensor, Tensor, int], Tensor]
+# (numbers of training images, view 0 or 1) → the float images of that augmented view
+Views = Callable[[Tensor, int], Tensor]
 BuildEngine = Callable[[Config, Dataset, Groups, Network], Engine]
 
 
@@ -71,7 +71,7 @@ class SplitFeatures:
 
     encoder: nn.Module
     split: Split
-    images: Tensor  # those of the split that the encoder sees
+    images: ImageArray  # those of the split that the encoder sees
 
     @cached_property
     def features(self) -> Tensor:

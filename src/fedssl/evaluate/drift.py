@@ -81,9 +81,10 @@ def extract_features(models: TrainedModels, evaluator: ModelEvaluator) -> dict[s
     """Return features of the same training images, by the name of the global or local model."""
     trainer = evaluator.trainer
     assert trainer.watched is not None
-    images = trainer.images[evaluator.data.modality]
-    chosen = choose(key(evaluator.data.config.seed, "drift"), len(images), IMAGES)
-    part = images[torch.as_tensor(chosen, device=images.device)]
+    modality = evaluator.data.modality
+    count = len(trainer.images[modality])
+    chosen = choose(key(evaluator.data.config.seed, "drift"), count, IMAGES)
+    part = trainer.plain_images(torch.as_tensor(chosen, device=trainer.device), modality)
     weights = _global_models(models, trainer.watched)[1]
     weights |= {str(client): local for client, local in trainer.watched.items()}
     return {name: extract(evaluator.tower(each).encoder, part) for name, each in weights.items()}

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedssl.data.dataset import Groups
+from fedssl.data.dataset import Groups, ImageArray
 from fedssl.data.heterogeneity import alter_images, alters_images, assign_sources
 from fedssl.data.random import key, mix
+from fedssl.data.squares import MiddleSquares
 from fedssl.evaluate import linear, per_client
 from fedssl.evaluate.base import EvaluatedModel, EvaluationData, Protocol
 from fedssl.evaluate.features import extract
@@ -162,7 +163,7 @@ class ModelEvaluator:
         return per_client.deal_tests(self.data)
 
     @cached_property
-    def client_test_images(self) -> Tensor:
+    def client_test_images(self) -> ImageArray:
         """The test images, rotated or stylized like their client's training images."""
         data, seed = self.data, self.data.config.split_seed
         test, params = data.test, data.config.partition
@@ -174,7 +175,7 @@ class ModelEvaluator:
         of_test = per_client.sources(
             self.client_tests, data.clients, of_train.numpy(), len(test), seed
         )
-        return alter_images(params, images, torch.from_numpy(of_test))
+        return alter_images(params, images[:], torch.from_numpy(of_test))
 
     def _score_clients(
         self, weights: Weights, probe: linear.Head | None = None
@@ -187,8 +188,13 @@ class ModelEvaluator:
         labels = test.full_labels.to(features.device)
         return per_client.accuracies(probe or model.probe, features, labels, self.client_tests)
 
-    def _views(self, images: Tensor, indices: Tensor, view: int) -> Tensor:
-        state = mix(key(self.data.config.seed, "views"), indices)
+    def _views(self, indices: Tensor, view: int) -> Tensor:
+        """Return a view of training images, which come from whole images if these are stored."""
+        images, index, sizes = self.data.train.images[self.data.modality], indices.cpu(), None
         height, width = images.shape[2:]
         augmentation = replace(self.trainer.augmentation, size=(height, width))
-        return augmentation.views(images, state, view)
+        if isinstance(images, MiddleSquares):
+            sizes = None if images.sizes is None else images.sizes[index].to(indices.device)
+            images = images.images
+        state = mix(key(self.data.config.seed, "views"), indices)
+        return augmentation.views(images[index].to(indices.device), state, view, sizes=sizes)

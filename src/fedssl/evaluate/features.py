@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedssl.data.dataset import Groups, Split, split_for_encoding
+from fedssl.data.dataset import Groups, ImageArray, Split, split_for_encoding
 from fedssl.util.errors import TrainingError, UserError
 
 
-def extract(encoder: nn.Module, images: Tensor) -> Tensor:
+def extract(encoder: nn.Module, images: ImageArray) -> Tensor:
     """Return the features ``[N, d]`` of uint8 images, in float32 on the encoder's device."""
     like = first_weight(encoder)
     return encode(encoder, (pixels(part, like) for part in split_for_encoding(images)), len(images))
@@ -81,7 +81,7 @@ def units(labels: Tensor, cases: NDArray[np.int64] | None) -> tuple[Groups, Tens
 class Labelled:
     """Images in groups, one for each case, and the cases' labels; a single image is a case too."""
 
-    images: Tensor  # uint8
+    images: ImageArray
     groups: Groups
     labels: Tensor
 

@@ -34,7 +34,7 @@ class Transfer(Protocol):
         assert digits.test is not None
         pairs: list[tuple[Tensor, Tensor]] = []
         for split in (digits.train.select(torch.arange(TRAIN)), digits.test):
-            sized = F.interpolate(split.images[0].float(), (height, width), mode="area")
+            sized = F.interpolate(split.images[0][:].float(), (height, width), mode="area")
             images = sized.round().to(torch.uint8).expand(-1, channels, -1, -1)
             features = extract(model.encoder, images)
             pairs.append((features, split.full_labels.to(features.device)))

@@ -32,9 +32,8 @@ class Unlabeled(Protocol):
         seed = random.key(model.data.config.seed, "unlabeled")
         index = torch.as_tensor(random.choose(seed, len(images), SAMPLES))
         device, parts = features.device, index.split(BATCH)
-        batches = [(images[part].to(device), part.to(device)) for part in parts]
         first, second = (
-            encode(model.encoder, (model.views(*batch, view) for batch in batches), len(index))
+            encode(model.encoder, (model.views(p.to(device), view) for p in parts), len(index))
             for view in (0, 1)
         )
         return {

@@ -14,7 +14,7 @@ from fedssl.data.dataset import Dataset
 from fedssl.data.places import use_local_copy
 from fedssl.runs.reader import RunReader
 from fedssl.runs.sources import find_sources
-from fedssl.runs.split import load_run_dataset, split_clients
+from fedssl.runs.split import load_evaluated_dataset, load_run_dataset, split_clients
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
 
@@ -52,12 +52,16 @@ class RunData:
     @cached_property
     def dataset(self) -> Dataset:
         """The data set."""
-        return self.resized(None)
+        return load_run_dataset(self._local_settings)
 
-    def resized(self, size: int | None) -> Dataset:
-        """Return the data set with images of another size."""
-        local = replace(self.settings, data=use_local_copy(self.settings.data))
-        return load_run_dataset(local, size)
+    @property
+    def evaluated(self) -> Dataset:
+        """The data set as evaluation sees it."""
+        return load_evaluated_dataset(self._local_settings, self.dataset)
+
+    @property
+    def _local_settings(self) -> Config:
+        return replace(self.settings, data=use_local_copy(self.settings.data))
 
 
 @dataclass(frozen=True)

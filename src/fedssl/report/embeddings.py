@@ -22,7 +22,7 @@ from fedssl.encoder.load import load_encoder
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Tower
 from fedssl.report.data import RunData, Unavailable
-from fedssl.runs.build import build_network
+from fedssl.runs.build import build_network, image_shape
 from fedssl.util.device import pick_device
 
 MOST_IMAGES = 1000
@@ -75,12 +75,11 @@ def embed_images(data: RunData) -> ShownImages:
     """
     config, tower = data.settings, int(data.settings.evaluate.tower == "second")
     encoder = load_encoder(data.run.path, tower)
-    dataset, size = data.dataset, config.evaluate.size
+    dataset = data.dataset
     has_test = dataset.test is not None and len(dataset.test) > 0
     if not has_test and not config.evaluate.show_training_images:
         raise Unavailable(HIDDEN)
-    resized = dataset if size in (None, config.data.size) else data.resized(size)
-    split = resized.test if has_test else resized.train
+    split = data.evaluated.test if has_test else data.evaluated.train
     assert split is not None
     chosen = np.arange(len(split))
     if len(split) > MOST_IMAGES:
@@ -115,12 +114,9 @@ def embed_images(data: RunData) -> ShownImages:
 def build_untrained(config: Config, dataset: Dataset, tower: int) -> nn.Module:
     """Build the evaluated tower's encoder with the random weights that the run began from."""
     objective = configuration.variant("objective", config.objective.name)(config.objective)
-    images = dataset.train.images
     fresh = replace(config, encoder=config.encoder.without_weights())
-    channels = tuple(i.shape[1] for i in images)
-    network = build_network(
-        fresh, objective, channels, min(images[0].shape[2:]), len(dataset.classes)
-    )
+    shape = image_shape(config, dataset)
+    network = build_network(fresh, objective, *shape, len(dataset.classes))
     return cast(Tower, network.towers[tower]).encoder.float().eval()
 
 

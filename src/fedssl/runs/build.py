@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from fedssl.config import Config, plugins
 from fedssl.data.augment import Augmentation, OwnAugmentation
 from fedssl.data.dataset import Census, Dataset, Groups
 from fedssl.data.heterogeneity import alter_training_images
-from fedssl.data.load import convert_channels
 from fedssl.data.partition import client_names
 from fedssl.data.places import cache_folder
 from fedssl.engines.base import Engine
@@ -41,7 +40,13 @@ from fedssl.privacy.noise import Noisy
 from fedssl.runs import validate
 from fedssl.runs.budget import Budget
 from fedssl.runs.metrics import Overhead
-from fedssl.runs.split import load_run_dataset, pool_clients, public_images, split_clients
+from fedssl.runs.split import (
+    load_evaluated_dataset,
+    load_run_dataset,
+    pool_clients,
+    public_images,
+    split_clients,
+)
 from fedssl.training.trainer import Trainer
 from fedssl.util.device import pick_device
 from fedssl.util.tuning import count_threads, keep_compiled_code, keep_freed_memory
@@ -99,7 +104,7 @@ class Experiment:
     @cached_property
     def evaluator(self) -> ModelEvaluator:
         """The evaluation of models by the configured protocols."""
-        dataset = self._resized_dataset()
+        dataset = load_evaluated_dataset(self.config, self.dataset)
         data = EvaluationData(self.config, dataset, self.clients, self.names, build_federation)
         return ModelEvaluator(data, self.trainer)
 
@@ -142,20 +147,12 @@ class Experiment:
             return self.trainer.initial
         fresh = replace(self.config, encoder=self.config.encoder.without_weights())
         classes = self.head_classes or len(self.dataset.classes)
-        network = build_network(fresh, self.trainer.objective, *image_shape(self.dataset), classes)
+        shape = image_shape(fresh, self.dataset)
+        network = build_network(fresh, self.trainer.objective, *shape, classes)
         for each in network.modules():
             if isinstance(each, OwnEncoder):
                 each.draw_weights(fresh.seed)
         return network
-
-    def _resized_dataset(self) -> Dataset:
-        """Load the data at the size of evaluation, if it is another than that of training."""
-        size = self.config.evaluate.size
-        same = size is None or size == self.config.data.size
-        if same or not len(self.dataset.train):
-            return self.dataset
-        channels = [images.shape[1] for images in self.dataset.train.images]
-        return convert_channels(load_run_dataset(self.config, size), channels)
 
 
 def build_experiment(
@@ -215,7 +212,7 @@ def assemble(
     notes = validate.check_clients(config, algorithm, dataset, groups, known, trains)
     classes = head_classes or len(dataset.classes)
     with torch.device("cpu" if weights else "meta"):
-        network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
+        network = build_network(config, algorithm.objective, *image_shape(config, dataset), classes)
     validate.check_norms(config, network)
     if len(dataset.train):
         data = EvaluationData(config, dataset, clients, names)
@@ -238,7 +235,7 @@ def build_site(config: Config, dataset: Dataset) -> Experiment:
     algorithm = build_algorithm(config)
     validate.check_site(algorithm, dataset, clients)
     classes = len(dataset.classes)
-    network = build_network(config, algorithm.objective, *image_shape(dataset), classes)
+    network = build_network(config, algorithm.objective, *image_shape(config, dataset), classes)
     trainer = build_trainer(config, algorithm.objective, dataset, network)
     engine = build_engine(trainer, algorithm, clients, config.engine.sites)
     return Experiment(config, dataset, clients, [], engine, Server(trainer))
@@ -258,10 +255,24 @@ def build_network(
     )
 
 
-def image_shape(dataset: Dataset) -> tuple[tuple[int, ...], int]:
-    """Return the channels of each modality, and the length of the images' shorter side."""
+def image_shape(config: Config, dataset: Dataset) -> tuple[tuple[int, ...], int]:
+    """Return the channels of each modality, and the length of a view's shorter side."""
     images = dataset.train.images
-    return tuple(each.shape[1] for each in images), min(images[0].shape[2:])
+    size = config.augment.size or min(images[0].shape[2:])
+    return tuple(each.shape[1] for each in images), size
+
+
+def describe_images(config: Config, dataset: Dataset) -> dict[str, Any]:
+    """Describe an encoder's images, for its note (``encoder.json``).
+
+    ``stored`` is the size of the frame into which a whole image is reduced at first.
+    """
+    images, size = dataset.train.images, config.augment.size
+    return {
+        "channels": [each.shape[1] for each in images],
+        "size": list(images[0].shape[2:]) if size is None else [size, size],
+        "stored": images[0].shape[2] if config.data.shape == "whole" else None,
+    }
 
 
 def build_trainer(

@@ -17,7 +17,7 @@ from fedssl.models.inputs import Input
 from fedssl.models.trainable import merge_factors
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, metrics, outcome
-from fedssl.runs.build import Experiment
+from fedssl.runs.build import Experiment, describe_images
 from fedssl.util.device import name_device
 from fedssl.util.files import save_tensors, write_json
 from fedssl.util.status import stage
@@ -140,7 +140,6 @@ def export(experiment: Experiment, out: Path) -> None:
     files = [f"encoder{suffix}.safetensors" for suffix in SUFFIXES[:towers]]
     for name in files:
         (out / name).chmod(0o644)  # unlike clients' models, it is for others to read
-    images = experiment.dataset.train.images
     input = cast(Input, experiment.tower().encoder.input)
     note = {
         "model": model,
@@ -148,8 +147,7 @@ def export(experiment: Experiment, out: Path) -> None:
         "objective": plugins.short_name(settings.objective.name),
         "encoder": config.to_tree(settings.encoder),
         "features": experiment.tower().encoder.features,
-        "channels": [each.shape[1] for each in images],
-        "size": list(images[0].shape[2:]),
+        **describe_images(settings, experiment.dataset),
         "input": f"pixels divided by 255; {input.describe()}",
         "files": files,
         "personal": [f"personal/client-{k}.safetensors" for k in personal],

@@ -28,7 +28,8 @@ from fedssl.util.files import append_line
 from fedssl.util.text import shorten_list
 
 FILE = "evaluations.jsonl"
-SAME_IMAGES = {"data.size", "data.cache", "data.corrupt"}  # keys that leave the images the same
+# Keys that leave the images the same.
+SAME_IMAGES = {"data.size", "data.shape", "data.cache", "data.corrupt"}
 
 
 def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:

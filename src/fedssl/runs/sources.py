@@ -9,12 +9,13 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from fedssl import config as configuration
 from fedssl.config import Config, SourceParams
-from fedssl.data.dataset import Dataset
+from fedssl.data.dataset import Dataset, ImageArray
 from fedssl.data.heterogeneity import Sources, assign_sources
+from fedssl.data.squares import MiddleSquares
 from fedssl.evaluate.features import extract
 from fedssl.models.network import Heads, Tower, build
 from fedssl.util.errors import UserError
@@ -23,12 +24,18 @@ from fedssl.util.tuning import count_threads
 
 def find_sources(config: Config, dataset: Dataset, device: torch.device | str = "cpu") -> Sources:
     """Return the source of each training image; features are computed on ``device``."""
-    return assign_sources(
-        config.partition, dataset, config.split_seed, lambda images: _embed(config, images, device)
-    )
+    train = dataset.train
+
+    def embed(images: ImageArray) -> NDArray[np.float32]:
+        if config.data.shape == "whole":
+            sizes = None if train.sizes is None else train.sizes[0]
+            images = MiddleSquares(images, sizes, config.augment.size or images.shape[2])
+        return _embed(config, images, device)
+
+    return assign_sources(config.partition, dataset, config.split_seed, embed)
 
 
-def _embed(config: Config, images: Tensor, device: torch.device | str) -> NDArray[np.float32]:
+def _embed(config: Config, images: ImageArray, device: torch.device | str) -> NDArray[np.float32]:
     """Embed images with ``partition.encoder``, or with an untrained encoder of the run's kind."""
     params, settings = config.partition, config.encoder
     assert isinstance(params, SourceParams)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedssl.config import Config
 from fedssl.data.dataset import Dataset, Groups, Split
 from fedssl.data.heterogeneity import Sources, alter_training_images
 from fedssl.data.labels import draw_share
-from fedssl.data.load import load_dataset
+from fedssl.data.load import convert_channels, load_dataset
 from fedssl.data.partition import partition
 from fedssl.data.random import choose, key
+from fedssl.data.squares import select_squares
 from fedssl.runs.sources import find_sources
 from fedssl.util.device import pick_device
 from fedssl.util.errors import UserError
@@ -23,6 +25,19 @@ def load_run_dataset(config: Config, size: int | None = None) -> Dataset:
     """Load the data set; rotate or stylize training images if clients differ in that."""
     dataset = load_dataset(config.data, config.split_seed, size)
     return alter_training_images(config.partition, dataset, config.split_seed)
+
+
+def load_evaluated_dataset(config: Config, dataset: Dataset) -> Dataset:
+    """Return the images of a run as evaluation sees them, at its size.
+
+    Squares of another size are read from their files. Of whole images they are the middle squares.
+    """
+    size, shapes = config.evaluate.size or config.augment.size, dataset.train.images
+    if config.data.shape == "whole":
+        return select_squares(dataset, size or shapes[0].shape[2])
+    if size in (None, config.data.size) or not len(dataset.train):
+        return dataset
+    return convert_channels(load_run_dataset(config, size), [each.shape[1] for each in shapes])
 
 
 def split_clients(config: Config, dataset: Dataset, sources: Sources | None = None) -> Groups:
@@ -42,7 +57,7 @@ def split_clients(config: Config, dataset: Dataset, sources: Sources | None = No
     sources = sources or find_sources(config, dataset, pick_device(config.device))
     kept = np.setdiff1d(np.arange(len(train)), np.union1d(held_out, public))
     part = Split(
-        tuple(images[: len(kept)] for images in train.images),  # only their number matters
+        (torch.empty(len(kept), 0),),  # only their number matters
         sources.labels[kept],
         None if train.clients is None else train.clients[kept],
         None if train.cases is None else train.cases[kept],

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Census, Split
+from fedssl.data.squares import MiddleSquares
 from fedssl.models.flat_weights import FlatWeights, differentiate
 from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
@@ -58,7 +59,10 @@ class Trainer:
         self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.precision = precision_on(device, config.precision)
         self.device = device
-        self.images = tuple(images.to(device) for images in split.images)
+        self.images = tuple(images[:].to(device) for images in split.images)
+        sizes = split.sizes
+        self.sizes = None if sizes is None else tuple(each.to(device) for each in sizes)
+        self._split = split
         labels = split.labels if objective.needs_labels else None
         self.labels = labels.to(device) if labels is not None else None
         self.batches = Batches.from_config(config.algorithm, config.seed, device)
@@ -155,10 +159,26 @@ class Trainer:
     def encode_samples(self, members: Tensor, state: Tensor) -> Encodings:
         """Return the encodings of some samples' views."""
         count = self.objective.views
-        images = [modality[members] for modality in self.images[:count]]
-        chosen = [images[view % len(images)] for view in range(count)]
-        views = self.augmentation.each(chosen, state, self.dtype)
+
+        def choose(modalities: tuple[Tensor, ...]) -> list[Tensor]:
+            chosen = [modality[members] for modality in modalities[:count]]
+            return [chosen[view % len(chosen)] for view in range(count)]
+
+        sizes = None if self.sizes is None else choose(self.sizes)
+        views = self.augmentation.each(choose(self.images), state, self.dtype, sizes)
         return self.encode(views, state)
+
+    def plain_images(self, members: Tensor, modality: int = 0) -> Tensor:
+        """Return uint8 images without augmentation, in the size of a view.
+
+        They are the middle squares of stored images that have another shape.
+        """
+        split, (height, width) = self._split, self.augmentation.size
+        if split.sizes is None and split.images[modality].shape[2:] == (height, width):
+            return self.images[modality][members]
+        sizes = None if split.sizes is None else split.sizes[modality]
+        squares = MiddleSquares(split.images[modality], sizes, height)
+        return squares[members.cpu()].to(self.device)
 
     def encode(self, views: tuple[Tensor, ...], state: Tensor | None = None) -> Encodings:
         """Return the network's encodings: bfloat16 inside if asked, at least float32 outside."""
