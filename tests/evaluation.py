@@ -42,8 +42,10 @@ def check(
 
 
 def evaluate(encoder: nn.Module, data: EvaluationData, views: Any = None) -> dict[str, float]:
+    """Evaluate; ``views`` are a function of training images, their numbers and the view."""
     tower: Any = SimpleNamespace(encoder=encoder)
-    model = EvaluatedModel(data, tower, views)
+    images = data.train.images[data.modality]
+    model = EvaluatedModel(data, tower, lambda index, view: views(images[index], index, view))
     results: dict[str, float] = {}
     for spec in choose_protocols(data.settings, data.train, data.test):
         results |= parse_protocol(spec).evaluate(model)

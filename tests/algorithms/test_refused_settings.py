@@ -72,6 +72,8 @@ def test_settings_of_algorithms(method: str, words: str, key: str, value: object
         (f"{CLUSTERS} algorithm.batch=2 engine.compile=on", "engine.compile"),
         (f"{CLUSTERS} algorithm.name=dcco", "objective.name"),
         (f"{SWAV} algorithm.batch=1", "algorithm.batch"),
+        ("objective.name=simclr augment.small=2", "augment.small"),
+        (f"{SWAV} data.size=8 augment.small=2 encoder.name=vit-tiny", "encoder.patch"),
     ],
 )
 def test_settings_of_objectives(words: str, key: str) -> None:

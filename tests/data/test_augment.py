@@ -139,6 +139,42 @@ def test_few_images_get_both_views_in_one_pass(
         assert sizes == (passes if a.preset != PRESETS["none"] else [])
 
 
+# ---- small views
+
+
+def test_small_views_are_small_parts_of_each_image_in_turn() -> None:
+    given = Augment("none", small=3, small_size=6, small_crop=(0.1, 0.2))
+    a, state = build(given), states(500)
+    images = [made(500, 3, 32, 32)[:500].roll(k, 0) for k in (0, 1)]
+    views = a.small_views(images, state, torch.float64)
+    assert [tuple(view.shape) for view in views] == [(500, 3, 6, 6)] * 3
+    assert not torch.equal(views[0], views[2])  # of the same images
+    for k, view in enumerate(views):
+        (small,) = set(a.small)
+        box = small.draw(state, 2 + k, (32, 32)).box
+        assert box is not None
+        area = box[2] * box[3] / 32**2
+        assert 0.06 < float(area.min()) < 0.12 and 0.18 < float(area.max()) < 0.24
+        x = images[k % 2].double() / 255
+        expected = operations.resized_crop(x, *box, (6, 6))
+        torch.testing.assert_close(view, expected)
+    alone = a.small_views([x[7:8] for x in images], state[7:8], torch.float64)
+    torch.testing.assert_close([v[7:8] for v in views], list(alone))
+
+
+def test_small_views_have_the_probabilities_of_both_views_in_turn() -> None:
+    a = build(Augment("flip", flip=0.0, small=2, small_crop=(1.0, 1.0), solarize=(1.0, 0.0)))
+    first, second = a.small_views([made(20, 3, 32, 32)] * 2, states(20), torch.float64)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(0.5 - (second - 0.5).abs(), first)
+
+
+def test_the_size_of_small_views() -> None:
+    assert build(Augment("simclr", small=1), size=(224, 224)).small[0].size == (96, 96)
+    assert build(Augment("simclr", small=1, small_size=80)).small[0].size == (80, 80)
+    assert build(Augment("simclr", small=1, size=112)).small[0].size == (48, 48)
+
+
 def test_none_leaves_images_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     x = made(5, 3, 8, 8)
     monkeypatch.setattr(random, "uniform", None)  # nothing to draw
@@ -300,6 +336,7 @@ def test_blur_kernel_is_a_tenth_of_the_side(side: int, kernel: int) -> None:
     [
         (Augment("dco"), "name"),
         (Augment(crop=(0.5, 0.4)), "crop"),
+        (Augment(small_crop=(0.5, 0.4)), "small_crop"),
         (Augment(jitter=(0.4, 0.4, 0.4, 0.6)), "jitter"),
     ],
 )

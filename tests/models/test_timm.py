@@ -196,6 +196,17 @@ VIT = "encoder.name=timm/vit_tiny_patch16_224"
         (("encoder.name=timm/resnet10t",), "encoder.norm", "encoder.norm=batch"),
         ((VIT, "data.size=8"), "encoder.name", "8 by 8"),
         ((VIT, "data.halves=true", "data.size=64"), "encoder.name", "32 by 32"),
+        (
+            (
+                VIT,
+                "data.size=32",
+                "augment.small=1",
+                "objective.name=swav",
+                "algorithm.name=fedavg",
+            ),
+            "augment.small",
+            "images of one size",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(

@@ -21,6 +21,9 @@ from fedssl.objectives.swav import Prototypes, SwAV, sinkhorn
 WORDS = ("objective.name=swav", "objective.projector=32,16", "objective.prototypes=6")
 
 
+SMALL = ("augment.small=2", "augment.small_size=6", "augment.small_crop=0.5,1")
+
+
 def objective(**keys: Any) -> SwAV:
     return SwAV(SwAV.Params("swav", **{"projector": (8, 5), "prototypes": (6,), **keys}))
 
@@ -109,6 +112,41 @@ def test_several_sets_are_averaged() -> None:
     assert_same(ours, theirs, tuple(leaf for pair in sets for leaf in pair))
 
 
+@pytest.mark.parametrize("queue", [0, 4])
+@pytest.mark.parametrize("count", [1, 3])
+def test_small_views_agree_with_lightly(count: int, queue: int) -> None:
+    views, small = (cosines(7, 2), cosines(7, 3)), tuple(cosines(7, 10 + k) for k in range(count))
+    queues = (cosines(4, 4), cosines(4, 5)) if queue else ()
+    memory = {"seen": torch.tensor(9)} if queue else {}
+    batch = EncodedBatch((*views, *small, *queues, *projections()), memory=memory)
+    theirs = SwaVLoss()(list(views), list(small), list(queues) or None)
+    assert_same(objective(queue=queue).loss(batch), theirs, (*views, *small))
+
+
+def test_small_views_are_encoded_in_a_pass_of_their_own() -> None:
+    """Their batch norm sees no large view, and only large views enter the queues."""
+    words = ("objective.queue=30", "augment.small=3", "augment.small_size=4", "augment.name=dcco")
+    engine = engine_of(epochs(*WORDS, *words), made_split(), groups_of(9))[0]
+    trainer, client = engine.trainer, engine.client(np.array([0]), 0, remember=False)
+    state, images = client.random_state(0, slice(None)), [trainer.images[0][:9]] * 2
+    large = trainer.augmentation.each(images, state, trainer.dtype)
+    small = trainer.augmentation.small_views(images, state, trainer.dtype)
+    tower, encodings = trainer.network.towers[0], client.encode(0, slice(None)).encodings
+    rows = [*tower(torch.cat(large)).chunk(2), *tower(torch.cat(small)).chunk(3)]
+    assert len(encodings) == 5 + 2 + 2
+    for found, z in zip(encodings[:5], rows, strict=True):
+        torch.testing.assert_close(found, trainer.network.predictors[0](z))
+    for found, z in zip(encodings[-2:], rows[:2], strict=True):
+        torch.testing.assert_close(found, z)
+
+
+def test_statistics_of_a_round_count_the_pass_of_small_views() -> None:
+    words = ("algorithm.norm_policy=reset", "algorithm.batch=9", "algorithm.local_epochs=1")
+    for more, passes in (((), 1), (("augment.small=2", "augment.small_size=4"), 2)):
+        engine, _ = engine_of(epochs(*WORDS, *words, *more), made_split(), groups_of(9))
+        assert engine.trainer.passes == passes
+
+
 def test_scores_are_cosines_under_the_prototypes_of_now() -> None:
     """The batch comes first, then each view's queue, before the projections themselves."""
     config = epochs(*WORDS, "objective.queue=5", "objective.prototypes=6,3")
@@ -142,8 +180,9 @@ def test_statistics_of_a_round_are_those_of_both_views_as_one_batch() -> None:
     assert_first_statistics_are_of_both_views(*WORDS)
 
 
-def test_the_loss_falls() -> None:
+@pytest.mark.parametrize("small", [(), SMALL])
+def test_the_loss_falls(small: tuple[str, ...]) -> None:
     """Below log K, where it stays if all samples have the same code."""
-    words = ("objective.queue=8", "objective.epsilon=0.02", "algorithm.local_epochs=6")
-    first, *_, last = losses(epochs(*WORDS, *words), rounds=3)
+    words = ("objective.queue=8", "objective.epsilon=0.02", "algorithm.local_epochs=6", *small)
+    first, *_, last = losses(epochs(*WORDS, *words), rounds=4)
     assert last < first and last < 0.9 * math.log(6)

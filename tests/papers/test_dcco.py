@@ -79,6 +79,7 @@ def test_merged_is_client_by_client_with_the_papers_network(encoder: str) -> Non
         *(f"objective.name={name}" for name in ("cco", "vicreg", "supervised", "rotation")),
         *(f"objective.name={name} {' '.join(HEADS[name])}" for name in ("simclr", "simsiam")),
         "objective.name=swav objective.projector=32,16 objective.prototypes=6,3",
+        "objective.name=swav objective.projector=32,16 augment.small=2 augment.small_size=5",
         "objective.name=mae encoder.name=vit-tiny",
     ],
 )

@@ -30,6 +30,7 @@ CASES = [
     MOCO,
     f"objective.name=simclr {HEADS}",
     f"objective.name=swav {HEADS} objective.prototypes=5,4 objective.queue=12",
+    f"objective.name=swav {HEADS} objective.prototypes=6 augment.small=2 augment.small_size=8",
     "objective.name=rotation",
     f"{BYOL} algorithm.name=fedema",
     f"{BYOL} algorithm.name=ditto algorithm.lambda=0.5",

@@ -42,6 +42,16 @@ def results(compiles: bool, words: str) -> tuple[LocalEngine, dict[str, Any]]:
     return engine, numbers
 
 
+def test_views_of_two_sizes_are_not_stacked() -> None:
+    for words, stacks in (((), True), (("augment.small=1", "augment.small_size=4"), False)):
+        method = f"objective.name=swav {HEADS} algorithm.name=fedavg encoder.norm=batch"
+        given = settings(*method.split(), *words)
+        trainer = engine_of(given, made_split(), groups_of(9))[0].trainer
+        trainer.network.joint = False  # as a user's own objective may be
+        with trainer.stacked_views():
+            assert trainer.network._stacked == stacks
+
+
 @pytest.mark.parametrize(
     ("words", "steps"),
     [

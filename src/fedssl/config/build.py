@@ -158,6 +158,11 @@ def _check(config: Config) -> None:
         problem, fix = "updates without noise reveal the moments", "Set privacy.noise too."
         raise UserError(problem, key="privacy.moments_noise", value=privacy.moments_noise, fix=fix)
     _check_sizes(config)
+    small, loss = config.augment.small, config.objective.name
+    if small and not variant("objective", loss).takes_small:
+        problem, fix = f"objective {loss} takes no small views", "Use objective.name=swav."
+        against = "objective.name"
+        raise UserError(problem, key="augment.small", value=small, fix=fix, against=against)
     patch, size = encoder.patch, config.evaluate.size
     if encoder.name == "vit-tiny" and size is not None and size % patch:
         problem = f"does not divide evaluate.size={size}"

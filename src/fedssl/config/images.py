@@ -127,6 +127,26 @@ class Augment:
     noise: float | None = key(
         None, ge=0, help="Standard deviation of Gaussian noise. Pixels are between 0 and 1."
     )
+    small: int = key(
+        0,
+        ge=0,
+        help="Number of small views of each image beside its two views (multi-crop), for "
+        "`objective.name=swav`.",
+    )
+    small_size: int | None = key(
+        None,
+        gt=0,
+        needs="small",
+        help="Height and width of a small view in pixels. `null`: 3/7 of a view's, 96 for 224.",
+    )
+    small_crop: tuple[float, float] = key(
+        (0.05, 0.14),
+        gt=0,
+        le=1,
+        needs="small",
+        help="Smallest and largest area of a small view, as shares of the image. SwAV has 0.14 to "
+        "1 for `augment.crop` beside it.",
+    )
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ PRESETS: dict[str, Preset] = {
     "none": Preset(),
 }
 
+SMALL = 3 / 7  # of the size of a view: 96 pixels for 224
 _TRIES = 10
 CROP_NUMBERS = 2 + 2 * _TRIES  # uniform numbers that a random crop takes
 FEW = 200_000  # numbers of a view: 64 colour images of 32 pixels (benchmarks/NOTES.md)
@@ -124,6 +125,7 @@ class Augmentation:
     preset: Preset
     channels: int
     size: tuple[int, int]  # of a view
+    small: tuple[Augmentation, ...] = ()  # of each small view
     # The constants of ``draw`` on each device: copying them would make a GPU wait.
     _constants: dict[torch.device, Constants] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -140,6 +142,9 @@ class Augmentation:
         if augment.size is not None:
             size = (augment.size, augment.size)
         if plugins.is_own(augment.name):
+            if augment.small:
+                problem, fix = "a function of your own makes all views alike", "Leave it out."
+                raise UserError(problem, key="augment.small", value=augment.small, fix=fix)
             return OwnAugmentation(PRESETS["none"], channels, size, name=augment.name)
         if augment.name not in PRESETS:
             problem = f"unknown preset{suggest(augment.name, PRESETS)}"
@@ -149,7 +154,11 @@ class Augmentation:
         given = {k: v for k, v in vars(augment).items() if k in names and v is not None}
         preset = dataclasses.replace(PRESETS[augment.name], **given)
         _check(preset)
-        return cls(preset, channels, size)
+        small = dataclasses.replace(preset, crop=augment.small_crop)
+        _check(small, "augment.small_crop")
+        side = augment.small_size or max(1, round(min(size) * SMALL))
+        views = (cls(small, channels, (side, side)),) * augment.small
+        return cls(preset, channels, size, views)
 
     @property
     def colours(self) -> tuple[bool, ...]:
@@ -233,8 +242,27 @@ class Augmentation:
         both_sizes = None if sizes is None else torch.cat(list(sizes))
         return self.views(together, states, view, dtype, both_sizes).split(len(state))
 
+    def small_views(
+        self,
+        images: Sequence[Tensor],
+        state: Tensor,
+        dtype: torch.dtype = torch.float32,
+        sizes: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the small views, of the first and of the second images in turn.
+
+        They count as views 2, 3 and so on. Even ones have the probabilities of view 0.
+        """
+        return tuple(
+            small.views(x, state, 2 + k, dtype, None if sizes is None else sizes[k % len(images)])
+            for k, small in enumerate(self.small)
+            for x in [images[k % len(images)]]
+        )
+
     def constants(self, device: torch.device) -> Constants:
         """Return the constants of ``draw``; call it once before compiling what uses them."""
+        for small in set(self.small):
+            small.constants(device)
         if device not in self._constants:
             constants = self._build_constants()
             self._constants[device] = tuple(each.to(device) for each in constants)
@@ -255,12 +283,12 @@ class Augmentation:
         """Draw what ``views`` does to each sample; ``sides`` are those of images of other sizes."""
         p, colours = self.preset, sum(self.colours)
         blurs, solarizes = (
-            pair[view] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
+            pair[view % 2] if isinstance(view, int) else max(pair) for pair in (p.blur, p.solarize)
         )
         crops, box = p.crop != (1.0, 1.0), None
         u = random.uniform(random.mix(state, view), _CROP + (CROP_NUMBERS if crops else 0))
         probability, low, span, unused = self.constants(state.device)
-        flip, jitter, gray, blur, solarize = (u[:, _HAPPENS] < probability[view]).unbind(1)
+        flip, jitter, gray, blur, solarize = (u[:, _HAPPENS] < probability[view % 2]).unbind(1)
         ranges = low + span * u[:, _RANGES]
         turns = (u[:, _TURNS] + unused).argsort(dim=1, stable=True) if colours else None
         if crops:
@@ -327,12 +355,12 @@ class OwnAugmentation(Augmentation):
         return UserError(problem, key="augment.name", value=self.name, fix=fix)
 
 
-def _check(preset: Preset) -> None:
-    """Check what the ranges of single numbers do not."""
+def _check(preset: Preset, key: str = "augment.crop") -> None:
+    """Check what the ranges of single numbers do not; ``key`` is that of the crop."""
     if preset.crop[0] > preset.crop[1]:
         problem = "the smallest area is larger than the largest"
-        fix = "Name the smallest first, as in augment.crop=0.08,1."
-        raise UserError(problem, key="augment.crop", value=preset.crop, fix=fix)
+        fix = f"Name the smallest first, as in {key}=0.08,1."
+        raise UserError(problem, key=key, value=preset.crop, fix=fix)
     if preset.jitter[3] > 0.5:
         problem, fix = "the fourth strength, hue, is more than half a turn", "Use at most 0.5."
         raise UserError(problem, key="augment.jitter", value=preset.jitter, fix=fix)

@@ -134,9 +134,7 @@ class Client:
     def _statistics(self, trained: Trained) -> Tensor:
         """Return the running statistics of this round alone, without the rest of their start."""
         trainer, n = self.trainer, self.trainer.flat.parameter_count
-        inputs = 1 if trainer.network.joint else trainer.objective.views
-        passes = -(-inputs // len(trainer.network.towers))
-        left = (1 - STATISTICS_MOMENTUM) ** (passes * self.steps)
+        left = (1 - STATISTICS_MOMENTUM) ** (trainer.passes * self.steps)
         return (trained.weights[n:] - left * trained.start[n:]) / (1 - left)
 
     def numbers(self, *names: str) -> dict[str, Tensor]:

@@ -103,13 +103,19 @@ class Network(nn.Module):
                 norm.views = 1
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the encodings of the inputs, two or one (F and G)."""
+        """Return the encodings of the inputs: two or one (F and G), or with small views more."""
         one_tower = len(self.towers) == 1 and len(inputs) > 1
         # Without batch norm samples are independent, so one pass gives the same numbers.
         one_pass = one_tower and (self._stacked or self.joint or not self.has_batch_norm)
-        if one_pass and inputs[0].shape == inputs[1].shape:
-            return self.towers[0](torch.cat(inputs)).chunk(len(inputs))
-        return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
+        if not one_pass:
+            return tuple(self.towers[i % len(self.towers)](x) for i, x in enumerate(inputs))
+        encodings: tuple[Tensor, ...] = ()
+        while len(encodings) < len(inputs):  # one pass for neighbours of one shape
+            first = last = len(encodings)
+            while last < len(inputs) and inputs[last].shape == inputs[first].shape:
+                last += 1
+            encodings += self.towers[0](torch.cat(inputs[first:last])).chunk(last - first)
+        return encodings
 
     def predict(self, encodings: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the predictions from encodings, or the encodings if there is no predictor."""

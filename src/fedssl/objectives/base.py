@@ -65,6 +65,7 @@ class Objective(ABC):
     Params: ClassVar[type[ObjectiveParams]] = ObjectiveParams
     views: ClassVar[int] = 2  # of an image, each augmented anew (or its modalities)
     joint: bool = False  # batch norm sees all views as one batch
+    takes_small: ClassVar[bool] = False  # also views of another size (augment.small), at the end
     min_samples: ClassVar[int] = 1  # the smallest batch that the loss is defined for
     needs_labels: ClassVar[bool] = False
 

@@ -23,16 +23,19 @@ from fedssl.objectives.memory import Memory, Queue
 
 
 class SwAV(ProjectorObjective):
-    """Swapped prediction: each view's code is the target of the other's (section 3).
+    """Swapped prediction: each view's code is the target of the others' (section 3).
 
-    Both views are one batch to batch norm, as in the paper's pseudo-code (A.1). Prototypes are
-    averaged like any other layer; queues stay with their client. Our reading: prototypes are scaled
-    to length 1 inside the step, so that gradients know of it, where the paper does so between
-    steps; and two towers have prototypes of their own, which the swapped prediction aligns.
+    Small views (multi-crop, section 3.2, ``augment.small``) predict the codes of both views and
+    have none. All views of one size are one batch to batch norm, as in the paper's pseudo-code
+    (A.1). Prototypes are averaged like any other layer; queues stay with their client. Our reading:
+    prototypes are scaled to length 1 inside the step, so that gradients know of it, where the paper
+    does so between steps; and two towers have prototypes of their own, which the swapped prediction
+    aligns.
     """
 
     min_samples = 2
     joint = True
+    takes_small = True
 
     @dataclass(frozen=True)
     class Params(ProjectorParams):
@@ -81,19 +84,25 @@ class SwAV(ProjectorObjective):
     def encode(
         self, networks: Networks, views: tuple[Tensor, ...], state: Tensor | None
     ) -> Encodings:
-        """Return the scores of both views and of their queues, then both views' projections."""
+        """Return the scores of all views and of the queues, then both views' projections."""
         projections = networks.online(views)
         queues = networks.memory["queue"].unbind() if networks.memory else ()
-        return networks.online.predict(projections + queues) + projections
+        return networks.online.predict(projections + queues) + projections[:2]
 
     def loss(self, batch: EncodedBatch) -> Tensor:
-        """Return the mean of Eq. 2 over views and sets of prototypes."""
+        """Return the mean cross-entropy of each view's code and the other views' scores.
+
+        This is Eq. 2, or with small views that of section 3.2, averaged over sets of prototypes.
+        """
         full = batch.memory["seen"] >= self.params.queue if batch.memory else None
+        count = len(batch.encodings) - (4 if batch.memory else 2)
         scores = (e.split(self.params.prototypes, dim=1) for e in batch.encodings[:-2])
         losses = []
-        for first, second, *queues in zip(*scores, strict=True):
-            code1, code2 = self.codes(first, queues[:1], full), self.codes(second, queues[1:], full)
-            losses += [self._cross_entropy(first, code2), self._cross_entropy(second, code1)]
+        for each in zip(*scores, strict=True):
+            views, queues = each[:count], list(each[count:])
+            for k, queue in ((1, queues[1:]), (0, queues[:1])):
+                code = self.codes(views[k], queue, full)
+                losses += [self._cross_entropy(v, code) for i, v in enumerate(views) if i != k]
         return torch.stack(losses).mean()
 
     def codes(self, scores: Tensor, queue: list[Tensor], full: Tensor | None) -> Tensor:

@@ -218,6 +218,7 @@ def assemble(
         data = EvaluationData(config, dataset, clients, names)
         validate.check_evaluation(data, algorithm.objective)
     trainer = build_trainer(config, algorithm.objective, dataset, network)
+    validate.check_small_views(config, network, trainer.augmentation)
     engine = build_engine(trainer, algorithm, groups)
     validate.check_engine(engine)
     server = Server(trainer, known)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from fedssl.config import OWN_DATA, Config
+from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.dirichlet import describe_imbalance
 from fedssl.data.folders import describe_unused
@@ -21,7 +23,9 @@ from fedssl.evaluate.registry import check_protocols, list_protocols, parse_prot
 from fedssl.federation.aggregate import count_samples
 from fedssl.federation.algorithm import Algorithm
 from fedssl.federation.sampling import check_client_sizes, cohort_size
-from fedssl.models.network import Network
+from fedssl.models.encoders import Timm
+from fedssl.models.network import Network, Tower
+from fedssl.models.vit import ViT, check_patch
 from fedssl.objectives.base import Objective
 from fedssl.privacy.leakage import summarize_risks
 from fedssl.runs import loggers
@@ -131,6 +135,18 @@ def check_norms(config: Config, network: Network) -> None:
         norm, fix = config.encoder.norm, "Use average or local."
         problem = f"resets batch norm's running statistics, and encoder.norm={norm} has none"
         raise UserError(problem, key="algorithm.norm_policy", value="reset", fix=fix)
+
+
+def check_small_views(config: Config, network: Network, augmentation: Augmentation) -> None:
+    """Check that the encoder takes small views."""
+    for (height, width), tower in product({s.size for s in augmentation.small}, network.towers):
+        encoder = cast(Tower, tower).encoder
+        if isinstance(encoder, ViT):
+            check_patch(encoder.patch, height, width)
+        elif isinstance(encoder, Timm) and encoder.size not in (None, height):
+            problem = f"{config.encoder.name} takes images of one size"
+            fix = "Use a convolutional encoder, or augment.small=0."
+            raise UserError(problem, key="augment.small", value=config.augment.small, fix=fix)
 
 
 def check_evaluation(data: EvaluationData, objective: Objective) -> None:

@@ -116,6 +116,14 @@ class Trainer:
         """True if training leaves something with the client that the next round needs."""
         return self.target is not None or bool(self.memory) or self.kept is not None
 
+    @property
+    def passes(self) -> int:
+        """Batches of inputs that a tower's batch norm sees in a step."""
+        small = self.augmentation.small
+        if self.network.joint:
+            return len({self.augmentation.size, *(each.size for each in small)})
+        return -(-(self.objective.views + len(small)) // len(self.network.towers))
+
     # A client's round: begin, steps, end.
 
     def load(self, weights: Tensor) -> None:
@@ -164,8 +172,10 @@ class Trainer:
             chosen = [modality[members] for modality in modalities[:count]]
             return [chosen[view % len(chosen)] for view in range(count)]
 
+        images = choose(self.images)
         sizes = None if self.sizes is None else choose(self.sizes)
-        views = self.augmentation.each(choose(self.images), state, self.dtype, sizes)
+        views = self.augmentation.each(images, state, self.dtype, sizes)
+        views += self.augmentation.small_views(images, state, self.dtype, sizes)
         return self.encode(views, state)
 
     def plain_images(self, members: Tensor, modality: int = 0) -> Tensor:
@@ -262,7 +272,7 @@ class Trainer:
     @contextlib.contextmanager
     def stacked_views(self) -> Iterator[None]:
         """Encode both views in one pass of each network, with the same numbers."""
-        alike = len({images.shape for images in self.images}) == 1
+        alike = len({images.shape for images in self.images}) == 1 and not self.augmentation.small
         networks = [self.network] if self.target is None else [self.network, self.target.module]
         with contextlib.ExitStack() as stack:
             for network in networks if alike else ():
