@@ -156,6 +156,27 @@ class Optimizer:
         help="Share of the previous step that is added.",
     )
     weight_decay: float = key(0.0, ge=0, help="Weight decay.")
+    decay: Literal["all", "matrices"] = key(
+        "all",
+        needs="weight_decay",
+        help="Parameters that decay: all, or those of two and more dimensions, without biases and "
+        "normalization. `lars` decays only the latter.",
+    )
+    layer_decay: float = key(
+        1.0,
+        gt=0,
+        le=1,
+        help="Factor of the learning rate from each block of the encoder to the block before it. "
+        "Heads and the last block have the full rate.",
+    )
+    clip_norm: float | None = key(
+        None, gt=0, help="Largest L2 norm of a step's gradient; a longer one is scaled down."
+    )
+    warmup: int = key(
+        0,
+        ge=0,
+        help="Rounds in which the learning rate rises evenly to its value. The schedule follows.",
+    )
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,9 @@ def is_one_plain_step(trainer: Trainer) -> bool:
     and the gradient on a union is a sum over its samples (DCCO paper, appendix A).
     """
     mixes_samples = trainer.network.has_batch_norm or not trainer.objective.needs_batch_only
-    one_step = trainer.batches.is_one_full_step and trainer.config.client.optimizer == "sgd"
+    rule = trainer.config.client  # whose clipping is of each client's own gradient
+    is_linear = rule.optimizer == "sgd" and rule.clip_norm is None
+    one_step = trainer.batches.is_one_full_step and is_linear
     return one_step and not mixes_samples and not trainer.keeps_state
 
 

@@ -25,14 +25,21 @@ def learning_rates(config: Config, round: int) -> tuple[float, float]:
     """Return the server's and the clients' learning rate in a round.
 
     The schedule acts on the server's rate. If the server only adds the clients' mean update (SGD
-    with learning rate 1), the schedule acts on the clients' rate.
+    with learning rate 1), the schedule acts on the clients' rate. Both begin with their warm-up.
     """
-    factor = SCHEDULES[config.schedule](round, config.rounds)
     rule = config.server
     adds_only = rule.optimizer == "sgd" and rule.lr == 1 and not rule.momentum
-    if adds_only and not rule.weight_decay:
-        return rule.lr, config.client.lr * factor
-    return rule.lr * factor, config.client.lr
+    on_clients = adds_only and not rule.weight_decay
+    server = _rate(config, rule, round, not on_clients)
+    return server, _rate(config, config.client, round, on_clients)
+
+
+def _rate(config: Config, rule: Optimizer, round: int, is_scheduled: bool) -> float:
+    """Return an optimizer's rate in a round: after the warm-up the schedule's, or constant."""
+    if round < rule.warmup:
+        return rule.lr * (round + 1) / rule.warmup
+    rest = SCHEDULES[config.schedule](round - rule.warmup, max(1, config.rounds - rule.warmup))
+    return rule.lr * rest if is_scheduled else rule.lr
 
 
 def apply_update(
@@ -45,7 +52,7 @@ def apply_update(
 ) -> Tensor:
     """Step along a mean update: its negative is the gradient; buffers are added unchanged."""
     n = flat.parameter_count
-    delta = optim.step(rule, state, weights[:n], -change[:n], lr, flat.layers)
+    delta = optim.step(rule, state, weights[:n], -change[:n], lr, flat.layers, flat.depths)
     if len(weights) > n:
         delta = torch.cat((delta, change[n:]))
     return weights + delta

@@ -58,6 +58,7 @@ class FlatWeights:
         self.parameter_count = sum(shape.numel() for shape in self.layers)
         self.vector = torch.cat([s.tensor.detach().reshape(-1) for s in self.spans])
         self.gradient = torch.zeros_like(self.vector[: self.parameter_count])
+        self.depths: Tensor | None = None  # of each parameter, for rates that decay by layer
         for span in self.spans:
             view, tensor = span.of(self.vector), span.tensor
             if isinstance(tensor, nn.Parameter):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from fedssl.config import Encoder
 from fedssl.data.random import key, mix, uniform
 from fedssl.models.encoders import Timm
+from fedssl.models.flat_weights import FlatWeights
 from fedssl.models.norms import NORMS, BatchNorm, freeze_batch_norms
 from fedssl.util.errors import UserError
 
@@ -156,3 +157,14 @@ def _list_parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
             yield from _list_parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}.", child
+
+
+def find_depths(flat: FlatWeights, towers: Iterable[nn.Module]) -> Tensor:
+    """Return how many blocks lie between each parameter and its encoder's last; 0 for heads."""
+    depths = dict[str, int]()
+    for number, tower in enumerate(towers):
+        blocks = number_blocks(cast(nn.Module, tower.encoder))
+        last = max(blocks.values())
+        depths |= {f"towers.{number}.encoder.{n}": last - block for n, block in blocks.items()}
+    sizes = [(depths.get(span.name, 0), span.stop - span.start) for span in flat.learned]
+    return torch.cat([flat.gradient.new_full((size,), depth) for depth, size in sizes])

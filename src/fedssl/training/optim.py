@@ -44,26 +44,56 @@ def step(
     gradient: Tensor,
     lr: float | Tensor,
     layers: Sequence[Shape],
+    depths: Tensor | None = None,
 ) -> Tensor:
     """Return the change of one step of ``rule``; ``layers`` are the shapes in the flat vector.
+
+    ``depths`` counts the blocks between each parameter and the last block, for ``layer_decay``.
 
     >>> rule = Optimizer("sgd", lr=0.1)
     >>> params, gradient = torch.ones(2), torch.ones(2)
     >>> step(rule, start(rule, params), params, gradient, rule.lr, [(2,)])
     tensor([-0.1000, -0.1000])
     """
+    if rule.clip_norm is not None:
+        norm = torch.linalg.vector_norm(gradient)
+        gradient = gradient * (rule.clip_norm / (norm + 1e-6)).clamp(max=1)
+    change = _step(rule, state, params, gradient, lr, layers)
+    if rule.layer_decay == 1 or depths is None:
+        return change
+    return change.mul_(rule.layer_decay**depths)
+
+
+def _step(
+    rule: Optimizer,
+    state: State,
+    params: Tensor,
+    gradient: Tensor,
+    lr: float | Tensor,
+    layers: Sequence[Shape],
+) -> Tensor:
     if rule.optimizer == "lars":
         gradient = _trusted(gradient, params, rule.weight_decay, layers)
     elif rule.weight_decay and rule.optimizer != "adamw":
-        gradient = gradient.add(params, alpha=rule.weight_decay)
+        gradient = gradient.add(_decaying(rule, params, layers), alpha=rule.weight_decay)
     if rule.optimizer == "adam":
         return _adam(state, gradient, lr)
     if rule.optimizer == "adamw":
         # Loshchilov and Hutter 2019, Algorithm 2: the decay does not go through the moments.
-        return _adam(state, gradient, lr).sub_(params * (lr * rule.weight_decay))
+        decayed = _decaying(rule, params, layers)
+        return _adam(state, gradient, lr).sub_(decayed * (lr * rule.weight_decay))
     if "momentum" in state:
         gradient = state["momentum"].mul_(rule.momentum).add_(gradient)
     return gradient * -lr
+
+
+def _decaying(rule: Optimizer, params: Tensor, layers: Sequence[Shape]) -> Tensor:
+    """Return the parameters, with 0 in the place of those that do not decay."""
+    if rule.decay == "all":
+        return params
+    parts = params.split([math.prod(shape) for shape in layers])
+    pairs = zip(layers, parts, strict=True)
+    return torch.cat([p if len(shape) > 1 else torch.zeros_like(p) for shape, p in pairs])
 
 
 def _adam(state: State, gradient: Tensor, lr: float | Tensor) -> Tensor:

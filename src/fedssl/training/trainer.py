@@ -20,6 +20,7 @@ from fedssl.data.squares import MiddleSquares
 from fedssl.models.flat_weights import FlatWeights, differentiate
 from fedssl.models.network import Network
 from fedssl.models.norms import NORMS
+from fedssl.models.trainable import find_depths
 from fedssl.objectives.base import Encodings, Networks, Objective
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.training import optim
@@ -91,6 +92,9 @@ class Trainer:
         if follows is not None:
             self.target = FlatWeights(Network(copy.deepcopy(list(network.towers))))
         self.flat = FlatWeights(network)
+        flats = [self.flat] if self.target is None else [self.flat, self.target]
+        for flat in flats if min(rule.layer_decay, self.config.server.layer_decay) < 1 else ():
+            flat.depths = find_depths(flat, cast(Network, flat.module).towers)
         self.loads = 0
         self.memory = self.objective.memory.start(self.flat.vector)
         encode_targets = None if self.target is None else self._encode_targets
@@ -224,14 +228,17 @@ class Trainer:
         flat, target, rule = self.flat, self.target, self.config.client
         if pull is not None:
             flat.gradient.add_(flat.params - pull.anchor[: flat.parameter_count], alpha=pull.weight)
-        change = optim.step(rule, self.rule_state, flat.params, flat.gradient, lr, flat.layers)
+        state, gradient = self.rule_state, flat.gradient
+        change = optim.step(rule, state, flat.params, gradient, lr, flat.layers, flat.depths)
         flat.params.add_(change)
         follows = self.objective.memory.target
         if target is None or follows is None:
             return change
         if follows.learns:
-            state, params = self.target_state, target.params
-            params.add_(optim.step(rule, state, params, target.gradient, lr, target.layers))
+            state, gradient = self.target_state, target.gradient
+            target.params.add_(
+                optim.step(rule, state, target.params, gradient, lr, target.layers, target.depths)
+            )
         target.params.lerp_(flat.params[: target.parameter_count], 1 - follows.momentum)
         return change
 
