@@ -220,3 +220,49 @@ def test_a_missing_timm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "timm", None)
     with refused("encoder.name", says="pip install 'fedssl[timm]'"):
         encoder(Encoder("timm/resnet18", norm="batch"), 3, 32)
+
+
+NORMALIZED = ("encoder.mean=0.5,0.4,0.3", "encoder.std=0.2,0.3,0.4")
+
+
+@pytest.fixture(scope="module", params=["timm/resnet10t", VIT.partition("=")[2], "resnet18"])
+def normalized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose encoder normalizes grey images in three channels."""
+    out = tmp_path_factory.mktemp("normalized") / "run"
+    size = "data.size=96" if request.param == "resnet18" else "data.size=32"
+    words = (f"encoder.name={request.param}", "encoder.norm=frozen", "encoder.groups=8", size)
+    part = "encoder.train=lora:2" if "vit" in request.param else "encoder.train=last:1"
+    loop.run(small(*words, part, *NORMALIZED), out)
+    return out
+
+
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(c).view(3, 1, 1) for c in ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)))
+    return (images.float() / 255 - mean) / std
+
+
+@torch.no_grad()
+def test_other_programs_load_an_encoder_that_normalizes(normalized: Path, tmp_path: Path) -> None:
+    encoder = load_encoder(normalized)
+    shape = (4, 1, encoder.height, encoder.width)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8)
+    expected = encoder.embed(images)
+    command, *_ = export.export(normalized, "timm", tmp_path / "timm")
+    model = eval(command.partition(".load_state_dict")[0], {"timm": timm}).eval()
+    model.load_state_dict(load_file(tmp_path / "timm" / "model.safetensors"), strict=True)
+    torch.testing.assert_close(model(normalize(images)), expected)
+    if not isinstance(encoder.body, Timm):
+        return  # the hub's layout has names of timm's backbones alone
+    list(export.export(normalized, "hf", tmp_path / "hf"))
+    local = timm.create_model(f"local-dir:{tmp_path / 'hf'}", pretrained=True, num_classes=0)
+    torch.testing.assert_close(local.eval()(normalize(images)), expected)
+    assert list(timm.data.resolve_model_data_config(local)["mean"]) == [0.5, 0.4, 0.3]
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "hf").eval()
+    torch.testing.assert_close(theirs(normalize(images)).pooler_output, expected)
+
+
+def test_an_encoder_that_timm_does_not_have_is_refused(tmp_path: Path) -> None:
+    loop.run(small("encoder.name=tiny", "encoder.groups=8"), tmp_path / "run")
+    with refused("--format", says="timm has no model of this architecture"):
+        list(export.export(tmp_path / "run", "timm", None))

@@ -25,7 +25,7 @@ def add_export(commands: Commands) -> None:
     export.add_argument(
         "--format",
         required=True,
-        choices=("safetensors", "torchscript", "onnx", "hf"),
+        choices=("safetensors", "timm", "torchscript", "onnx", "hf"),
         help="format of the file; hf is a folder for the Hugging Face hub",
     )
     export.add_argument(

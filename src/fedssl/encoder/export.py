@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedssl.config.preprocessing import NOTE
 from fedssl.encoder import hub
-from fedssl.encoder.formats import ENDINGS, WRITERS, describe, write_checked
+from fedssl.encoder.formats import ENDINGS, WRITERS, describe, find_timm_model, write_checked
 from fedssl.encoder.load import load_encoder, parse_note, read_note, run_folder
 from fedssl.models.weights import SUFFIXES, find_model
 from fedssl.util import files
@@ -32,6 +32,10 @@ def export(run: Path, format: str, out: Path | None) -> Iterator[str]:
     first = _choose_file(run, format, out)
     for encoder, suffix in zip(encoders, SUFFIXES, strict=False):
         path = first.with_name(f"{first.stem}{suffix}{first.suffix}")
+        if format == "timm":
+            name, arguments, _ = find_timm_model(encoder.body)
+            given = "".join(f", {key}={value!r}" for key, value in arguments.items())
+            yield f'timm.create_model("{name}"{given}).load_state_dict(load_file("{path}"))'
         yield from write_checked(run, encoder, path, WRITERS[format])
         beside = path.with_name(f"{path.name}.json")
         if path.name == "encoder.safetensors":
@@ -51,6 +55,8 @@ def _check_onnx() -> None:
 def _choose_file(run: Path, format: str, out: Path | None) -> Path:
     """Return the first tower's file, which no other model of the run shares."""
     ending, name = ENDINGS[format], run.stem if run.is_file() else "encoder"
+    if format == "timm" and name == "encoder":
+        name = "model"  # a folder with encoder.safetensors is fedssl's
     target = (run if run.is_dir() else run.parent) / "export" / format if out is None else out
     if target.suffix != ending and target.suffix in ENDINGS.values():
         fix = f"Use a name that ends in {ending}."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from fedssl import __version__
@@ -24,15 +24,22 @@ from fedssl.data.load import load_dataset
 from fedssl.data.places import use_local_copy
 from fedssl.data.squares import MiddleSquares
 from fedssl.encoder.load import ImageEncoder, load_encoder, run_folder
+from fedssl.models.encoders import ResNet, Timm
 from fedssl.models.inputs import Input
-from fedssl.models.norms import StandardizedConv2d, standardize
+from fedssl.models.layouts import torchvision_names
+from fedssl.models.norms import BatchNorm, StandardizedConv2d, standardize
 from fedssl.models.wrapped import OwnEncoder
 from fedssl.runs.reader import RunReader
 from fedssl.util import files
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.text import format_bytes
 
-ENDINGS = {"safetensors": ".safetensors", "torchscript": ".pt", "onnx": ".onnx"}
+ENDINGS = {
+    "safetensors": ".safetensors",
+    "timm": ".safetensors",
+    "torchscript": ".pt",
+    "onnx": ".onnx",
+}
 LIMIT = 1e-4  # the largest difference to torch, relative to features above 1
 IMAGES = 32  # for the check
 Infer = Callable[[Tensor], Tensor]
@@ -153,6 +160,44 @@ def write_safetensors(encoder: ImageEncoder, path: Path) -> Infer:
     return load_encoder(path, encoder.tower, encoder=own)
 
 
+def write_timm(encoder: ImageEncoder, path: Path) -> Infer:
+    """Write the weights under timm's names; the check loads them into timm's own model."""
+    import timm
+
+    body = encoder.body
+    name, arguments, names = find_timm_model(body)
+    state = {names.get(n, n): tensor.contiguous() for n, tensor in body.state_dict().items()}
+    create: Any = timm.create_model
+    model = create(name, **arguments)
+    counters = {n: t for n, t in model.state_dict().items() if n.endswith("num_batches_tracked")}
+    note = {"format": "pt", HEADER: json.dumps(describe(encoder))}
+    path.write_bytes(save(counters | state, note))
+    model.load_state_dict(load(path.read_bytes()), strict=True)
+    input = cast(Input, body.input)
+    return lambda images: model.eval()(input(images))
+
+
+def find_timm_model(body: nn.Module) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Return the name of timm's model like an encoder, its arguments, and timm's tensor names."""
+    if isinstance(body, Timm):
+        return body.name, body.arguments, {}
+    if isinstance(body, ResNet) and body.has_large_stem and _has_batch_norm(body):
+        arguments = {"num_classes": 0, "in_chans": body.input.channels}
+        if body.name in ("resnet18", "resnet50"):
+            return body.name, arguments, torchvision_names(body)
+    raise UserError(
+        "timm has no model of this architecture",
+        key="--format",
+        value="timm",
+        fix="Use --format safetensors, torchscript or onnx. Timm's are encoder.name=timm/NAME, and "
+        "resnet18 and resnet50 with batch norm and images of 96 pixels or more.",
+    )
+
+
+def _has_batch_norm(body: nn.Module) -> bool:
+    return any(isinstance(module, BatchNorm) for module in body.modules())
+
+
 def write_torchscript(encoder: ImageEncoder, path: Path) -> Infer:
     """Write a traced network."""
     with _quiet():
@@ -219,6 +264,7 @@ def _quiet() -> Iterator[None]:
 
 WRITERS: dict[str, Writer] = {
     "safetensors": write_safetensors,
+    "timm": write_timm,
     "torchscript": write_torchscript,
     "onnx": write_onnx,
 }

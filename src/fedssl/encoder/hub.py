@@ -77,7 +77,9 @@ def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
 
     channels = encoder.body.input.channels
     mean, std = encoder.body.input.statistics or ([0.0] * channels, [1.0] * channels)
+    size = {} if encoder.body.size is None else {"img_size": encoder.body.size}
     return {
+        **({"model_args": size} if size else {}),
         "architecture": split_model_name_tag(encoder.body.name)[0],
         "num_classes": 0,
         "num_features": encoder.features,

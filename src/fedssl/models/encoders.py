@@ -64,6 +64,8 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """A residual network with the 3 × 3 stem for small images or the 7 × 7 stem for large ones."""
 
+    name: str
+
     def __init__(
         self,
         depths: tuple[int, ...],
@@ -73,7 +75,7 @@ class ResNet(nn.Module):
         large_stem: bool,
     ) -> None:
         super().__init__()
-        self.depths = depths
+        self.depths, self.has_large_stem = depths, large_stem
         self.input = input
         if large_stem:
             self.stem = nn.Sequential(*norm.conv(input.channels, 64, 7, 2), nn.MaxPool2d(3, 2, 1))
@@ -204,4 +206,6 @@ def encoder(
                 fix="Use encoder.norm=batch or encoder.norm=frozen.",
             )
         return body
-    return ResNet(*RESNETS[settings.name], input, norm, large_stem=size >= LARGE_IMAGE)
+    resnet = ResNet(*RESNETS[settings.name], input, norm, large_stem=size >= LARGE_IMAGE)
+    resnet.name = settings.name
+    return resnet
