@@ -234,6 +234,13 @@ class Evaluate:
         needs="every",
         help="Protocols during training. `null`: `evaluate.protocols`.",
     )
+    guard: Literal["knn", "unlabeled"] | None = key(
+        None,
+        needs="every",
+        help="Compare the encoder with the one that it started as, on the images of "
+        "`data.holdout`, and keep the best. `knn`: by labels. `unlabeled`: by the share of images "
+        "whose two augmented views are matched.",
+    )
     targets: tuple[float, ...] = key(
         (),
         affects="monitoring",

@@ -112,21 +112,22 @@ class EvaluatedModel:
     @cached_property
     def train(self) -> SplitFeatures:
         """The training images."""
-        return self._split(self.data.train)
+        return self.features_of(self.data.train)
 
     @cached_property
     def val(self) -> SplitFeatures:
         """The validation images."""
         assert self.data.dataset.val is not None
-        return self._split(self.data.dataset.val)
+        return self.features_of(self.data.dataset.val)
 
     @cached_property
     def test(self) -> SplitFeatures:
         """The test images."""
         assert self.data.test is not None
-        return self._split(self.data.test)
+        return self.features_of(self.data.test)
 
-    def _split(self, split: Split) -> SplitFeatures:
+    def features_of(self, split: Split) -> SplitFeatures:
+        """Return the features of a split's images, computed when they are needed."""
         return SplitFeatures(self.encoder, split, split.images[self.data.modality])
 
     @cached_property

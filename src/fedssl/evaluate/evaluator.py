@@ -66,9 +66,10 @@ class ModelEvaluator:
 
     def evaluate(self, weights: Weights, specs: tuple[str, ...] | None = None) -> dict[str, float]:
         """Measure a model by the protocols ``specs``, or by the configured ones."""
-        return self._evaluate(self._load(weights), specs or self.protocols)
+        return self._evaluate(self.load(weights), specs or self.protocols)
 
-    def _load(self, weights: Weights) -> EvaluatedModel:
+    def load(self, weights: Weights) -> EvaluatedModel:
+        """Return a model with these weights, to be evaluated."""
         return EvaluatedModel(self.data, self.tower(weights), self._views, "head" in self.protocols)
 
     def _evaluate(self, model: EvaluatedModel, specs: tuple[str, ...]) -> dict[str, float]:
@@ -82,7 +83,7 @@ class ModelEvaluator:
 
     def evaluate_untrained(self, weights: Weights) -> dict[str, float]:
         """Measure random weights, which are the same for all clients."""
-        model = self._load(weights)
+        model = self.load(weights)
         results = self._evaluate(model, self.protocols)
         if PerClient.name in self.protocols:
             scores = self._score_clients(weights, model.probe)
@@ -100,7 +101,7 @@ class ModelEvaluator:
         specs, probes = specs or self.protocols, Probes()
 
         def measure(weights: Tensor, client: int | None) -> dict[str, float]:
-            model = self._load(weights)
+            model = self.load(weights)
             results = self._evaluate(model, specs)
             if PerClient.name in specs:
                 probes[client] = model.probe
@@ -122,7 +123,7 @@ class ModelEvaluator:
 
     def _evaluate_peers(self, models: TrainedModels, specs: tuple[str, ...]) -> dict[str, float]:
         """Measure every peer's model: the mean and the minimum of each accuracy."""
-        rows = [self._evaluate(self._load(weights), specs) for weights in models.peer_models()]
+        rows = [self._evaluate(self.load(weights), specs) for weights in models.peer_models()]
         results: dict[str, float] = {}
         for name in rows[0] if rows else ():
             protocol, _, kind = name.rpartition("_")
@@ -183,7 +184,7 @@ class ModelEvaluator:
         """Return each client's accuracy; without a ``probe`` one is fitted."""
         test = self.data.test
         assert test is not None
-        model = self._load(weights)
+        model = self.load(weights)
         features = extract(model.encoder, self.client_test_images)
         labels = test.full_labels.to(features.device)
         return per_client.accuracies(probe or model.probe, features, labels, self.client_tests)

@@ -25,6 +25,7 @@ class TrainedModels:
         self.algorithm = engine.algorithm
         self.kept = engine.trainer.kept  # places of the layers that stay with clients
         self.of_sites = of_sites
+        self.best: Tensor | None = None  # weights to take in place of the global model's last ones
 
     @property
     def result(self) -> Literal["global", "personal"]:
@@ -50,7 +51,8 @@ class TrainedModels:
 
         Without a ``model`` it is the global one.
         """
-        model = self.server.weights if model is None else model
+        if model is None:
+            model = self.server.weights if self.best is None else self.best
         if self.kept is None:
             return model
         states, norms = self.engine.states, []

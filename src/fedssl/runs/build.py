@@ -39,6 +39,7 @@ from fedssl.privacy.aggregators import build_aggregator
 from fedssl.privacy.noise import Noisy
 from fedssl.runs import validate
 from fedssl.runs.budget import Budget
+from fedssl.runs.guard import Guard, check_guard
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import (
     load_evaluated_dataset,
@@ -95,6 +96,11 @@ class Experiment:
     def algorithm(self) -> Algorithm:
         """The algorithm that runs."""
         return self.engine.algorithm
+
+    @cached_property
+    def guard(self) -> Guard:
+        """The guard that keeps the best encoder (``evaluate.guard``)."""
+        return Guard(self)
 
     @cached_property
     def models(self) -> TrainedModels:
@@ -180,6 +186,7 @@ def build_experiment(
     augmentation = experiment.trainer.augmentation
     if trains and isinstance(augmentation, OwnAugmentation):
         _ = augmentation.function  # reports now if it cannot be called; evaluation needs none
+    check_guard(experiment)
     _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
     return experiment
 

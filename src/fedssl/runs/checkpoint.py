@@ -49,6 +49,7 @@ def write(out: Path, experiment: Experiment) -> None:
         "rule": cast("dict[str, Tree]", server.rule_state),
         "server": server.state,
         "average": cast("dict[str, Tree]", engine.aggregator.save_state()),
+        "guard": cast("dict[str, Tree]", experiment.guard.state),
     }
     if experiment.config.encoder.name.startswith(plugins.MEMORY):
         tree["initial"] = experiment.trainer.initial  # no file has the weights that it began with
@@ -148,6 +149,7 @@ def read(out: Path, experiment: Experiment) -> bool:
     server.weights = weights
     server.rule_state = cast("dict[str, Tensor]", tree.get("rule", {}))
     server.state = cast("dict[str, Tree]", tree.get("server", {}))
+    experiment.guard.state = cast("dict[str, Tensor]", tree.get("guard", {}))
     engine.resume(notes, server.round)
     engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
     for client, (version, seal) in json.loads(notes["clients"]).items():

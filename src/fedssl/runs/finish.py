@@ -33,6 +33,7 @@ def list_clients(experiment: Experiment) -> list[dict[str, Any]]:
 
 def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Evaluate the result and an untrained network; write encoder and summary."""
+    experiment.models.best = experiment.guard.best
     rows, result = _evaluate(experiment)
     with stage("writing the encoder"):
         export(experiment, out)
@@ -54,6 +55,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
         **(experiment.budget.summarize() if experiment.budget is not None else {}),
         **metrics.first_rounds(out, settings.targets, target, result),
         **({"per_client": evaluator.client_scores} if evaluator.client_scores else {}),
+        **experiment.guard.summarize(),
         "judged": models.result,
         "result": result,
         **rows,

@@ -139,7 +139,9 @@ class RunInFolder:
         label = plugins.short_name(self.settings.algorithm.name)
         bar = Progress(label, rounds, experiment.server.round)
         checkpoints = Checkpoints(experiment, self.out, stop)
-        others = (Evaluation(experiment), *self.callbacks, log, checkpoints, bar)
+        guard = experiment.guard
+        others: tuple[Callback, ...] = (Evaluation(experiment), guard, *self.callbacks)
+        others += (log, checkpoints, bar)
 
         def work() -> None:
             experiment.server.public = experiment.public

@@ -48,6 +48,7 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     for warning in list_evaluation_warnings(experiment):
         _warn(warning)
     evaluator, models = experiment.evaluator, experiment.models
+    models.best = experiment.guard.best
     untrained = evaluator.evaluate_untrained(experiment.untrained())
     result = evaluator.evaluate_result(models)
     rows = {"untrained": untrained, "result": result}
