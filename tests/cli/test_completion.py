@@ -91,7 +91,8 @@ def test_every_key_and_choice_is_known() -> None:
         assert word in completion.keys(word.partition("=")[0] + "=")
     assert {*config.flatten(config.to_tree(config.build({})))} - {"paper"} <= known
     assert "log=mlflow" in completion.keys("log=")
-    assert set(completion.keys("encoder.norm=")) == {"encoder.norm=batch", "encoder.norm=group"}
+    norms = {f"encoder.norm={norm}" for norm in ("batch", "frozen", "group")}
+    assert set(completion.keys("encoder.norm=")) == norms
 
 
 def test_recipes_and_tables_are_offered() -> None:

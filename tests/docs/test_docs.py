@@ -107,9 +107,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDSSL_CACHE", str(root / "cache"))
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        patch.setattr(recipe_files, "DEFAULT", "default")  # a user's recipe, not that of tests
-        # One thread, whatever engine.threads says: several, on busy cores, wait for each other.
-        patch.setattr(torch, "set_num_threads", lambda count: None)
         yield functools.partial(_folder, done, root)
 
 
@@ -124,7 +121,11 @@ def _folder(done: dict[str, Path], root: Path, page: str) -> Path:
         folder.mkdir()
         for name in ("docs", "examples"):
             (folder / name).symlink_to(ROOT / name)
-    _execute(page, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe_files, "DEFAULT", "default")  # a user's recipe, not that of tests
+        # One thread, whatever engine.threads says: several, on busy cores, wait for each other.
+        patch.setattr(torch, "set_num_threads", lambda count: None)
+        _execute(page, folder)
     done[page] = folder
     return folder
 

@@ -146,7 +146,7 @@ def test_clipping_and_noise_are_of_the_part(part: str) -> None:
     before = server.weights.clone()
     step(engine, server, 0)
     expected = torch.stack(changes).mean(0)
-    torch.testing.assert_close(server.weights - before, expected, rtol=1e-4, atol=1e-10)
+    torch.testing.assert_close(server.weights - before, expected, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("part", quick(["last", "lora"], "last"))
@@ -241,7 +241,7 @@ def test_other_constants_are_refused_when_a_run_goes_on(tmp_path: Path) -> None:
     words = (f"encoder.init={file}", "encoder.norm=group", "encoder.groups=8", "rounds=2")
     config = whole_run(*words, "encoder.train=last:1", "schedule=constant")
     loop.run(config, tmp_path / "run")
-    assert "constants" in checkpoint._load(tmp_path / "run" / checkpoint.FILE, False)[1]
+    assert "constants" in checkpoint._load(tmp_path / "run" / checkpoint.FILE, whole=False)[1]
     tensors["layers.0.weight"] += 1
     save_file(tensors, file)
     more = whole_run(*words[:-1], "rounds=3", "encoder.train=last:1", "schedule=constant")

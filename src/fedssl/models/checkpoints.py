@@ -77,7 +77,7 @@ class Fit:
                 value=given,
                 fix="Use encoder.norm=frozen or batch."
                 if norms and not (few or wrong)
-                else "Use the encoder.name and data.size of the network in the file.",
+                else "Use the encoder.name, encoder.norm and data.size of the network in the file.",
             )
 
     def list_unused(self) -> list[str]:
