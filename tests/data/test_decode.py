@@ -107,7 +107,7 @@ def test_unreadable_files_are_left_out_with_their_reasons(
     kept = [i for i in range(40) if i not in (7, 22, 33, 39)]
     assert images[:, 0, 0, 0].tolist() == kept
     (meta,) = cache.glob("*/meta.json")
-    assert json.loads(meta.read_text())["unreadable"] == reasons
+    assert json.loads(meta.read_text())["meta"]["unreadable"] == reasons
 
 
 def test_a_mended_file_is_noticed_even_if_its_time_is_the_same(root: Path) -> None:

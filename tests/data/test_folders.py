@@ -155,7 +155,7 @@ def test_unreadable_files(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert warning.startswith(f"warning: left out 4 of 10 images below {root}: train/cat/1")
         assert warning.endswith(" and 1 more")
     (meta,) = (root.parent / "cache").glob("*/meta.json")
-    assert len(json.loads(meta.read_text())["unreadable"]) == 4
+    assert len(json.loads(meta.read_text())["meta"]["unreadable"]) == 4
     # A process warns once, also where they are loaded by another name or at another size.
     load_dataset(Data(name="folder", root=str(root / "../root"), corrupt="skip"), size=5)
     assert "warning" not in capsys.readouterr().err
@@ -247,7 +247,8 @@ def test_paired_files_without_partner(root: Path, capsys: pytest.CaptureFixture[
     dataset = paired(root, corrupt="skip")
     assert (reds(dataset.train), reds(dataset.train, 1)) == ([0], [2])
     assert "warning: left out 2 of 4 images" in capsys.readouterr().err
-    metas = [json.loads(path.read_text()) for path in (root.parent / "cache").glob("*/meta.json")]
+    files = (root.parent / "cache").glob("*/meta.json")
+    metas = [json.loads(path.read_text())["meta"] for path in files]
     assert {"a/x/2.png", "b/x/1.png"} in [set(meta["unpaired"]) for meta in metas]
 
 
