@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, shorten
 
 LAYOUT = 1  # of a cache folder and of how pixels are made; a new number leaves old folders unused
 
@@ -25,6 +25,7 @@ class File(NamedTuple):
     mtime: int
 
 
+Place = tuple[int, int]  # the device and the number of a folder
 Row = tuple[File, ...]  # one sample: a file for each modality
 
 
@@ -47,44 +48,62 @@ def find_images(
     files: list[File] = []
     folders: list[str] = []
     try:
-        _scan(root / below, f"{below}/" if below else "", (), files, folders)
+        _scan(root, below, files, folders)
     except OSError as error:
+        place = shorten(str(error.filename or root / below))
         raise UserError(
-            f"cannot list {error.filename or root / below} ({error.strerror})",
+            f"cannot list {place} ({error.strerror})",
             "cannot list a folder",
             key=key,
             value=root,
             fix="Make it readable, or move it away.",
         ) from None
+    except _ReachedTwiceError as error:
+        raise UserError(
+            f"{error}, so its images would count twice",
+            "links lead to a folder twice, so its images would count twice",
+            key=key,
+            value=root,
+            fix="Remove a link.",
+        ) from None
     return sorted(files), sorted(folders)
 
 
-def _scan(
-    folder: Path,
-    prefix: str,
-    parents: tuple[tuple[int, int], ...],
-    files: list[File],
-    folders: list[str],
-) -> None:
-    """Collect files and folders below ``folder``; a link back to one of ``parents`` is skipped."""
-    status = folder.stat()
-    place = (status.st_dev, status.st_ino)
-    if place in parents:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                folders.append(prefix + entry.name)
-                _scan(Path(entry), f"{prefix}{entry.name}/", (*parents, place), files, folders)
-            elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
-                # A link to nothing is an image that cannot be read; a pipe or a socket is no image.
-                if entry.is_file():
-                    status = entry.stat()
-                    files.append(File(prefix + entry.name, status.st_size, status.st_mtime_ns))
-                elif entry.is_symlink():
-                    files.append(File(prefix + entry.name, 0, 0))
+class _ReachedTwiceError(Exception):
+    """Links lead to one folder in two ways, which in a chain doubles the images at each step."""
+
+
+def _scan(root: Path, below: str, files: list[File], folders: list[str]) -> None:
+    """Collect files and folders below ``root/below``; a link back to a folder above is skipped."""
+    seen: dict[Place, tuple[str, bool]] = {}  # with its path, and whether links lead there
+    # Folders to list, with the folders above them: not by recursion, which has a limit.
+    waiting: list[tuple[str, tuple[Place, ...], bool]] = [(below, (), False)]
+    while waiting:
+        path, above, is_linked = waiting.pop()
+        status = (root / path).stat()
+        place = (status.st_dev, status.st_ino)
+        if path != below:
+            folders.append(path)
+        if place in above:
+            continue
+        before, was_linked = seen.setdefault(place, (path, is_linked))
+        if before != path and (is_linked or was_linked):
+            raise _ReachedTwiceError(f"{before} and {path} are the same folder")
+        with os.scandir(root / path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                name = f"{path}/{entry.name}" if path else entry.name
+                if entry.is_dir():
+                    linked = is_linked or entry.is_symlink()
+                    waiting.append((name, (*above, place), linked))
+                elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
+                    # A link to nothing is an image that cannot be read; a pipe is no image.
+                    if entry.is_file():
+                        status = entry.stat()
+                        files.append(File(name, status.st_size, status.st_mtime_ns))
+                    elif entry.is_symlink():
+                        files.append(File(name, 0, 0))
 
 
 def digest_files(root: Path, files: Iterable[File], *settings: object) -> str:

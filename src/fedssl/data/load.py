@@ -48,7 +48,8 @@ def load_dataset(data: config.Data, seed: int = 0, size: int | None = None) -> D
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        problem, value = "images of that size do not fit into memory", size or data.size
+        detail = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
+        problem, value = f"images of that size do not fit into memory{detail}", size or data.size
         key = "evaluate.size" if size else "data.size"
         raise UserError(problem, problem, key=key, value=value, fix="Lower it.") from None
     if data.labels is not None:

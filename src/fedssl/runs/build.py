@@ -39,6 +39,7 @@ from fedssl.privacy.aggregators import build_aggregator
 from fedssl.privacy.noise import Noisy
 from fedssl.runs import validate
 from fedssl.runs.budget import Budget
+from fedssl.runs.memory_needs import check_memory, is_shipped
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import (
     load_evaluated_dataset,
@@ -211,13 +212,21 @@ def assemble(
     known = () if kind.pools_data else names
     notes = validate.check_clients(config, algorithm, dataset, groups, known, trains)
     classes = head_classes or len(dataset.classes)
-    with torch.device("cpu" if weights else "meta"):
-        network = build_network(config, algorithm.objective, *image_shape(config, dataset), classes)
+    shape = image_shape(config, dataset)
+    if not weights or is_shipped(config):
+        with torch.device("meta"):
+            bare = replace(config, encoder=replace(config.encoder, init=None))
+            network = build_network(bare, algorithm.objective, *shape, classes)
+        empty = build_trainer(config, algorithm.objective, dataset, network)
+        if weights or not validate.is_deployed(config):  # else it is for a server elsewhere
+            check_memory(empty, algorithm, groups)
+    if weights:
+        network = build_network(config, algorithm.objective, *shape, classes)
     validate.check_norms(config, network)
     if len(dataset.train):
         data = EvaluationData(config, dataset, clients, names)
         validate.check_evaluation(data, algorithm.objective)
-    trainer = build_trainer(config, algorithm.objective, dataset, network)
+    trainer = build_trainer(config, algorithm.objective, dataset, network) if weights else empty
     validate.check_small_views(config, network, trainer.augmentation)
     engine = build_engine(trainer, algorithm, groups)
     validate.check_engine(engine)

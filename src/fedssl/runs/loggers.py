@@ -5,6 +5,7 @@ A logger is opened before the first round and gets lines of numbers by name, eac
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -71,7 +72,8 @@ class TensorBoard(Logger):
 
     def close(self, finished: bool) -> None:
         """Close the file of events."""
-        self._board.close()
+        with contextlib.suppress(FileNotFoundError):  # the run reports that its folder is gone
+            self._board.close()
 
 
 class WandB(Logger):
