@@ -4,25 +4,31 @@
 
 ``silo``: FedBYOL, ResNet-18, 5 clients, batches of 128, one local epoch. ``ccl``, ``featarc``,
 ``ditto``, ``simclr``: 5 clients under a recipe's settings, 5 local epochs. ``dcco``: ResNet-14,
-128 clients of 4 images and 512 of 1. The bare loop calls the same compiled step on all images as
-one data set: no clients, no states, no averaging, and no features that clients compute between
-steps. Ditto has two steps, one for each of its models. Engine and loop run in turn; times are the
-fastest of the repeats. ``--warm`` only compiles (into torch's cache, for a later call).
+128 clients of 4 images and 512 of 1. ``photos``: SimCLR at 224 pixels from stored images of 256,
+ResNet-50 and ViT-S/16, 5 clients, batches of 128; its second line has images streamed from a file
+in place of ours, and resident ones in place of the bare loop. The bare loop calls the same compiled
+step on all images as one data set: no clients, no states, no averaging, and no features that
+clients compute between steps. Ditto has two steps, one for each of its models. Engine and loop run
+in turn; times are the fastest of the repeats. ``--warm`` only compiles (into torch's cache, for a
+later call).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import engine_of, even, made, rounds_of, seconds
+from common import engine_of, even, made, rounds_of, seconds, write_images
 
 from fedssl import config as configuration
 from fedssl.algorithms.ccl import CCL
 from fedssl.config import Config
+from fedssl.data.dataset import Split
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.training import optim
@@ -35,7 +41,8 @@ RECIPES = {
     "ditto": "perfcl/table2/fedbyol/lambda-0.1",
     "simclr": "ccl/table1/fedsimclr/cifar10-iid",
 }
-ROWS = ("silo", "dcco", *RECIPES)
+PHOTOS = ("resnet50", "timm/vit_small_patch16_224")
+ROWS = ("silo", "dcco", "photos", *RECIPES)
 Row = tuple[str, int, Callable[[], None], Callable[[], None]]
 
 
@@ -52,11 +59,33 @@ def silo(samples: int) -> Row:
     return local("FedBYOL, ResNet-18", configuration.build({**tree, **SETTINGS}), samples)
 
 
-def local(name: str, config: Config, samples: int) -> Row:
+def photos(encoder: str, samples: int, folder: Path) -> Iterator[Row]:
+    """Views of 224 pixels: resident beside a bare loop, and streamed beside resident."""
+    tree: dict[str, Any] = {
+        "data": {"size": 256},
+        "augment": {"name": "simclr", "size": 224},
+        "encoder": {"name": encoder, "norm": "batch"},
+        "objective": {"name": "simclr", "projector": [2048, 128]},
+        "algorithm": {"name": "fedavg", "local_epochs": 1, "batch": 128},
+        "client": {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4},
+        "server": {"optimizer": "sgd", "lr": 1.0},
+    }
+    split = made(CLIENTS * samples, 3, 256)
+    name, images, resident, bare = local(
+        f"SimCLR, {encoder}", configuration.build({**tree, **SETTINGS}), samples, split
+    )
+    yield name, images, resident, bare
+    streams = configuration.build({**tree, **SETTINGS, "data": {"size": 256, "stream": "on"}})
+    streamed = Split((write_images(folder / "images.npy", split.images[0][:]),))
+    engine, server = engine_of(streams, streamed, even(CLIENTS, samples), compiled=True)
+    yield f"{name}, streamed", images, rounds_of(engine, server), resident
+
+
+def local(name: str, config: Config, samples: int, split: Split | None = None) -> Row:
     """Images in a round, our round, and the same steps on all images in a bare loop."""
     images, epochs, batch = CLIENTS * samples, config.algorithm.local_epochs, config.algorithm.batch
     assert epochs is not None and batch is not None
-    split = made(images, 3, PIXELS)
+    split = split or made(images, 3, PIXELS)
     engine, server = engine_of(config, split, even(CLIENTS, samples), compiled=True)
     trainer = engine.trainer
     if isinstance(engine.algorithm, CCL):  # all shapes are those of later rounds from the first on
@@ -122,12 +151,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm", action="store_true", help="compile only")
     o = parser.parse_args()
+    folder = tempfile.TemporaryDirectory()
     makers: list[Callable[[], Row]] = []
     for row in o.rows:
         if row == "silo":
             makers.append(lambda: silo(256 if o.warm else o.samples))
         elif row == "dcco":
             makers += [lambda: dcco(128, 4), lambda: dcco(512, 1)]
+        elif row == "photos":
+            for encoder in PHOTOS:
+                each = photos(encoder, 256 if o.warm else min(o.samples, 2048), Path(folder.name))
+                makers += [partial(next, each)] * 2
         else:
             words = [f"{name}={value}" for name, value in SETTINGS.items()]
             recipe = configuration.read_recipe(RECIPES[row])

@@ -47,6 +47,22 @@ def test_second_load_decodes_nothing_and_maps_memory(folder: Path, decoded: list
     assert load(folder)[0].max() == 4
 
 
+def test_an_array_larger_than_memory_is_mapped_to_be_read(tmp_path: Path) -> None:
+    def build(folder: Path) -> dict[str, str]:
+        with (folder / "large.npy").open("wb") as file:  # a sparse file
+            header = {"descr": "|u1", "fortran_order": False, "shape": (1 << 42,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            try:
+                file.truncate(file.tell() + (1 << 42))
+            except OSError:
+                pytest.skip("this disk has no file of 4 TB")
+        return {}
+
+    found = caches.load_or_build(tmp_path, "x", build)
+    assert found.arrays["large"].shape == (1 << 42,) and not found.arrays["large"][-1]
+    assert found.folder == tmp_path / "x"
+
+
 def test_any_change_of_the_files_or_the_size_decodes_again(
     folder: Path, decoded: list[str]
 ) -> None:

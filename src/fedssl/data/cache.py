@@ -8,6 +8,7 @@ which are checked once in each process. A damaged folder is written again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -18,7 +19,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ Meta = dict[str, Any]
 class Cached:
     """Content of a cache folder; arrays are mapped, and their pixels read when they are used."""
 
+    folder: Path
     arrays: dict[str, Array]
     meta: Meta
 
@@ -72,7 +74,7 @@ def load_or_build(
         # Opened before it is moved, so that it stays whatever another process does to the folder.
         built = _open(new)
     assert built is not None
-    return built
+    return replace(built, folder=folder)
 
 
 def _open(folder: Path) -> Cached | None:
@@ -84,7 +86,7 @@ def _open(folder: Path) -> Cached | None:
         content = json.loads((folder / "meta.json").read_text())
         digest = content.pop("sha256")
         paths = {name: folder / f"{name}.npy" for name in content["arrays"]}
-        arrays = {name: np.load(path, mmap_mode="c") for name, path in paths.items()}
+        arrays = {name: _map_array(path) for name, path in paths.items()}
         if digest != _digest(content):
             raise DamagedError(folder / "meta.json")
         for name, path in paths.items():
@@ -92,7 +94,17 @@ def _open(folder: Path) -> Cached | None:
                 raise DamagedError(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError):
         return None
-    return Cached(arrays, content["meta"])
+    return Cached(folder, arrays, content["meta"])
+
+
+def _map_array(path: Path) -> Array:
+    """Map an array: writable, without a change to the file, unless it is larger than memory."""
+    try:
+        return np.load(path, mmap_mode="c")
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return np.load(path, mmap_mode="r")
 
 
 def _digest(content: Meta) -> str:

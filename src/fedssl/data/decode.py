@@ -182,6 +182,7 @@ class Decoded:
     ``sizes`` are the true heights and widths ``[N, 2]`` of whole images; there are none of squares.
     """
 
+    folder: Path  # of the cache
     images: dict[str, tuple[Pixels, ...]]
     sizes: dict[str, tuple[Array, ...]]
     unreadable: dict[str, str]  # path → reason
@@ -217,7 +218,8 @@ def decode_splits(
             for split, count in modalities.items()
         }
 
-    return Decoded(collect(""), collect("-sizes") if whole else {}, cached.meta["unreadable"])
+    sizes = collect("-sizes") if whole else {}
+    return Decoded(cached.folder, collect(""), sizes, cached.meta["unreadable"])
 
 
 def _is_mended(root: Path, unreadable: Iterable[str]) -> bool:
