@@ -93,8 +93,10 @@ def test_each_further_lambda_is_evaluated_in_the_clients() -> None:
     result = step(session.engine, session.server, 0)
     assert result.passes == 4
     models, evaluator = session.models, session.evaluator
-    results, further = evaluator.evaluate_clients(models), models.further_models()
-    assert list(further) == ["lambda-0.5", "lambda-5"]
+    results, further = evaluator.evaluate_clients(models), dict[str, dict[int, Tensor]]()
+    for name, client, weights in models.list_client_models():
+        further.setdefault(name, {})[client] = weights
+    assert [*further] == ["personal", "lambda-0.5", "lambda-5"] and models.has_further
     for name, own in further.items():
         scores = [evaluator._score_clients(weights)[k] for k, weights in own.items()]
         assert results[f"per-client_{name}_top1"] == pytest.approx(float(np.mean(scores)))

@@ -21,7 +21,7 @@ def example(name: str) -> Experiment:
 def test_the_personal_example_gives_each_client_a_model() -> None:
     experiment = example("personal.py:Mixture")
     go(experiment, 2)
-    models = experiment.models.personal_models()
+    models = experiment.models.personal_models(9)
     assert set(models) == set(range(5)) and experiment.models.result == "personal"
     assert not any(torch.equal(model, experiment.server.weights) for model in models.values())
 

@@ -69,6 +69,49 @@ def test_no_client_changes_the_state_of_another(algorithm: str, objective: str) 
     assert len(set(held)) == len(held), "two leaves share memory, which files refuse"
 
 
+class Files(dict[int, Any]):
+    """Files of states, in memory; each may be read once it was written."""
+
+    def write(self, client: int, flat: dict[str, torch.Tensor]) -> Any:
+        self[client] = {name: tensor.clone() for name, tensor in flat.items()}
+        return 7, "seal"
+
+    def read(self, client: int, version: Any) -> dict[str, torch.Tensor]:
+        assert version == (7, "seal")
+        return dict(self[client])
+
+
+def test_states_above_the_limit_are_in_files_and_come_back() -> None:
+    made = HostStates(torch.device("cpu"), most=100)
+    files = made.files = Files()
+    for client in range(5):  # 44 bytes each
+        made[client] = {"a": torch.full((10,), float(client)), "n": torch.tensor(client).int()}
+    assert sorted(files) == [0, 1, 2] and made.changed == {3, 4} and sorted(made) == [*range(5)]
+    for client in range(5):
+        assert made.numbers(client)["n"] == client  # without its file
+        assert len(made._host) <= 2
+    files.clear()
+    read: Any = made[3]  # still here, and used last from now on
+    assert read["a"].tolist() == [3.0] * 10
+    files[0] = {"a": torch.zeros(10), "n": torch.tensor(0)}
+    made[0] = made[0]  # from its file, and changed
+    assert sorted(made._host) == [0, 3] and sorted(files) == [0, 4]
+    assert made.changed == {0, 3} and made._held == made._bytes[0] + made._bytes[3]
+    assert sum(made._bytes.values()) == made._held
+
+
+def test_a_state_that_did_not_change_is_not_written_again() -> None:
+    made = HostStates(torch.device("cpu"), most=100)
+    files = made.files = Files()
+    for client in range(4):
+        files[client] = {"a": torch.full((20,), float(client))}
+        made.restore(client, files[client], (7, "seal"))
+    before = dict(files)
+    for client in range(4):
+        assert torch.equal(made.on_host(client)["a"], files[client]["a"])
+    assert dict(files) == before and not made.changed
+
+
 class Queue:
     """A stream that has always finished: stands for CUDA's where there is none."""
 

@@ -19,7 +19,17 @@ from fedssl.federation.cohort import Cohort
 from fedssl.federation.driver import RoundResult
 from fedssl.training.trainer import Trainer
 
-Version = tuple[int, str]  # a client's file in a checkpoint: the round that made it, and its seal
+Version = tuple[int, str]  # a client's file in a checkpoint: its number, which grows, and its seal
+
+
+class StateFiles(Protocol):
+    """Files for states that do not fit into memory."""
+
+    def write(self, client: int, flat: dict[str, Tensor]) -> Version:
+        """Write a client's state to a file of its own."""
+
+    def read(self, client: int, version: Version) -> dict[str, Tensor]:
+        """Read a state."""
 
 
 class ClientStates(Protocol):
@@ -27,6 +37,7 @@ class ClientStates(Protocol):
 
     changed: set[int]
     versions: dict[int, Version]
+    files: StateFiles | None
 
     def __iter__(self) -> Iterator[int]: ...
 

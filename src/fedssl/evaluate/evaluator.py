@@ -143,13 +143,11 @@ class ModelEvaluator:
         probes, scores = probes or {}, dict[str, NDArray[np.float64]]()
         if models.algorithm.result.has_global:
             scores["global"] = self._score_clients(models.global_model(), probes.get(None))
-        personal = {"personal": models.personal_models()}
-        for kind, own in (personal | models.further_models()).items():
-            if own:
+        for kind, k, weights in models.list_client_models():
+            if kind not in scores:
                 scores[kind] = np.full(len(self.data.clients), np.nan)
-            for k, weights in own.items():
-                probe = probes.get(k) if kind in personal else None
-                scores[kind][k] = self._score_clients(weights, probe)[k]
+            probe = probes.get(k) if kind == "personal" else None
+            scores[kind][k] = self._score_clients(weights, probe)[k]
         results: dict[str, float] = {}
         self.client_scores.clear()
         for kind, values in scores.items():

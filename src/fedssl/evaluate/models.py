@@ -84,11 +84,9 @@ class TrainedModels:
     def _state(self, client: int) -> dict[str, Tree]:
         return unflatten(self.engine.states.on_host(client))
 
-    def personal_models(self, most: int | None = None) -> dict[int, Tensor]:
+    def personal_models(self, most: int) -> dict[int, Tensor]:
         """Return the models of up to ``most`` clients, drawn at random by the seed."""
         ids = sorted(self.engine.states)
-        if most is None:
-            return self._read(ids)
         if not self.has_personal:
             return {}
         models = self._read(self._draw(ids, most))
@@ -99,14 +97,26 @@ class TrainedModels:
             return models
         return {0: self.engine.trainer.initial}
 
-    def further_models(self) -> dict[str, dict[int, Tensor]]:
-        """Return the algorithm's further models by name and client."""
-        found: dict[str, dict[int, Tensor]] = {}
+    def list_client_models(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the personal model of each client, then the algorithm's further ones.
+
+        There may be more than fit into memory.
+        """
+        for client in sorted(self.engine.states):
+            model = self.personal_model(client)
+            if model is not None:
+                yield "personal", client, model
+        yield from self._further_models()
+
+    @property
+    def has_further(self) -> bool:
+        """True if clients have models besides their personal ones."""
+        return any(self._further_models())
+
+    def _further_models(self) -> Iterator[tuple[str, int, Tensor]]:
         for client in sorted(self.engine.states):
             models = self.algorithm.result.further(self.algorithm, self._state(client))
-            for name, weights in models.items():
-                found.setdefault(name, {})[client] = weights
-        return found
+            yield from ((name, client, weights) for name, weights in models.items())
 
     def _draw(self, ids: Sequence[int], most: int) -> list[int]:
         seed = key(self.engine.trainer.config.seed, "judged")

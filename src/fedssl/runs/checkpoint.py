@@ -38,9 +38,9 @@ FORMAT = "4"  # changes where older checkpoints cannot be read
 def write(out: Path, experiment: Experiment) -> None:
     """Save everything that the next round depends on.
 
-    Clients whose state changed get new files, named after the round. Then the server's file, which
-    says which ones count, is moved into place. Then old files are removed. So a reader finds one
-    moment of the run, whenever the writer is killed.
+    Clients whose state changed get new files. Then the server's file, which says which ones count,
+    is moved into place. Then old files are removed. So a reader finds one moment of the run,
+    whenever the writer is killed.
     """
     server, engine = experiment.server, experiment.engine
     states = engine.states
@@ -55,11 +55,9 @@ def write(out: Path, experiment: Experiment) -> None:
         tree["initial"] = experiment.trainer.initial  # no file has the weights that it began with
     tensors = {name: leaf.detach().contiguous().cpu() for name, leaf in flatten(tree).items()}
     _check_finite(tensors, experiment, out)
+    files = ClientFiles(out, experiment)
     for client in sorted(states.changed):
-        state = {name: leaf.contiguous() for name, leaf in states.on_host(client).items()}
-        _check_finite(state, experiment, out)
-        seal = save_tensors(_client_file(out, client, server.round), state, {})
-        states.versions[client] = server.round, seal
+        states.versions[client] = files.write(client, states.on_host(client))
     states.changed.clear()
     notes = {
         "format": FORMAT,
@@ -76,6 +74,26 @@ def write(out: Path, experiment: Experiment) -> None:
     save_tensors(out / FILE, tensors, notes)
     engine.committed(server.round)
     _remove_old(out, states.versions)
+
+
+class ClientFiles:
+    """The files of clients' states. The next checkpoint says which ones count."""
+
+    def __init__(self, out: Path, experiment: Experiment) -> None:
+        self.out, self.experiment = out, experiment
+
+    def write(self, client: int, flat: dict[str, Tensor]) -> Version:
+        """Write a state to a new file: the last checkpoint still needs the older one."""
+        state = {name: leaf.contiguous() for name, leaf in flat.items()}
+        _check_finite(state, self.experiment, self.out)
+        last, _ = self.experiment.engine.states.versions.get(client, (-1, ""))
+        number = max(self.experiment.server.round, last + 1)
+        return number, save_tensors(_client_file(self.out, client, number), state, {})
+
+    def read(self, client: int, version: Version) -> dict[str, Tensor]:
+        """Read a state."""
+        number, seal = version
+        return _load(_client_file(self.out, client, number), seal)[0]
 
 
 def forget_clients(out: Path, experiment: Experiment) -> None:
@@ -152,9 +170,10 @@ def read(out: Path, experiment: Experiment) -> bool:
     experiment.guard.state = cast("dict[str, Tensor]", tree.get("guard", {}))
     engine.resume(notes, server.round)
     engine.aggregator.load_state(cast("dict[str, Tensor]", tree.get("average", {})))
-    for client, (version, seal) in json.loads(notes["clients"]).items():
-        state, _ = _load(_client_file(out, int(client), version), seal)
-        engine.states.restore(int(client), state, (version, seal))
+    files = engine.states.files = ClientFiles(out, experiment)
+    for client, (number, seal) in json.loads(notes["clients"]).items():
+        version = number, seal
+        engine.states.restore(int(client), files.read(int(client), version), version)
     return True
 
 

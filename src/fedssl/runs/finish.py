@@ -72,7 +72,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     write_json(out / "summary.json", summary)
     # A run may get more rounds, which need the states: with a constant rate, or a larger budget.
     may_go_on = experiment.config.schedule == "constant" or "budget_spent" in summary
-    has_personal = models.has_personal or models.further_models()
+    has_personal = models.has_personal or models.has_further
     if not has_personal and not may_go_on:
         checkpoint.forget_clients(out, experiment)
     return summary

@@ -116,6 +116,7 @@ class RunInFolder:
             if not is_started(out):
                 create_config(settings, out)
         experiment.engine.open(out)
+        experiment.engine.states.files = checkpoint.ClientFiles(out, experiment)
         experiment.record.config = format_config(settings)
         has_checkpoint = resume and checkpoint.read(out, experiment)
         metrics.read_rounds(out, experiment.server.round, experiment.record.metrics)

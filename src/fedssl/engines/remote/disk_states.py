@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.engines.base import Version
+from fedssl.engines.base import StateFiles, Version
 from fedssl.engines.remote.codec import MalformedError
 from fedssl.training.trainer import State
 from fedssl.util.files import load_tensors, save_tensors
@@ -91,6 +91,7 @@ class ReadOnlyStates:
         self.round = 0
         self.changed: set[int] = set()
         self.versions: dict[int, Version] = {}  # files of a checkpoint: there are none
+        self.files: StateFiles | None = None
 
     def __iter__(self) -> Iterator[int]:
         if self.folder is None or not self.folder.exists():
