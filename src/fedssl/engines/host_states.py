@@ -16,7 +16,7 @@ from fedssl.engines.base import StateFiles, Version
 from fedssl.training.trainer import State
 from fedssl.util.trees import count_bytes, flatten, unflatten
 
-# Of states in memory. A CPU trains longer than it reads a file, which the system still has in memory.
+# Of states in memory. A CPU trains for longer than it takes to read a file.
 MOST_BYTES = 1 << 30
 SHARE = 4  # of the machine's memory, one part is for states if a GPU trains
 
