@@ -19,8 +19,9 @@ from fedssl import __version__
 from fedssl.cli import deploy, encoders, recipes, reports, runs, tools
 from fedssl.cli.arguments import Parser, suggest_words
 from fedssl.util.console import protect_streams
-from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.errors import TrainingError, UserError, shorten
 from fedssl.util.files import FULL
+from fedssl.util.memory import explain_full_memory
 from fedssl.util.text import escape
 from fedssl.util.tuning import shorten_thread_waits
 
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(arguments)
         shorten_thread_waits()
-        code = int(options.command(options))
+        with explain_full_memory():
+            code = int(options.command(options))
         sys.stdout.flush()  # a full disk is an error here, where it can still be reported
         return code
     except (UserError, TrainingError) as error:
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fix = "Use a shorter name."
         else:
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{shorten(str(error.filename))}: " if error.filename else ""
         print(f"fedssl: {where}{error.strerror}. {fix}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

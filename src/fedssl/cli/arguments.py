@@ -35,9 +35,11 @@ def load_torch() -> None:
     """Import torch and say so: on a slow disk this takes many seconds."""
     if "torch" in sys.modules:
         return
+    from fedssl.util.memory import check_addresses
     from fedssl.util.status import stage_without_threads
 
     with stage_without_threads("loading PyTorch"):
+        check_addresses()
         import torch  # noqa: F401
 
 

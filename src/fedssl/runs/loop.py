@@ -11,8 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from fedssl import config
 from fedssl.config import Config, plugins
 from fedssl.federation.driver import RoundResult, run_round
@@ -45,6 +43,7 @@ from fedssl.runs.progress import Progress
 from fedssl.runs.validate import check_environment, describe_privacy, list_warnings
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import explain_write_errors, make_folders, write_json
+from fedssl.util.memory import explain_full_memory, is_out_of_memory
 from fedssl.util.status import say, stage
 
 Say = Callable[[str], None]
@@ -55,6 +54,7 @@ class Interrupted(Exception):
     """Ctrl-C or a polite kill: the checkpoint is written, the run can be resumed."""
 
 
+@explain_full_memory()
 def run(
     settings: Config, out: Path, resume: bool = False, callbacks: Sequence[MakeCallback] = ()
 ) -> dict[str, Any]:
@@ -217,7 +217,9 @@ def run_one_round(experiment: Experiment, out: Path, say: Say) -> dict[str, Any]
     cohort = experiment.engine.cohort(experiment.draw_cohort(server.round), server.round)
     try:
         done = run_round(experiment.algorithm, server, cohort)
-    except torch.OutOfMemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise _describe_memory(experiment, out) from None
     if done.skipped is not None:
         say(f"round {done.number} skipped: {done.skipped}")

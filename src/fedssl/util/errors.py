@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+LONGEST_SHOWN = 300  # characters of a value in an error
 _UNSET = object()
 
 
@@ -53,8 +54,13 @@ def format_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(format_value, value))}]"
-    return str(value)
+        return shorten(f"[{','.join(map(format_value, value[:LONGEST_SHOWN]))}]")
+    return shorten(str(value))
+
+
+def shorten(text: str) -> str:
+    """Cut a text that is too long for an error."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
 
 
 def refuse(config: object, *refusals: tuple[object, str, str, str]) -> None:
