@@ -14,6 +14,7 @@ from fedssl.cli import main
 from fedssl.contrib import doctor
 from fedssl.runs import loggers
 from fedssl.runs.folder import make_folder
+from fedssl.util import status
 
 SMALL = [
     "rounds=2",
@@ -210,3 +211,25 @@ def test_a_full_disk_is_one_line_and_exit_code_2(
         shown = capsys.readouterr().err
         assert code == 2 and "File too large" in shown.splitlines()[-1]
         assert "Traceback" not in shown
+
+
+def test_commands_that_take_seconds_say_what_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["run", *SMALL, "--out", str(tmp_path / "run")]) == 0
+    texts: list[str] = []
+    monkeypatch.setattr(status._display, "add", lambda stage: texts.append(stage.text))
+    monkeypatch.setattr(status._display, "remove", lambda stage: None)
+    monkeypatch.setattr(status._display, "show_live", texts.append)
+    monkeypatch.setattr(status, "is_terminal", lambda: True)
+    monkeypatch.setattr(doctor, "report", str)
+    for command, text in {
+        f"evaluate {tmp_path / 'run'}": "reading the run",
+        f"export {tmp_path / 'run'} --format safetensors --out {tmp_path / 'a'}": "writing",
+        f"deploy init {tmp_path / 'app'} folder engine.sites=2 data.size=32": "checking the recipe",
+        "partition partition.samples=8": "loading the images",
+        "doctor": "looking",
+    }.items():
+        texts.clear()
+        assert main(command.split()) == 0
+        assert any(each.startswith(text) for each in texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fedssl.cli.arguments import Commands, add_words, complete_with, path
+from fedssl.cli.arguments import Commands, add_words, complete_with, load_torch, path
 
 EXAMPLES = """examples:
   fedssl deploy init app default engine.sites=3
@@ -32,8 +32,11 @@ def add_deploy(commands: Commands) -> None:
 
 
 def _deploy_init(options: argparse.Namespace) -> int:
+    load_torch()
     from fedssl.deploy.write import write_app
+    from fedssl.util.status import stage
 
-    write_app(options.folder, options.recipe, options.words)
+    with stage("checking the recipe"):
+        write_app(options.folder, options.recipe, options.words)
     print(f"{options.folder}: written; read {options.folder / 'SERVER.md'} next")
     return 0

@@ -79,13 +79,13 @@ def _run(options: argparse.Namespace) -> int:
         folder = next((word for word in options.words if Path(word).is_dir()), None)
         fix = f"Add --out {folder or 'DIR'}."
         raise UserError("the run's folder is missing", key="--resume", fix=fix)
+    load_torch()
     name, words = split_words(options.words)
     recipe = read_recipe(name, options.out if options.resume else None)[1]
     held = find_config(options.out) if options.resume else None
     if options.explain:
         return _explain(recipe, words)
     tree = config.apply_words(recipe, words)
-    load_torch()
     # Words without lists, for a sweep's folder, are an error that the sweep reports.
     if config.find_sweep(tree) or (held is not None and held.name == SWEEP):
         notes = list(config.find_omissions(recipe, tree))

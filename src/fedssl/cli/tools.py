@@ -44,11 +44,8 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _partition(options: argparse.Namespace) -> int:
-    recipe, words = split_words(options.words)
-    settings = config.resolve(config.read_recipe(recipe), words)
     if options.out is not None:
         check_suffix(options.out, "--out", ".png")
-
     load_torch()
     from fedssl.data import charts
     from fedssl.data.client_table import format_table
@@ -62,6 +59,8 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.util.status import stage
     from fedssl.util.text import terminal_width
 
+    recipe, words = split_words(options.words)
+    settings = config.resolve(config.read_recipe(recipe), words)
     with stage("loading the images"):
         dataset = load_dataset(settings.data, settings.split_seed)
         sources = find_sources(settings, dataset, pick_device(settings.device))
@@ -94,6 +93,9 @@ def _representability(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     from fedssl.contrib import doctor
+    from fedssl.util.status import stage_without_threads
 
-    print(doctor.report())
+    with stage_without_threads("looking at what is installed"):
+        report = doctor.report()
+    print(report)
     return 0

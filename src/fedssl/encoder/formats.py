@@ -32,6 +32,7 @@ from fedssl.models.wrapped import OwnEncoder
 from fedssl.runs.reader import RunReader
 from fedssl.util import files
 from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.status import stage
 from fedssl.util.text import format_bytes
 
 ENDINGS = {
@@ -48,7 +49,7 @@ Writer = Callable[[ImageEncoder, Path], Infer]
 
 def write_checked(run: Path, encoder: ImageEncoder, path: Path, write: Writer) -> Iterator[str]:
     """Write one file if its embeddings equal the encoder's; yield lines for the console."""
-    with files.replace_output(path, "--out") as new:
+    with stage(f"writing {path}"), files.replace_output(path, "--out") as new:
         infer = write(encoder, new)
         images, origin = load_check_images(run, encoder)
         difference, line = measure_difference(encoder, infer, images)

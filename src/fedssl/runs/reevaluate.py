@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -25,6 +24,7 @@ from fedssl.runs.result import split_models
 from fedssl.runs.validate import is_deployed, list_evaluation_warnings
 from fedssl.util.errors import UserError
 from fedssl.util.files import append_line
+from fedssl.util.status import say, stage
 from fedssl.util.text import shorten_list
 
 FILE = "evaluations.jsonl"
@@ -35,14 +35,9 @@ SAME_IMAGES = {"data.size", "data.shape", "data.cache", "data.corrupt"}
 def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     """Measure a run's result and an untrained network, by row; also append them to the folder."""
     keys = _check_words(run, words)
-    settings = config.resolve(read_keys(run / RUN, is_resumed=True), words)
-    # What was measured during training need not suit the protocols or the data.
-    settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
-    experiment = _build(run, settings, keys)
-    experiment.engine.open(run)
-    if not checkpoint.read(run, experiment):
-        raise UserError(f"{run} has no checkpoint yet", fix="Let it run, or resume it.")
-    done, rounds = experiment.server.round, settings.rounds
+    with stage("reading the run"):
+        experiment = _read(run, words, keys)
+    done, rounds = experiment.server.round, experiment.config.rounds
     if done < rounds:
         _warn(f"round {done} of {rounds}: it has not ended")
     for warning in list_evaluation_warnings(experiment):
@@ -54,6 +49,18 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
     rows = {"untrained": untrained, "result": result}
     _append(run, {"rounds": done, "changed": list(words), "rows": rows})
     return {"untrained": untrained, **split_models("result", result, models.result)}
+
+
+def _read(run: Path, words: Sequence[str], keys: Set[str]) -> Experiment:
+    """Build the run with other keys, and read its last checkpoint."""
+    settings = config.resolve(read_keys(run / RUN, is_resumed=True), words)
+    # What was measured during training need not suit the protocols or the data.
+    settings = replace(settings, evaluate=replace(settings.evaluate, monitor=None, targets=()))
+    experiment = _build(run, settings, keys)
+    experiment.engine.open(run)
+    if not checkpoint.read(run, experiment):
+        raise UserError(f"{run} has no checkpoint yet", fix="Let it run, or resume it.")
+    return experiment
 
 
 def _check_words(run: Path, words: Sequence[str]) -> set[str]:
@@ -194,4 +201,4 @@ def _append(run: Path, results: dict[str, Any]) -> None:
 
 
 def _warn(line: str) -> None:
-    print(f"fedssl: evaluate: {line}", file=sys.stderr)
+    say(f"fedssl: evaluate: {line}")
