@@ -238,6 +238,9 @@ def train(
     A mistake is a :class:`fedssl.util.errors.UserError`.
     """
     shorten_thread_waits()
+    if callable(callbacks):
+        fix = "Give a list of functions: callbacks=[function]."
+        raise UserError("a function, not a list", key="callbacks", fix=fix)
     objects = _Objects(encoder, augment, clients, test)
     name, base, words = _read_keys(recipe, out, resume, objects, overrides)
     for key, values in config.find_sweep(config.with_values(base, words)).items():

@@ -20,6 +20,7 @@ from helpers import refused
 from PIL import Image
 from safetensors.torch import load_file
 
+import fedssl
 from fedssl import config, load_encoder
 from fedssl.cli import main
 from fedssl.encoder import embed, export, formats
@@ -218,6 +219,11 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
         monkeypatch.setitem(formats.WRITERS, name, lambda *_: pytest.fail("work"))
     with refused("--out", says="cannot be written"):
         list(export.export(folder, format, tmp_path / "file" / "out"))
+
+
+def test_a_wrong_format_is_refused(folder):
+    with refused("format", "onx"):
+        fedssl.Run(folder).export("onx")
 
 
 def test_a_wrong_name_for_the_output_is_refused(folder, tmp_path):

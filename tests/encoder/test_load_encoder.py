@@ -184,6 +184,7 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(two_towers, images, tmp
         3,
         np.zeros((3, 8, 8), np.uint8),
         np.zeros((8, 8), np.int64),
+        np.zeros((8, 8, 7), np.uint8),
         [1],
         [torch.zeros(3, 8, 8, dtype=torch.uint8)],
         ["nowhere.png"],
@@ -194,6 +195,17 @@ def test_the_file_of_one_tower_is_exported_as_that_tower(two_towers, images, tmp
 def test_images_that_are_refused(given, folder):
     with pytest.raises(UserError):
         load_encoder(folder).embed(given)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (2, 3, 8, 8), (2, 1, 9, 8)])
+def test_a_batch_of_another_shape_is_refused(shape, folder):
+    with pytest.raises(UserError):
+        load_encoder(folder)(torch.zeros(shape))
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_array_of_pillow_gives_no_warning(folder):
+    load_encoder(folder).embed(np.asarray(Image.new("L", (8, 8))))
 
 
 def test_one_image_gives_one_vector_whatever_holds_it(folder, images, tmp_path):

@@ -16,6 +16,7 @@ from rounds import before_round, press_ctrl_c
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
 
 import fedssl
 from fedssl import config
@@ -29,6 +30,7 @@ FILE = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
 
 class Net(nn.Module):
     def __init__(self, channels=1, width=24):
@@ -175,6 +177,8 @@ def test_callbacks_see_each_round_and_add_to_its_metrics(
 
     with pytest.raises(ZeroDivisionError):
         fedssl.train(out=tmp_path / "failed", callbacks=[fail], **objects(), **KEYS)
+    with refused("callbacks"):
+        fedssl.train(callbacks=fail, **KEYS)
 
 
 def test_views_depend_on_each_image_alone(trained: fedssl.Run) -> None:
@@ -203,6 +207,7 @@ def build_augmentation(name: str) -> Any:
         (lambda images: images, "cannot be called with images, draw"),
         (lambda images, draw: images[0], "made (1, 8, 8)"),
         (lambda images, draw: None, "made NoneType"),
+        (v2.Identity(), "A transform of torchvision"),
     ],
 )
 def test_an_augmentation_that_will_not_do(function: Callable[..., Any], says: str) -> None:
@@ -292,7 +297,7 @@ def test_every_kind_of_data_set_gives_the_same_images() -> None:
     [
         ([], "there are no clients"),
         ([Items()], "client 0 has no image"),
-        ([3], "client 0 is a int"),
+        ([3], "client 0 is of type int"),
         ({"oslo": Items("a.png")}, "client oslo has an item with a str for its image"),
         ([torch.randn(2, 1, 8, 8)], "client 0 has pixels from"),
         ([torch.zeros(2, 8, 8)], "client 0 has images of the shape 2 × 8 × 8"),

@@ -36,6 +36,9 @@ View = int | Tensor
 Sides = tuple[int, int] | tuple[Tensor, Tensor]  # height and width of all images, or of each
 Box = tuple[Tensor, Tensor, Tensor, Tensor]
 Constants = tuple[Tensor, ...]  # see Augmentation._build_constants
+TORCHVISION = (
+    "A transform of torchvision: lambda images, draw: torch.stack([transform(i) for i in images])."
+)
 
 
 @dataclass(frozen=True)
@@ -329,7 +332,7 @@ class OwnAugmentation(Augmentation):
             function: Any = given() if inspect.isclass(given) else given
         problem = plugins.find_call_error(function, "images", "draw")
         if problem is not None:
-            fix = "Take a batch of images and a function that draws random numbers."
+            fix = f"Take a batch of images and a function that draws random numbers. {TORCHVISION}"
             raise self._error(f"cannot be called with images, draw ({problem})", fix)
         return function
 
@@ -347,7 +350,7 @@ class OwnAugmentation(Augmentation):
         result = self.function(images, lambda count: random.uniform(state, count).to(dtype))
         if not isinstance(result, Tensor) or result.shape[:2] != images.shape[:2]:
             kind = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            fix = "Return a tensor with as many images and channels."
+            fix = f"Return a tensor with as many images and channels. {TORCHVISION}"
             raise self._error(f"made {kind} of images of the shape {tuple(images.shape)}", fix)
         return result
 

@@ -104,7 +104,7 @@ class _Reader:
         if isinstance(source, Iterable):
             return iter(source)
         fix = "Give a torch Dataset, or a tensor of images [N, channels, height, width]."
-        raise self.error(f"is a {type(source).__name__}, not a data set", fix)
+        raise self.error(f"is of type {type(source).__name__}, not a data set", fix)
 
     def _read_arrays(self, pixels: Tensor | NDArray[Any], labels: Any) -> _Part:
         if isinstance(pixels, np.ndarray):  # height, width, channels
@@ -201,11 +201,12 @@ def quantize(pixels: Tensor) -> Tensor:
 
 def open_array(array: NDArray[Any]) -> Image.Image:
     """Return an array ``[height, width]`` or ``[height, width, channels]`` as a Pillow image."""
-    array = quantize(torch.from_numpy(np.ascontiguousarray(array))).numpy()
+    array = quantize(torch.from_numpy(np.array(array))).numpy()  # a copy: Pillow's are read-only
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
     if array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in GRAY_OR_COLOR):
-        raise ValueError(f"the shape {' × '.join(map(str, array.shape))}")
+        shape = " × ".join(map(str, array.shape))
+        raise ValueError(f"the shape {shape} in place of height × width × 1 or 3 channels")
     return Image.fromarray(array)
 
 

@@ -18,6 +18,9 @@ from fedssl.util.errors import UserError
 
 def export(run: Path, format: str, out: Path | None) -> Iterator[str]:
     """Write a run's encoder in a format; yield lines for the console."""
+    if format not in (*WRITERS, "hf"):
+        fix = f"Use one of {', '.join((*WRITERS, 'hf'))}."
+        raise UserError("unknown", key="format", value=format, fix=fix)
     if format == "onnx":
         _check_onnx()
     run = find_model(run)

@@ -79,8 +79,9 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return embeddings ``[N, features]``."""
-        if images.ndim != 4 or images.shape[1] != self.channels:
-            expected = f"N × {self.channels} × {self.height} × {self.width}"
+        size = (self.channels, self.height, self.width)
+        if images.ndim != 4 or images.shape[1:] != size:
+            expected = f"N × {' × '.join(map(str, size))}"
             raise _shape_error(images, f"Give floats {expected} between 0 and 1.")
         if not images.is_floating_point():
             raise _shape_error(images, "Use encoder.embed(images), or divide by 255.")
@@ -186,7 +187,7 @@ def _shape_error(images: Tensor, fix: str) -> UserError:
 
 def _kind_error(image: object) -> UserError:
     fix = "Give a file name, a Pillow image, an array, a tensor, or a list of them."
-    return UserError(f"an image cannot be a {type(image).__name__}", fix=fix)
+    return UserError(f"the type {type(image).__name__} is no image", fix=fix)
 
 
 def load_encoder(
