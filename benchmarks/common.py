@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from fedssl.util.tuning import keep_freed_memory, shorten_thread_waits
 
@@ -12,11 +13,13 @@ keep_freed_memory()
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedssl import config as configuration
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
 from fedssl.data.dataset import Groups, Split
+from fedssl.data.stored import StoredArray
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.server import Server
 from fedssl.runs.build import build_network
@@ -29,6 +32,12 @@ def made(count: int, channels: int, pixels: int) -> Split:
     generator = torch.Generator().manual_seed(0)
     shape = (count, channels, pixels, pixels)
     return Split((torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator),))
+
+
+def write_images(path: Path, images: Tensor) -> StoredArray:
+    """Write images into a file, from which they are streamed."""
+    np.save(path, images.numpy())
+    return StoredArray(path)
 
 
 def even(clients: int, samples: int) -> Groups:

@@ -26,6 +26,7 @@ from fedssl.config import Config
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.training import optim
+from fedssl.training.trainer import Trainer
 
 CLIENTS, PIXELS = 5, 32
 SETTINGS = {"device": "cuda", "precision": "bf16", "rounds": 1_000_000, "schedule": "constant"}
@@ -54,8 +55,8 @@ def silo(samples: int) -> Row:
 
 def local(name: str, config: Config, samples: int) -> Row:
     """Images in a round, our round, and the same steps on all images in a bare loop."""
-    images, epochs, batch = CLIENTS * samples, config.algorithm.local_epochs, config.algorithm.batch
-    assert epochs is not None and batch is not None
+    images, epochs = CLIENTS * samples, config.algorithm.local_epochs
+    assert epochs is not None
     split = made(images, 3, PIXELS)
     engine, server = engine_of(config, split, even(CLIENTS, samples), compiled=True)
     trainer = engine.trainer
@@ -64,6 +65,14 @@ def local(name: str, config: Config, samples: int) -> Row:
         server.state["banks"] = {
             str(k): torch.randn(rows).to(trainer.device) for k in range(CLIENTS)
         }
+    bare = bare_loop(trainer, images, epochs)
+    return f"{name}, {CLIENTS} clients", images * epochs, rounds_of(engine, server), bare
+
+
+def bare_loop(trainer: Trainer, images: int, epochs: int) -> Callable[[], None]:
+    """The compiled steps of a trainer, on all images as one data set."""
+    config, batch = trainer.config, trainer.config.algorithm.batch
+    assert batch is not None
 
     def bare() -> None:
         for replay in list(trainer.compiled_steps.by_shape.values()):
@@ -75,7 +84,7 @@ def local(name: str, config: Config, samples: int) -> Row:
                     replay(chosen, state, *replay.inputs)
             float(replay.total)
 
-    return f"{name}, {CLIENTS} clients", images * epochs, rounds_of(engine, server), bare
+    return bare
 
 
 def dcco(clients: int, each: int) -> Row:

@@ -40,7 +40,7 @@ def bare_loop(engine: LocalEngine, batch: int) -> Callable[[], None]:
     target = None if follows is None else Network(copy.deepcopy(list(network.towers)))
     constant = None if target is None else torch.no_grad()(target.forward)
     networks = Networks(network, constant, trainer.memory)
-    rule, images = trainer.config.client, trainer.images[0]
+    rule, images = trainer.config.client, trainer.images[0][:]
 
     def one() -> None:
         optimizer = torch.optim.SGD(

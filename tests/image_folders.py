@@ -73,4 +73,4 @@ def rows(root: Path, below: str = "") -> list[Row]:
 def decode_train(root: Path, size: int | None = 8) -> tuple[Pixels, dict[str, str]]:
     """The images below a folder, through the cache, and the files that cannot be read."""
     found = decode_splits(root, {"train": rows(root)}, size, cache_folder(Data()), "test", {})
-    return found.images["train"][0], found.unreadable
+    return found.images["train"][0].map(), found.unreadable

@@ -153,7 +153,8 @@ class FedCA(Algorithm):
             shape = (count, image.shape[1], *trainer.augmentation.size)
             width = cast(Tower, trainer.network.towers[0]).encoder.features
             base = trainer.initial.new_zeros(()).expand(count, cast(int, width))
-            return {"public": image.new_zeros(()).expand(shape), "base": base}
+            images = torch.zeros((), dtype=torch.uint8, device=trainer.device)
+            return {"public": images.expand(shape), "base": base}
         images, batches = trainer.plain_images(public.members), trainer.batches
         trainer.batches = dataclasses.replace(batches, steps=None, epochs=self.params.base_epochs)
         try:

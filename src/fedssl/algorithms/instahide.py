@@ -58,7 +58,7 @@ class Key:
 def load_public_images(root: str, data: Data, shape: tuple[int, int, int], least: int) -> Tensor:
     """Load the images of another data set in a folder, at the clients' ``shape``."""
     channels, height, width = shape
-    own = Data(name="folder", root=root, size=max(height, width), cache=data.cache)
+    own = Data(name="folder", root=root, size=max(height, width), cache=data.cache, stream="off")
     try:
         images = convert_channels(load_dataset(own), [channels]).train.images[0]
     except UserError as error:

@@ -77,6 +77,13 @@ class Data:
         "The protocol `semi` fine-tunes on them (FedEMA, appendix B.3); `heldout` evaluates on "
         "them.",
     )
+    stream: Literal["auto", "on", "off"] = key(
+        "auto",
+        affects="speed",
+        help="Read the images of each step from the cache, ahead of the step. `off`: keep all "
+        "images in the memory of the device. `auto`: stream images that take more than half of "
+        "the free memory, of this machine or of the GPU.",
+    )
     cache: str | None = key(
         None,
         path=True,

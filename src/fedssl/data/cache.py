@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedssl.data.stored import StoredArray
 from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, make_folders, sync, write_text
 from fedssl.util.seals import DamagedError
@@ -40,9 +41,9 @@ Meta = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cached:
-    """Content of a cache folder; arrays are mapped, and their pixels read when they are used."""
+    """Content of a cache folder: open files, whose pixels are read when they are used."""
 
-    arrays: dict[str, Array]
+    arrays: dict[str, StoredArray]
     meta: Meta
 
 
@@ -84,7 +85,7 @@ def _open(folder: Path) -> Cached | None:
         content = json.loads((folder / "meta.json").read_text())
         digest = content.pop("sha256")
         paths = {name: folder / f"{name}.npy" for name in content["arrays"]}
-        arrays = {name: np.load(path, mmap_mode="c") for name, path in paths.items()}
+        arrays = {name: StoredArray(path) for name, path in paths.items()}
         if digest != _digest(content):
             raise DamagedError(folder / "meta.json")
         for name, path in paths.items():

@@ -24,6 +24,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from fedssl.data.cache import Array, Meta, grow_array, load_or_build
 from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
+from fedssl.data.stored import StoredArray
 from fedssl.util.errors import UserError
 from fedssl.util.status import stage
 from fedssl.util.text import printable, shorten_list
@@ -182,8 +183,8 @@ class Decoded:
     ``sizes`` are the true heights and widths ``[N, 2]`` of whole images; there are none of squares.
     """
 
-    images: dict[str, tuple[Pixels, ...]]
-    sizes: dict[str, tuple[Array, ...]]
+    images: dict[str, tuple[StoredArray, ...]]
+    sizes: dict[str, tuple[StoredArray, ...]]
     unreadable: dict[str, str]  # path → reason
 
 
@@ -196,7 +197,7 @@ def decode_splits(
     unpaired: Mapping[str, str],
     whole: bool = False,
 ) -> Decoded:
-    """Return the rows of each split as memory-mapped arrays, decoded unless the cache has them.
+    """Return the rows of each split as arrays of the cache, decoded unless it has them.
 
     A row with an unreadable file is left out of the arrays, and the file is in ``unreadable``.
     ``unpaired`` files, which are in no row, are noted in the cache's meta file.
@@ -211,7 +212,7 @@ def decode_splits(
         lambda meta: _is_mended(root, meta["unreadable"]),
     )
 
-    def collect(ending: str) -> dict[str, tuple[Array, ...]]:
+    def collect(ending: str) -> dict[str, tuple[StoredArray, ...]]:
         return {
             split: tuple(cached.arrays[f"{split}-{i}{ending}"] for i in range(count))
             for split, count in modalities.items()

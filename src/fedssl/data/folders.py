@@ -16,6 +16,7 @@ from fedssl.data.dataset import Dataset, Ints, Split
 from fedssl.data.decode import decode_splits, list_failures
 from fedssl.data.image_files import File, Row, digest_names, find_images, image_extensions
 from fedssl.data.places import cache_folder, data_root, root_error
+from fedssl.data.stored import place_images
 from fedssl.util.errors import UserError
 from fedssl.util.text import printable, shorten_list
 
@@ -235,8 +236,9 @@ def load_files(
     splits = {
         split: replace(
             _number_samples(part.within, levels, classes, clients),
-            images=tuple(map(torch.from_numpy, decoded.images[split])),
-            sizes=tuple(map(torch.from_numpy, decoded.sizes.get(split, ()))) or None,
+            images=tuple(place_images(each, data.stream) for each in decoded.images[split]),
+            sizes=tuple(torch.from_numpy(each.map()) for each in decoded.sizes.get(split, ()))
+            or None,
         )
         for split, part in read.items()
     }

@@ -73,7 +73,12 @@ def alter_training_images(params: PartitionParams, dataset: Dataset, seed: int) 
     if not alters_images(params):
         return dataset
     labels = assign_sources(params, dataset, seed).labels
-    images = tuple(alter_images(params, x[:], labels) for x in dataset.train.images)
+    images = tuple(
+        alter_images(params, x, labels) for x in dataset.train.images if isinstance(x, Tensor)
+    )
+    if len(images) < len(dataset.train.images):
+        problem = "alters all images in memory, and these are streamed (data.stream)"
+        raise key_error(params, "source", problem, "Use partition.source=labels.")
     return replace(dataset, train=replace(dataset.train, images=images))
 
 

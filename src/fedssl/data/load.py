@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -17,11 +18,12 @@ from fedssl.data.in_memory import load_own
 from fedssl.data.labels import draw_labels
 from fedssl.data.places import check_root
 from fedssl.data.standard import ARRAYS, load_arrays, load_digits, load_tiny_imagenet
+from fedssl.data.stored import ChangedImages
 from fedssl.util.errors import UserError
 
 BLOCK = 1024  # images converted at once
 
-Images = tuple[Tensor, ...]
+Images = tuple[ImageArray, ...]
 
 LOADERS: dict[str, Callable[[config.Data], Dataset]] = {
     "digits": load_digits,
@@ -71,8 +73,10 @@ def _halve(dataset: Dataset) -> Dataset:
     width = dataset.train.images[0].shape[-1] // 2
 
     def halve(images: Images) -> Images:
-        (whole,) = images
-        return whole[..., :width].contiguous(), whole[..., -width:].contiguous()
+        return (
+            _change(images[0], lambda x: x[..., :width].contiguous()),
+            _change(images[0], lambda x: x[..., -width:].contiguous()),
+        )
 
     return _change_images(dataset, halve)
 
@@ -82,22 +86,22 @@ def convert_channels(dataset: Dataset, channels: Sequence[int]) -> Dataset:
 
     def convert(images: Images) -> Images:
         pairs = zip(images, itertools.cycle(channels), strict=False)
-        return tuple(_to_channels(x, n) for x, n in pairs)
+        return tuple(_change(x, functools.partial(_to_channels, channels=n)) for x, n in pairs)
 
     return _change_images(dataset, convert)
 
 
 def _change_images(dataset: Dataset, change: Callable[[Images], Images]) -> Dataset:
     def changed(split: Split) -> Split:
-        return dataclasses.replace(split, images=change(tuple(map(read_all, split.images))))
+        return dataclasses.replace(split, images=change(split.images))
 
     test, val = dataset.test and changed(dataset.test), dataset.val and changed(dataset.val)
     return dataclasses.replace(dataset, train=changed(dataset.train), test=test, val=val)
 
 
-def read_all(images: ImageArray) -> Tensor:
-    """Return all images as a tensor."""
-    return images if isinstance(images, Tensor) else images[:]
+def _change(images: ImageArray, change: Callable[[Tensor], Tensor]) -> ImageArray:
+    """Change images in memory at once, others whenever they are used."""
+    return change(images) if isinstance(images, Tensor) else ChangedImages(images, change)
 
 
 def _to_channels(pixels: Tensor, channels: int) -> Tensor:

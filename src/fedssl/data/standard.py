@@ -30,6 +30,7 @@ from fedssl.data.decode import Pixels
 from fedssl.data.folders import SplitFiles, find_split, load_files
 from fedssl.data.image_files import File, digest_files
 from fedssl.data.places import cache_folder, data_root, list_folders, name_images, root_error
+from fedssl.data.stored import place_images
 from fedssl.util.errors import UserError
 from fedssl.util.status import stage
 
@@ -117,8 +118,8 @@ def load_arrays(data: config.Data) -> Dataset:
     )
     train, test = (
         Split(
-            (torch.from_numpy(cached.arrays[f"{split}-0"]),),
-            torch.from_numpy(cached.arrays[f"{split}-labels"]),
+            (place_images(cached.arrays[f"{split}-0"], data.stream),),
+            torch.from_numpy(cached.arrays[f"{split}-labels"].map()),
         )
         for split in ("train", "test")
     )

@@ -15,6 +15,7 @@ from fedssl.federation.task import Reply
 from fedssl.models.norms import STATISTICS_MOMENTUM
 from fedssl.objectives.batch import EncodedBatch, Loss, Steps
 from fedssl.training.compiled import CompiledStep
+from fedssl.training.feed import AHEAD
 from fedssl.training.optim import Pull
 from fedssl.training.trainer import State, Trainer
 from fedssl.util.device import to_device
@@ -58,9 +59,11 @@ class Client:
 
     def __post_init__(self, images: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         self.members = to_device(images, self.trainer.device)
+        self._numbers = torch.from_numpy(images)  # the same, on the host
         self.id = int(ids[0])
         self._owners = (ids, self.sizes)  # of the samples, for their random numbers
         self._epoch_states: tuple[int, Tensor] | None = None  # an epoch, and its random states
+        self._ahead: dict[int, tuple[Tensor, Tensor]] = {}  # samples of steps to come
         self._first: tuple[Tensor, int, EncodedBatch] | None = None  # see ``_encoded_batches``
 
     @property
@@ -277,13 +280,23 @@ class Client:
 
     def encode(self, epoch: int, chosen: slice | Tensor) -> EncodedBatch:
         """Encode some samples' views of an epoch with the network as it is."""
-        return self.trainer.encode_batch(self.members[chosen], self.random_state(epoch, chosen))
+        return self.trainer.encode_batch(*self._samples_at(epoch, chosen))
 
     def _samples_of(self, step: int) -> tuple[Tensor, Tensor]:
         """Return a step's samples, and the random states of their views."""
         if self.trainer.halted.is_set():
             raise KeyboardInterrupt
-        epoch, chosen = self.positions(step)
+        feed = self.trainer.feed
+        if not feed.streams:
+            return self._samples_at(*self.positions(step))
+        for each in range(step, min(step + 1 + AHEAD, self.steps)):
+            if each not in self._ahead:
+                epoch, chosen = self.positions(each)
+                self._ahead[each] = self._samples_at(epoch, chosen)
+                feed.prefetch(self._ahead[each][0], self._numbers[chosen])
+        return self._ahead.pop(step)
+
+    def _samples_at(self, epoch: int, chosen: slice | Tensor) -> tuple[Tensor, Tensor]:
         return self.members[chosen], self.random_state(epoch, chosen)
 
     def positions(self, step: int) -> tuple[int, slice | Tensor]:

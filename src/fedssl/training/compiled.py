@@ -94,6 +94,7 @@ class CompiledStep:
         self.encodings: tuple[Tensor, ...] = ()  # of the last step
         self.members = torch.zeros(batch, dtype=torch.int64, device=trainer.device)
         self.state = torch.zeros_like(self.members)
+        self.streamed = trainer.feed.places(batch)
         self.lr = torch.zeros((), dtype=trainer.dtype, device=trainer.device)
         self.total = torch.zeros_like(self.lr)
         self.anchor = torch.zeros_like(trainer.initial) if pull is not None else None
@@ -125,6 +126,8 @@ class CompiledStep:
         """Train on these samples and add the loss to ``total``."""
         self.members.copy_(members)
         self.state.copy_(state)
+        for place, tensor in zip(self.streamed, self.trainer.feed.fetch(members), strict=True):
+            place.copy_(tensor, non_blocking=True)
         for place, tensor in zip(self.inputs, inputs, strict=True):
             place.copy_(tensor)
         if self._graph is None:
@@ -140,7 +143,7 @@ class CompiledStep:
                 self._copy(self.rounded, self.exact)
             for weights in self.bf16_weights:
                 stack.enter_context(weights.in_use())
-            loss, encodings = self._forward(self.members, self.state, *self.inputs)
+            loss, encodings = self._forward(self.members, self.state, self.streamed, *self.inputs)
             gradients = differentiate(loss, *self.trainer.learning)
         for places, tensors in zip(self.gradients, gradients, strict=True):
             self._copy(places, list(tensors))
@@ -150,9 +153,10 @@ class CompiledStep:
         self.total += loss.detach()
 
     def _loss(
-        self, members: Tensor, state: Tensor, *inputs: Tensor
+        self, members: Tensor, state: Tensor, streamed: tuple[Tensor, ...], *inputs: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        trainer, encodings = self.trainer, self.trainer.encode_samples(members, state)
+        trainer = self.trainer
+        encodings = trainer.encode_samples(members, state, *streamed)
         labels = None if trainer.labels is None else trainer.labels[members]
         batch = EncodedBatch(encodings, labels, memory=trainer.memory)
         loss = self.function or trainer.objective.loss
@@ -192,14 +196,15 @@ class CapturedEncoder:
         self.trainer = trainer
         self._by_size: dict[int, nn.Module] = {}
 
-    def __call__(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, members: Tensor, state: Tensor, *streamed: Tensor) -> tuple[Tensor, ...]:
         """Encode like :meth:`Trainer.encode_samples`."""
+        given = (members, state, *streamed)
         if len(members) not in self._by_size:
-            sample = (members.clone(), state.clone())
+            sample = tuple(each.clone() for each in given)
             with torch.enable_grad():  # a first pass may be for moments alone, the next is not
                 module = torch.cuda.make_graphed_callables(_EncoderModule(self.trainer), sample)
             self._by_size[len(members)] = cast(nn.Module, module)
-        return cast("tuple[Tensor, ...]", self._by_size[len(members)](members, state))
+        return cast("tuple[Tensor, ...]", self._by_size[len(members)](*given))
 
 
 class _EncoderModule(nn.Module):
@@ -210,8 +215,8 @@ class _EncoderModule(nn.Module):
         self.network = trainer.network
         self.encode = compile_function(trainer.encode_samples)
 
-    def forward(self, members: Tensor, state: Tensor) -> tuple[Tensor, ...]:
-        return self.encode(members, state)
+    def forward(self, members: Tensor, state: Tensor, *streamed: Tensor) -> tuple[Tensor, ...]:
+        return self.encode(members, state, *streamed)
 
 
 def copy_tensors(places: list[Tensor], tensors: list[Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedssl.config import Config
 from fedssl.data.augment import Augmentation
-from fedssl.data.dataset import Census, Split
+from fedssl.data.dataset import Census, ImageArray, Split
 from fedssl.data.squares import MiddleSquares
 from fedssl.models.flat_weights import FlatWeights, differentiate
 from fedssl.models.network import Network
@@ -26,6 +26,7 @@ from fedssl.objectives.batch import EncodedBatch
 from fedssl.training import optim
 from fedssl.training.batches import Batches
 from fedssl.training.compiled import CapturedEncoder, CompiledSteps, compile_function
+from fedssl.training.feed import Feed
 from fedssl.training.optim import Pull
 
 State = dict[str, Any]  # a tree of tensors
@@ -60,19 +61,17 @@ class Trainer:
         self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
         self.precision = precision_on(device, config.precision)
         self.device = device
-        self.images = tuple(images[:].to(device) for images in split.images)
-        sizes = split.sizes
-        self.sizes = None if sizes is None else tuple(each.to(device) for each in sizes)
+        self.feed = Feed(split, device, config.data.stream, objective.views)
         self._split = split
         labels = split.labels if objective.needs_labels else None
         self.labels = labels.to(device) if labels is not None else None
-        self.batches = Batches.from_config(config.algorithm, config.seed, device)
+        self.batches = Batches.from_config(config.algorithm, config.seed, self.feed.numbers_on)
         self._allocate(network.to(device=device, dtype=self.dtype).train())
         self.initial = self.flat.vector.clone()
         self.halted = threading.Event()  # when set, training in any thread stops
         self.compiles = False  # whether local training uses compiled steps
         self.announce_compiling: Callable[[], object] = lambda: None  # before the first step
-        self._encoder: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None  # compiled
+        self._encoder: Callable[..., tuple[Tensor, ...]] | None = None  # compiled
         self.watched: dict[int, Tensor] | None = None  # local models of a round, where asked for
         self.census: Census | None = None  # of a simulation, for measures that only it can make
         # Positions of the weights that stay with a client (FedBN), and of those that are sent.
@@ -121,6 +120,11 @@ class Trainer:
         return self.target is not None or bool(self.memory) or self.kept is not None
 
     @property
+    def images(self) -> tuple[ImageArray, ...]:
+        """The images of each modality: on the device, unless they are streamed."""
+        return self.feed.images
+
+    @property
     def passes(self) -> int:
         """Batches of inputs that a tower's batch norm sees in a step."""
         small = self.augmentation.small
@@ -164,20 +168,17 @@ class Trainer:
         self, members: Tensor, state: Tensor, sizes: NDArray[np.int64] | None = None
     ) -> EncodedBatch:
         """Augment and encode some samples; ``state`` seeds each sample's views."""
-        encodings = (self._encoder or self.encode_samples)(members, state)
+        streamed = self.feed.send(members)
+        encodings = (self._encoder or self.encode_samples)(members, state, *streamed)
         labels = None if self.labels is None else self.labels[members]
         return EncodedBatch(encodings, labels, sizes, self.memory)
 
-    def encode_samples(self, members: Tensor, state: Tensor) -> Encodings:
-        """Return the encodings of some samples' views."""
-        count = self.objective.views
-
-        def choose(modalities: tuple[Tensor, ...]) -> list[Tensor]:
-            chosen = [modality[members] for modality in modalities[:count]]
-            return [chosen[view % len(chosen)] for view in range(count)]
-
-        images = choose(self.images)
-        sizes = None if self.sizes is None else choose(self.sizes)
+    def encode_samples(self, members: Tensor, state: Tensor, *streamed: Tensor) -> Encodings:
+        """Return the encodings of some samples' views; their images may be ``streamed``."""
+        of_modalities, sizes_of = self.feed.choose(members, streamed)
+        order = [view % len(of_modalities) for view in range(self.objective.views)]
+        images = [of_modalities[k] for k in order]
+        sizes = None if sizes_of is None else [sizes_of[k] for k in order]
         views = self.augmentation.each(images, state, self.dtype, sizes)
         views += self.augmentation.small_views(images, state, self.dtype, sizes)
         return self.encode(views, state)
@@ -189,7 +190,8 @@ class Trainer:
         """
         split, (height, width) = self._split, self.augmentation.size
         if split.sizes is None and split.images[modality].shape[2:] == (height, width):
-            return self.images[modality][members]
+            index = members.cpu() if self.feed.streams else members
+            return self.feed.images[modality][index].to(self.device)
         sizes = None if split.sizes is None else split.sizes[modality]
         squares = MiddleSquares(split.images[modality], sizes, height)
         return squares[members.cpu()].to(self.device)
@@ -279,7 +281,7 @@ class Trainer:
     @contextlib.contextmanager
     def stacked_views(self) -> Iterator[None]:
         """Encode both views in one pass of each network, with the same numbers."""
-        alike = len({images.shape for images in self.images}) == 1 and not self.augmentation.small
+        alike = len({each.shape for each in self.images}) == 1 and not self.augmentation.small
         networks = [self.network] if self.target is None else [self.network, self.target.module]
         with contextlib.ExitStack() as stack:
             for network in networks if alike else ():
