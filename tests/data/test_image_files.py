@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from helpers import refused
 from image_folders import save
 
 from fedssl.data import image_files
@@ -37,3 +38,44 @@ def test_find_follows_links_but_not_in_circles(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "root/pipe.png")
     found = [file.path for file in image_files.find_images(tmp_path / "root")[0]]
     assert found == ["linked/x.png", "lost.png", "one.png"]
+
+
+def test_links_that_multiply_images_are_refused(tmp_path: Path) -> None:
+    """A chain of 16 folders with two links each would be 65,535 images."""
+    for number in range(16):
+        save(tmp_path / f"pool/{number}/x.png")
+        for name in ("a", "b") if number else ():
+            (tmp_path / f"pool/{number - 1}/{name}").symlink_to(tmp_path / f"pool/{number}")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "first").symlink_to(tmp_path / "pool/0")
+    for place in (root, tmp_path):
+        with refused("data.root", place, "links multiply images"):
+            image_files.find_images(place)
+    for number in range(15):
+        (tmp_path / f"pool/{number}/b").unlink()
+    assert len(image_files.find_images(root)[0]) == 16
+
+
+def test_clients_share_folders_by_links(tmp_path: Path) -> None:
+    """Each client has the images, also those of a folder to which the shared one has a link."""
+    save(tmp_path / "pool/x.png")
+    save(tmp_path / "other/y.png")
+    (tmp_path / "pool/other").symlink_to(tmp_path / "other")
+    for client in range(20):
+        (tmp_path / f"root/{client}").mkdir(parents=True)
+        (tmp_path / f"root/{client}/shared").symlink_to(tmp_path / "pool")
+    assert len(image_files.find_images(tmp_path / "root")[0]) == 40
+
+
+def test_folders_deeper_than_pythons_stack_are_read(tmp_path: Path) -> None:
+    places = [tmp_path]
+    for _ in range(1200):
+        places.append(places[-1] / "d")
+        places[-1].mkdir()
+    save(places[-1] / "x.png")
+    (file,) = image_files.find_images(tmp_path)[0]
+    assert file.path == "d/" * 1200 + "x.png"
+    (places[-1] / "x.png").unlink()
+    for place in reversed(places[1:]):  # deeper than pytest can remove
+        place.rmdir()

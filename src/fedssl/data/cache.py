@@ -8,6 +8,7 @@ which are checked once in each process. A damaged folder is written again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -30,7 +31,7 @@ from fedssl.util.errors import UserError
 from fedssl.util.files import explain_write_errors, make_folders, sync, write_text
 from fedssl.util.seals import DamagedError
 from fedssl.util.status import say
-from fedssl.util.text import printable
+from fedssl.util.text import format_bytes, printable
 
 STRAY = re.compile(r"\..+\.\d+-[0-9a-f]{8}(\.old)?")  # folders that are not in place yet
 BLOCK = 1 << 24  # bytes of a file that one checksum is of
@@ -187,6 +188,14 @@ def _name_other_files(new: Path) -> Iterator[None]:
         problem = f"{printable(error.filename)} cannot be read ({error.strerror})"
         fix = "Replace the file, or change its permissions."
         raise UserError(problem, "a file with images cannot be read", fix=fix) from None
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise the error of a full disk now if so many bytes will not fit."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        text = f"{format_bytes(needed)} needed, {format_bytes(free)} free"
+        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
-from fedssl.data.cache import Array, Meta, grow_array, load_or_build
+from fedssl.data.cache import Array, Meta, check_room, grow_array, load_or_build
 from fedssl.data.image_files import Row, digest_files
 from fedssl.data.places import root_error
 from fedssl.data.stored import StoredArray
@@ -30,6 +30,7 @@ from fedssl.util.status import stage
 from fedssl.util.text import printable, shorten_list
 
 CHUNK = 32  # images that a thread decodes in one go
+MOST_PIXELS = 1 << 24  # fewer images, if they are large
 MOST_NAMED = 3  # files named in a message; the rest is a count
 DRAFT = 2  # a JPEG file is decoded at no less than this many times the target size
 BYTES_PER_THREAD = 3500  # of an image: with fewer, threads mostly wait for Python's lock
@@ -243,6 +244,7 @@ def _decode_into(
         stage(f"decoding {total:,} images of {root}", total) as progress,
     ):
         size = size or _common_size(root, splits.values(), whole)
+        check_room(folder, sum(len(rows) * len(rows[0]) for rows in splits.values()) * 3 * size**2)
         for split, rows in splits.items():
             names = [f"{split}-{i}" for i in range(len(rows[0]))]
             names += [f"{name}-sizes" for name in names] if whole else []
@@ -268,12 +270,13 @@ def _decode_split(
     count, failed = 0, dict[str, str]()
     mean = statistics.fmean(file.size for row in rows for file in row)
     decode = functools.partial(_decode_rows, root, size, whole)
+    chunk = max(1, min(CHUNK, MOST_PIXELS // size**2))
     with contextlib.ExitStack() as stack:
         appends = [stack.enter_context(grow_array(path)) for path in paths]
         decoded = stack.enter_context(
-            contextlib.closing(_map_in_threads(decode, _chunks(rows), mean))
+            contextlib.closing(_map_in_threads(decode, _chunks(rows, chunk), mean))
         )
-        for part, (blocks, bad) in zip(_chunks(rows), decoded, strict=True):
+        for part, (blocks, bad) in zip(_chunks(rows, chunk), decoded, strict=True):
             failed |= bad
             for append, block in zip(appends, blocks, strict=True):
                 append(block)
@@ -343,5 +346,5 @@ def _common_size(root: Path, splits: Iterable[Sequence[Row]], whole: bool) -> in
     )
 
 
-def _chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    return (rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK))
+def _chunks(rows: Sequence[Row], size: int = CHUNK) -> Iterator[Sequence[Row]]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))

@@ -6,13 +6,14 @@ import functools
 import hashlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
 
-from fedssl.util.errors import UserError
+from fedssl.util.errors import UserError, shorten
 
 LAYOUT = 1  # of a cache folder and of how pixels are made; a new number leaves old folders unused
 
@@ -25,6 +26,7 @@ class File(NamedTuple):
     mtime: int
 
 
+Place = tuple[int, int]  # the device and the number of a folder
 Row = tuple[File, ...]  # one sample: a file for each modality
 
 
@@ -47,44 +49,67 @@ def find_images(
     files: list[File] = []
     folders: list[str] = []
     try:
-        _scan(root / below, f"{below}/" if below else "", (), files, folders)
+        _scan(root, below, files, folders)
     except OSError as error:
+        place = shorten(str(error.filename or root / below))
         raise UserError(
-            f"cannot list {error.filename or root / below} ({error.strerror})",
+            f"cannot list {place} ({error.strerror})",
             "cannot list a folder",
             key=key,
             value=root,
             fix="Make it readable, or move it away.",
         ) from None
+    except _MultipliedError as error:
+        problem = "links multiply images: they lead"
+        raise UserError(
+            f"{problem} to {shorten(str(error))} in more ways than there are links",
+            f"{problem} to a folder in more ways than there are links",
+            key=key,
+            value=root,
+            fix="Remove links in folders that links lead to.",
+        ) from None
     return sorted(files), sorted(folders)
 
 
-def _scan(
-    folder: Path,
-    prefix: str,
-    parents: tuple[tuple[int, int], ...],
-    files: list[File],
-    folders: list[str],
-) -> None:
-    """Collect files and folders below ``folder``; a link back to one of ``parents`` is skipped."""
-    status = folder.stat()
-    place = (status.st_dev, status.st_ino)
-    if place in parents:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                folders.append(prefix + entry.name)
-                _scan(Path(entry), f"{prefix}{entry.name}/", (*parents, place), files, folders)
-            elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
-                # A link to nothing is an image that cannot be read; a pipe or a socket is no image.
-                if entry.is_file():
-                    status = entry.stat()
-                    files.append(File(prefix + entry.name, status.st_size, status.st_mtime_ns))
-                elif entry.is_symlink():
-                    files.append(File(prefix + entry.name, 0, 0))
+class _MultipliedError(Exception):
+    """Links lead to links, so that a chain of 16 folders may hold 65,535 images."""
+
+
+def _scan(root: Path, below: str, files: list[File], folders: list[str]) -> None:
+    """Collect files and folders below ``root/below``; a link back to a folder above is skipped."""
+    visits, links = Counter[Place](), set[Place]()
+    # Folders to list, with the folders above them: not by recursion, which has a limit.
+    waiting: list[tuple[str, tuple[Place, ...]]] = [(below, ())]
+    while waiting:
+        path, above = waiting.pop()
+        place = _place((root / path).stat())
+        if path != below:
+            folders.append(path)
+        if place in above:
+            continue
+        visits[place] += 1
+        if visits[place] > 1 + len(links):  # clients that share it have a link each
+            raise _MultipliedError(root / path)
+        with os.scandir(root / path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                name = f"{path}/{entry.name}" if path else entry.name
+                if entry.is_dir():
+                    if entry.is_symlink():
+                        links.add(_place(entry.stat(follow_symlinks=False)))
+                    waiting.append((name, (*above, place)))
+                elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
+                    # A link to nothing is an image that cannot be read; a pipe is no image.
+                    if entry.is_file():
+                        status = entry.stat()
+                        files.append(File(name, status.st_size, status.st_mtime_ns))
+                    elif entry.is_symlink():
+                        files.append(File(name, 0, 0))
+
+
+def _place(status: os.stat_result) -> Place:
+    return status.st_dev, status.st_ino
 
 
 def digest_files(root: Path, files: Iterable[File], *settings: object) -> str:

@@ -20,6 +20,7 @@ from fedssl.data.places import check_root
 from fedssl.data.standard import ARRAYS, load_arrays, load_digits, load_tiny_imagenet
 from fedssl.data.stored import ChangedImages
 from fedssl.util.errors import UserError
+from fedssl.util.memory import is_out_of_memory
 
 BLOCK = 1024  # images converted at once
 
@@ -48,7 +49,7 @@ def load_dataset(data: config.Data, seed: int = 0, size: int | None = None) -> D
         load = load_own if plugins.is_own(data.name) else LOADERS[data.name]
         dataset = load(dataclasses.replace(data, size=size or data.size))
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         problem, value = "images of that size do not fit into memory", size or data.size
         key = "evaluate.size" if size else "data.size"

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedssl import config
-from fedssl.data.cache import Meta, grow_array, load_or_build, replace_folder
+from fedssl.data.cache import Meta, check_room, grow_array, load_or_build, replace_folder
 from fedssl.data.dataset import Dataset, Split
 from fedssl.data.decode import Pixels
 from fedssl.data.folders import SplitFiles, find_split, load_files
@@ -32,6 +32,7 @@ from fedssl.data.image_files import File, digest_files
 from fedssl.data.places import cache_folder, data_root, list_folders, name_images, root_error
 from fedssl.data.stored import place_images
 from fedssl.util.errors import UserError
+from fedssl.util.memory import find_free_memory
 from fedssl.util.status import stage
 
 TINY_URL = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
@@ -66,9 +67,11 @@ def load_digits(data: config.Data) -> Dataset:
     """Load scikit-learn's 8 × 8 digits; every fifth is a test sample."""
     from sklearn import datasets
 
-    bunch = datasets.load_digits()
+    bunch, size = datasets.load_digits(), data.size or 16
+    if len(bunch.images) * size**2 * 4 > find_free_memory():
+        raise MemoryError
     pixels = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
-    pixels = resize(pixels, data.size or 16)
+    pixels = resize(pixels, size)
     labels = torch.from_numpy(bunch.target).long()
     is_test = torch.arange(len(labels)) % 5 == 4
     return Dataset(
@@ -141,6 +144,8 @@ def _write_arrays(
         raise UserError(str(error), key=key, value=value, fix="Replace the file.") from None
     contents = {}
     total = sum(len(labels) for _, labels in raw.values())
+    whole = [part for parts, _ in raw.values() for part in parts]
+    check_room(new, sum(len(p) * p.shape[1] * (data.size or p.shape[-1]) ** 2 for p in whole))
     with stage(f"preparing {total:,} images of {data.name}", total) as progress:
         for split, (parts, labels) in raw.items():
             numbers = labels.astype(np.int64)
