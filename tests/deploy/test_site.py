@@ -95,6 +95,20 @@ def test_what_sites_record_is_what_the_server_counts(
         assert second["sent"] == sent
 
 
+def test_a_killed_sites_unfinished_files_are_removed_at_its_next_start(sites: Path) -> None:
+    folder = site_module.state_folder(str(sites / "ward"))
+    deep = folder / "run" / "0"
+    deep.mkdir(parents=True)
+    for name in ("run/0/.3-a.safetensors.new", "run/0/3-a.safetensors", ".ledger.new"):
+        (folder / name).write_text("half")
+        os.utime(folder / name, (0, 0))
+    (deep / ".4-a.safetensors.new").touch()  # another process is writing it
+    load_experiment.cache_clear()
+    hello(grid_of(settled(), sites, "ward"))
+    left = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert left == {"3-a.safetensors", ".4-a.safetensors.new", "site", "sent.jsonl"}
+
+
 def test_what_cannot_be_recorded_is_not_sent(sites: Path, tmp_path: Path) -> None:
     config = settled("rounds=2", "algorithm.name=fedavg", "cohort.minimum=2")
     path = site_module.state_folder(str(sites / "clinic")) / "sent.jsonl"

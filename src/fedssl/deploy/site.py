@@ -38,7 +38,7 @@ from fedssl.engines.remote.site import Site, describe_fault
 from fedssl.engines.remote.site_budget import find_budget
 from fedssl.runs.build import Experiment, build_site
 from fedssl.util.errors import UserError
-from fedssl.util.files import LONGEST, append_line, make_folders, write_text
+from fedssl.util.files import LONGEST, append_line, make_folders, remove_strays, write_text
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 RECORD = "sent.jsonl"
 DATA = "node-config data"  # the one setting of a site
+STRAY_AGE = 60.0  # seconds after which no other process can be at work on a file
 
 
 def client_app(recipe: Path) -> ClientApp:
@@ -112,6 +113,7 @@ def read_config(text: str) -> Config:
 @functools.lru_cache(maxsize=1)
 def load_experiment(text: str, data: str) -> Experiment:
     """Load a site's images and build its network, once per process."""
+    remove_strays((Path(place) for place, _, _ in os.walk(state_folder(data))), STRAY_AGE)
     return build_site_experiment(read_config(text), data)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,10 +91,15 @@ def make_folders(path: Path, mode: int = 0o777) -> None:
     sync(path.parent)
 
 
-def remove_strays(folders: Iterable[Path]) -> None:
-    """Remove the files that a killed process had not moved into place in these folders."""
+def remove_strays(folders: Iterable[Path], age: float = 0) -> None:
+    """Remove the files that a killed process had not moved into place in these folders.
+
+    Files that changed less than ``age`` seconds ago stay: another process may be writing them.
+    """
     for stray in (stray for folder in folders for stray in folder.glob(STRAY)):
-        stray.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - stray.stat().st_mtime >= age:
+                stray.unlink()
 
 
 def append_line(path: Path, line: str, durable: bool = True) -> None:
