@@ -71,7 +71,8 @@ def test_curves_carry_the_names_of_clients(tmp_path: Path) -> None:
 
     numbers = ["mean", "client 0", "client 2", "client 3", "client 10"]
     assert names(history_of(path, lines)) == numbers
-    rows = [{"client": 0, "name": "south"}, {"client": 2, "name": "7"}, {"client": 10, "name": "a"}]
+    names_of = {0: "south", 2: "7", 10: "a"}
+    rows = [{"client": k, "name": name, "samples": 1} for k, name in names_of.items()]
     (path / "clients.json").write_text(json.dumps(rows))
     assert names(read_history(RunReader(path))) == ["mean", "south", "client 7", "client 3", "a"]
 

@@ -219,6 +219,69 @@ def test_a_missing_file_of_metrics_is_refused(out: Path, refusal: Refusal) -> No
     assert refusal("run", "--resume", "--out", out).startswith(f"{out / metrics.FILE}: ")
 
 
+# Reading, while a run is at work or after it ----------------------------------------------------
+
+CLIENTS: dict[str, Callable[[list[dict[str, object]]], object]] = {
+    "numbers": lambda rows: [1, 2],
+    "keys": lambda rows: {},
+    "no name": lambda rows: [{"client": 0, "samples": 5}, *rows[1:]],
+    "a name that is none": lambda rows: [{**rows[0], "name": None}, *rows[1:]],
+    "samples in words": lambda rows: [{**rows[0], "samples": "five"}, *rows[1:]],
+}
+
+
+@pytest.mark.parametrize("odd", CLIENTS)
+def test_clients_that_are_none_are_refused(odd: str, out: Path, refusal: Refusal) -> None:
+    path = out / "clients.json"
+    path.write_text(json.dumps(CLIENTS[odd](json.loads(path.read_text()))))
+    for command in (["report", out], ["run", "--resume", "--out", out]):
+        assert refusal(*command).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": 0},
+        {"round": True},
+        {"round": 10**30},
+        {"seconds": "long"},
+        {"images": None},
+        {"bytes_up": True},
+        {"exchanges": [1]},
+        {"exchanges": {"train": 5}},
+        {"exchanges": {"train": {"up": 5}}},
+    ],
+    ids=str,
+)
+def test_an_odd_line_of_metrics_is_named(
+    change: dict[str, object], out: Path, refusal: Refusal
+) -> None:
+    path = out / metrics.FILE
+    first, second = path.read_text().splitlines()
+    for text in (json.dumps({**json.loads(first), **change}), "{", "null", "[" * 100_000):
+        path.write_text(f"{text}\n{second}\n")
+        for command in ("report", "compare"):
+            assert refusal(command, out).startswith(f"{path}: line 1 is not that of a round")
+
+
+def test_a_line_that_is_being_written_is_left_out(out: Path) -> None:
+    whole = list(metrics.read(out))
+    with (out / metrics.FILE).open("a") as file:
+        file.write('{"round": 3, "lo')
+    assert list(metrics.read(out)) == whole
+
+
+@pytest.mark.parametrize("seconds", [0, 1000])
+def test_a_folder_that_is_deleted_during_the_run_is_one_line(
+    seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    before_round(monkeypatch, 1, lambda: shutil.rmtree(out))
+    with refused("--out", out, "was deleted"):
+        loop.run(settings(f"checkpoint.seconds={seconds}"), out)
+    assert not out.exists()
+
+
 # Kills -------------------------------------------------------------------------------------------
 
 

@@ -396,7 +396,7 @@ def test_where_nothing_was_to_be_chosen_nothing_is_called_so(table: str) -> None
     # Rounds that only kNN watches, as FedEMA's recipes do, are none to choose from.
     (job,) = reproduce.plan("mine.yaml/cco", [*SEARCH, "evaluate.every=1"], "0.1", Path("a"))
     finished(job, (50.0, 40.0))
-    (job.folder / "metrics.jsonl").write_text(json.dumps({"round": 0, "knn_top1": 90.0}) + "\n")
+    (job.folder / "metrics.jsonl").write_text(json.dumps({"round": 1, "knn_top1": 90.0}) + "\n")
     shown = format_tables([job])
     assert "40.00 (70.5)" in shown and "chosen" not in shown and "round 1" not in shown
     (job,) = reproduce.plan("mine.yaml/cco", [*SEARCH, "server.lr=[0.1]"], "0.1", Path("b"))

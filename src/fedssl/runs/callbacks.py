@@ -18,6 +18,7 @@ from fedssl.evaluate import drift
 from fedssl.federation.server import Server
 from fedssl.runs import checkpoint, loggers, metrics
 from fedssl.runs.build import Experiment
+from fedssl.runs.folder import check_present
 from fedssl.runs.progress import Progress
 from fedssl.util.files import append_line, sync, write_text
 from fedssl.util.status import stage
@@ -82,6 +83,7 @@ class MetricsLog:
 
     def after_round(self, line: dict[str, Any]) -> None:
         """Write the round's line."""
+        check_present(self.path.parent)
         overhead = self.experiment.overhead.take()
         line |= {"overhead": overhead} if overhead else {}
         text = json.dumps(line)
@@ -132,6 +134,7 @@ class Checkpoints:
     def write(self) -> None:
         """Write a checkpoint now."""
         with self.experiment.overhead.timed("checkpoint"), stage("writing a checkpoint"):
+            check_present(self.out)
             sync(self.out / metrics.FILE)
             checkpoint.write(self.out, self.experiment)
 

@@ -18,6 +18,7 @@ from fedssl.models.trainable import merge_factors
 from fedssl.models.weights import SUFFIXES
 from fedssl.runs import checkpoint, metrics, outcome
 from fedssl.runs.build import Experiment, describe_images
+from fedssl.runs.folder import check_present
 from fedssl.util.device import name_device
 from fedssl.util.files import save_tensors, write_json
 from fedssl.util.status import stage
@@ -35,6 +36,7 @@ def finish_run(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Evaluate the result and an untrained network; write encoder and summary."""
     experiment.models.best = experiment.guard.best
     rows, result = _evaluate(experiment)
+    check_present(out)
     with stage("writing the encoder"):
         export(experiment, out)
     models, evaluator, trainer = experiment.models, experiment.evaluator, experiment.trainer

@@ -132,6 +132,13 @@ def format_config(settings: Config) -> str:
     return seal_text(config.dump(config.with_absolute_paths(settings)))
 
 
+def check_present(out: Path) -> None:
+    """Check that nobody deleted the folder of a run that is at work, before it is written to."""
+    if not is_started(out):
+        problem, fix = "was deleted while the run was at work", "Start the run again."
+        raise UserError(problem, key="--out", value=out, fix=fix)
+
+
 def remove_unfinished(out: Path) -> None:
     """Remove the files that a killed process was writing, in a folder that is locked."""
     from fedssl.runs import checkpoint

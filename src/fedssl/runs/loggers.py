@@ -61,17 +61,20 @@ class TensorBoard(Logger):
     def __init__(self, out: Path, round: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=round + 1)
+        self._folder = out / "tensorboard"
+        self._board = SummaryWriter(str(self._folder), purge_step=round + 1)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Write scalars."""
+        """Write scalars, now: TensorBoard's thread would not find a folder that is deleted."""
         for round, numbers in lines:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, round)
+        self._board.flush()
 
     def close(self, finished: bool) -> None:
         """Close the file of events."""
-        self._board.close()
+        if self._folder.is_dir():
+            self._board.close()
 
 
 class WandB(Logger):

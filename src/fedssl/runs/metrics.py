@@ -17,6 +17,7 @@ from fedssl.util.errors import UserError
 FILE = "metrics.jsonl"
 LARGEST = 2**63  # the largest whole number that arrays hold
 COUNTED = {"up": "replied", "down": "reached"}  # the clients whose bytes an exchange counts
+NUMBERS = ("seconds", "images", "clients", "missing", "bytes_up", "bytes_down")  # of a line
 
 
 class Overhead:
@@ -78,15 +79,34 @@ def first_rounds(
 
 
 def read(out: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics; skip a line that a kill cut short."""
-    if not (out / FILE).is_file():
+    """Yield the lines of a run's metrics; skip the last one if a kill cut it short."""
+    path = out / FILE
+    if not path.is_file():
         return
-    with (out / FILE).open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            with contextlib.suppress(json.JSONDecodeError, RecursionError):
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            line = None
+            with contextlib.suppress(ValueError, RecursionError):
                 line = json.loads(text)
-                if isinstance(line, dict) and type(line.get("round")) is int:
-                    yield line
+            if text.endswith("\n") and not _is_line(line):
+                fix = "Put back a copy of the file, or remove the line."
+                raise UserError(f"{path}: line {number} is not that of a round", fix=fix)
+            if _is_line(line):
+                yield line
+
+
+def _is_line(line: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether the values that fedssl reads in a line have the types that it writes."""
+    if not isinstance(line, dict) or type(line.get("round")) is not int:
+        return False
+    exchanges = line.get("exchanges", {})
+    return (
+        0 < line["round"] < LARGEST
+        and all(type(line.get(name, 0)) in (int, float) for name in NUMBERS)
+        and isinstance(exchanges, dict)
+        and all(isinstance(moved, dict) for moved in exchanges.values())
+        and all(type(moved.get(w)) in (int, float) for moved in exchanges.values() for w in COUNTED)
+    )
 
 
 def read_rounds(out: Path, rounds: int, digest: str) -> str:

@@ -63,7 +63,12 @@ class RunReader:
     @cached_property
     def clients(self) -> list[dict[str, Any]]:
         """Number, name and samples of each client."""
-        return self.read_json("clients.json", [])
+        rows = self.read_json("clients.json", [])
+        for number, row in enumerate(rows, 1):
+            if not _is_client(row):
+                problem = f"{self.path / 'clients.json'}: entry {number} is not that of a client"
+                raise UserError(problem, fix="Put back a copy of the file.")
+        return rows
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``metrics.jsonl``, one a round."""
@@ -90,13 +95,19 @@ def read_json(path: Path, default: Any) -> Any:
         return default
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        fix = "Put back a copy of the file."
+        raise UserError(f"{path} is not JSON ({error})", fix=fix) from None
     if not isinstance(content, type(default)):
         expected = "keys and values" if isinstance(default, dict) else "a list"
         problem = f"{path} holds {json.dumps(content)[:40]}, not {expected}"
         raise UserError(problem, fix="Use the version of fedssl that wrote it.")
     return content
+
+
+def _is_client(row: Any) -> bool:
+    kinds = {"client": int, "name": str, "samples": int}
+    return isinstance(row, dict) and all(type(row.get(k)) is kind for k, kind in kinds.items())
 
 
 def read_keys(path: Path, is_resumed: bool = False) -> Recipe:
