@@ -15,7 +15,7 @@ from fedssl.data.dataset import Dataset
 from fedssl.data.heterogeneity import alter_training_images
 from fedssl.data.load import load_dataset
 from fedssl.runs import checkpoint, loop
-from fedssl.runs.build import assemble
+from fedssl.runs.build import assemble, is_shipped
 from fedssl.runs.folder import check_folder, is_started, write_config
 from fedssl.runs.reader import RunReader, read_json
 from fedssl.runs.split import split_clients
@@ -80,13 +80,8 @@ def _check_parts(settings: Config, images: Dataset) -> None:
     clients = split_clients(settings, dataset)
     others = sorted(set(settings.evaluate.baselines) - {settings.algorithm.name})
     for each in (settings, *(config.with_algorithm(settings, name) for name in others)):
-        is_shipped = (
-            each.objective.name in config.VARIANTS["objective"]
-            and each.algorithm.name in config.VARIANTS["algorithm"]
-            and not each.encoder.name.startswith(config.TIMM)
-            and not plugins.is_own(each.encoder.name)
-        )
-        assemble(each, dataset, clients, weights=not is_shipped or each.encoder.init is not None)
+        has_weights = not is_shipped(each) or each.encoder.init is not None
+        assemble(each, dataset, clients, weights=has_weights)
 
 
 def run_all(runs: Sequence[Run]) -> Iterator[tuple[Run, TrainingError | None]]:

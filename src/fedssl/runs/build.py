@@ -40,6 +40,7 @@ from fedssl.privacy.noise import Noisy
 from fedssl.runs import validate
 from fedssl.runs.budget import Budget
 from fedssl.runs.guard import Guard, check_guard
+from fedssl.runs.memory_needs import check_memory
 from fedssl.runs.metrics import Overhead
 from fedssl.runs.split import (
     load_evaluated_dataset,
@@ -178,6 +179,9 @@ def build_experiment(
     else:
         dataset = alter_training_images(config.partition, dataset, config.split_seed)
     clients = split_clients(config, dataset)
+    if trains and is_shipped(config):
+        bare = replace(config, encoder=config.encoder.without_weights())
+        check_memory(assemble(bare, dataset, clients, head_classes=head_classes, weights=False))
     experiment = assemble(config, dataset, clients, head_classes=head_classes, trains=trains)
     labels, groups = dataset.train.labels, experiment.engine.groups
     if trains and labels is not None and bool((labels[groups.members] >= 0).all()):
@@ -189,6 +193,16 @@ def build_experiment(
     check_guard(experiment)
     _ = experiment.evaluator  # reports now if a file cannot be read at the size of evaluation
     return experiment
+
+
+def is_shipped(config: Config) -> bool:
+    """Return whether a network can be built without weights: a user's own may read values."""
+    return (
+        config.objective.name in configuration.VARIANTS["objective"]
+        and config.algorithm.name in configuration.VARIANTS["algorithm"]
+        and not config.encoder.name.startswith(configuration.TIMM)
+        and not plugins.is_own(config.encoder.name)
+    )
 
 
 def assemble(
