@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers import refused
 
 from fedssl import config
 from fedssl.util.errors import UserError
@@ -40,6 +42,19 @@ LARGE = str(10**400)
         (f"rounds={2**63}", "rounds", 2**63),
         (f"server.lr={LARGE}", "server.lr", int(LARGE)),
         (f"seed={'9' * 5000}", "seed", "9" * 5000),  # more digits than Python reads
+        ("client.weight_decay=1e39", "client.weight_decay", 1e39),
+        ("algorithm.name=fedprox algorithm.mu=1e39", "algorithm.mu", 1e39),
+        ("privacy.noise=1e39", "privacy.noise", 1e39),
+        ("engine.timeout=1e10", "engine.timeout", 1e10),
+        ("rounds=1000000000000", "rounds", 10**12),
+        ("data.size=1000000000", "data.size", 10**9),
+        ("objective.projector=1000000", "objective.projector", (10**6,)),
+        ("engine.sites=1000000000", "engine.sites", 10**9),
+        ("engine.workers=1000000", "engine.workers", 10**6),
+        (f"data.root={'x' * 256}", "data.root", "x" * 256),
+        (f"data.cache={'x/' * 2048}", "data.cache", "x/" * 2048),
+        (f"rounds={'[' * 3000}", "rounds", "[" * 3000),
+        (f"rounds={'[' * 900}{']' * 900}", "rounds", f"{'[' * 900}{']' * 900}"),
         ("algorithm.local_epochs=2 algorithm.local_steps=1", "algorithm.local_steps", 1),
         ("cohort.fraction=0.5 cohort.size=4", "cohort.size", 4),
     ],
@@ -48,7 +63,7 @@ def test_an_error_has_the_key_the_value_and_a_fix(word: str, key: str, value: ob
     with pytest.raises(UserError) as error:
         resolve(*word.split())
     assert (error.value.key, error.value.value) == (key, value)
-    assert error.value.fix and "\n" not in str(error.value)
+    assert error.value.fix and "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize(
@@ -215,7 +230,7 @@ def test_values_as_people_write_them() -> None:
     "name",
     [
         *("2024", "2024_01", "2024-01-31", "2024-13-45", "010", "1.50", "12:30", "0x10"),
-        *("photos #2", "site: A", "- x", "&a b", "!x", "[old] photos", "~/photos", "9" * 5000),
+        *("photos #2", "site: A", "- x", "&a b", "!x", "[old] photos", "~/photos", "9" * 255),
         *("#2", "---", "&a"),
     ],
 )
@@ -247,3 +262,41 @@ def test_lambda_is_the_papers_letter() -> None:
     settings = resolve("objective.lambda=7")
     assert settings.objective.lambda_ == 7.0
     assert config.to_tree(settings)["objective"]["lambda"] == 7.0
+
+
+def test_every_number_has_a_largest_value() -> None:
+    """What declares no bound has one too, so that float32 and 32 bits hold it."""
+    for section, names in config.VARIANTS.items():
+        for name in names:
+            params = config.variant(section, name).Params
+            for key, fact in (
+                *config.facts_of(params).items(),
+                *config.declarations(config.Config),
+            ):
+                assert fact.allows(float("inf")) == (not fact.finite)
+                assert fact.is_bounded or not (fact.allows(1e10) or fact.allows(2**31)), key
+                assert fact.is_bounded or fact.allows(1e9), key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"about: {'[' * 5000}{']' * 5000}",
+        f"about: {'[' * 30}{']' * 30}",
+        "".join(f"{' ' * level}a:\n" for level in range(2000)),
+        "about: &a [*a]",
+        "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+        + "".join(f"{b}: &{b} [{','.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefghij"))
+        + "about: *j",
+        "seed: 0\x00",
+    ],
+)
+def test_yaml_that_python_cannot_take_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with refused(None, says=f"{tmp_path / 'a.yaml'}: "):
+        config.read_yaml(tmp_path / "a.yaml")
+
+
+def test_a_zero_byte_is_refused() -> None:
+    with refused("data.root"):
+        config.build({"data": {"name": "folder", "root": "a\0b"}})

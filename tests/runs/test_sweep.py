@@ -54,6 +54,12 @@ def test_values_that_give_the_same_folder_are_refused_unless_they_are_equal() ->
     assert list(sweep.list_runs(tree("seed=[0,0]"))) == ["seed=0"]
 
 
+def test_a_sweep_of_more_runs_than_anyone_waits_for_is_refused() -> None:
+    values = f"[{','.join(map(str, range(101)))}]"
+    with refused("rounds", says="a sweep of 10,201 runs"):
+        sweep.list_runs(tree(f"rounds={values}", f"seed={values}"))
+
+
 @pytest.mark.parametrize(
     ("words", "keys"),
     [

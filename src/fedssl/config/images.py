@@ -12,6 +12,8 @@ from fedssl.config.catalogue import TIMM, DataName, EncoderName, Initializer
 from fedssl.config.keys import key
 from fedssl.util.errors import UserError, suggest
 
+LARGEST_IMAGE = 8192  # pixels
+
 
 def _check_name(key: str, name: str, known: tuple[str, ...], *others: str) -> None:
     """Refuse a name that is neither fedssl's nor that of a user's own object."""
@@ -38,6 +40,7 @@ class Data:
     size: int | None = key(
         None,
         gt=0,
+        le=LARGEST_IMAGE,
         help="Height and width of stored images in pixels. `null`: the size of the data set or, "
         "for images of your own with `data.shape=whole`, 8/7 of `augment.size`.",
     )
@@ -107,6 +110,7 @@ class Augment:
     size: int | None = key(
         None,
         gt=0,
+        le=LARGEST_IMAGE,
         help="Height and width of a view in pixels, and of images in evaluation. `null`: "
         "`data.size`.",
     )
@@ -143,6 +147,7 @@ class Augment:
     small_size: int | None = key(
         None,
         gt=0,
+        le=LARGEST_IMAGE,
         needs="small",
         help="Height and width of a small view in pixels. `null`: 3/7 of a view's, 96 for 224.",
     )

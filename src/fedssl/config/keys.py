@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from fedssl.util.errors import UserError, suggest
@@ -23,6 +25,10 @@ Effect = Literal[
     "speed",  # time and memory
     "nothing",  # none of these
 ]
+# The largest numbers of keys that declare no bound: products of several fit into float32, and
+# counts into 32 bits.
+LARGEST: dict[type, float] = {float: 1e9, int: 2**31 - 1}
+LONGEST_PATH, LONGEST_NAME = 4095, 255  # bytes, on most systems
 _METADATA = "fedssl.key"
 _EXPECTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -52,7 +58,16 @@ class Key:
             ("at most", self.le),
             ("below", self.lt),
         )
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        return " and ".join(
+            f"{word} {bound:,}" if isinstance(bound, int) else f"{word} {bound:g}"
+            for word, bound in bounds
+            if bound is not None
+        )
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if the declaration says how large a number may be."""
+        return self.le is not None or self.lt is not None or not self.finite
 
     def allows(self, value: Any) -> bool:
         """Return whether a number, or every number of a list, is in the range."""
@@ -65,6 +80,7 @@ class Key:
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
             and (self.lt is None or value < self.lt)
+            and (self.is_bounded or abs(value) <= LARGEST[type(value)])
             and (math.isfinite(value) or not self.finite)
         )
 
@@ -78,12 +94,13 @@ def key(
 ) -> Any:
     """Declare a configuration key: a dataclass field with a range, a help text and an effect.
 
-    ``ge``, ``gt``, ``le`` and ``lt`` bound a number, or each number of a list. ``finite=False``
-    allows infinity, ``nonempty=True`` refuses an empty list. ``affects`` says what changes with the
-    key (:data:`Effect`). ``path=True`` marks a file or folder. ``needs`` names the key of the same
-    section without which this one has no effect: ``"noise"`` (it must be set) or
-    ``"average=trimmed|krum"`` (it must have one of these values). ``instead_of`` names a key of the
-    same section that excludes this one: a new value of either replaces a recipe's.
+    ``ge``, ``gt``, ``le`` and ``lt`` bound a number, or each number of a list. Without ``le`` and
+    ``lt`` it is at most ``LARGEST``. ``finite=False`` allows infinity, ``nonempty=True`` refuses an
+    empty list. ``affects`` says what changes with the key (:data:`Effect`). ``path=True`` marks a
+    file or folder. ``needs`` names the key of the same section without which this one has no
+    effect: ``"noise"`` (it must be set) or ``"average=trimmed|krum"`` (it must have one of these
+    values). ``instead_of`` names a key of the same section that excludes this one: a new value of
+    either replaces a recipe's.
 
     >>> @dataclass(frozen=True)
     ... class Params(AlgorithmParams):
@@ -181,12 +198,18 @@ def convert_section(cls: Any, given: Any, name: str) -> Any:
 
 
 def _check_range(fact: Key, value: Any, name: str) -> None:
+    if fact.path and isinstance(value, str):
+        whole, parts = os.fsencode(value), Path(value).parts
+        if len(whole) > LONGEST_PATH or any(len(os.fsencode(p)) > LONGEST_NAME for p in parts):
+            raise UserError("too long a path", key=name, value=value, fix="Use a shorter one.")
     if fact.allows(value):
         return
     if value == ():
         raise UserError("an empty list", key=name, value=value, fix="Give at least one value.")
     kind = "numbers" if isinstance(value, tuple) else "a number"
-    fix = f"Use {kind} {fact.range or 'below infinity'}."
+    first = next(iter(value), 0) if isinstance(value, tuple) else value
+    largest = "" if fact.is_bounded else f"at most {LARGEST[type(first)]:,.0f}"
+    fix = f"Use {kind} {' and '.join(filter(None, (fact.range, largest)))}."
     raise UserError("out of range", key=name, value=value, fix=fix)
 
 
@@ -263,6 +286,8 @@ def _convert_scalar(kind: Any, value: Any, name: str) -> Any:
         raise UserError(f"a key cannot have the type {kind}", key=name, value=value, fix=fix)
     if value is None or isinstance(value, dict | list) or isinstance(value, bool) != (kind is bool):
         raise _mistyped(name, value, _EXPECTED[kind])
+    if kind is str and "\0" in str(value):
+        raise _mistyped(name, value, "text without zero bytes")
     if kind in (bool, str):
         return kind(value)
     try:

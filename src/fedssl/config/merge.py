@@ -16,6 +16,8 @@ from fedssl.config.schema import Config
 from fedssl.config.variants import BASE_PARAMS, VARIANTS, as_names, key_types_under
 from fedssl.util.errors import UserError, format_resume
 
+MOST_LEVELS, MOST_VALUES = 20, 100_000  # of a recipe
+
 
 def with_values(tree: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe with other values of some keys."""
@@ -98,6 +100,24 @@ def _split_word(word: str) -> tuple[str, Any]:
     return name, _read_value(text)
 
 
+def check_size(value: Any) -> None:
+    """Raise ``ValueError`` if a value of YAML is nested too deeply, or very large with aliases."""
+    sizes: dict[int, int] = {}
+
+    def count(node: Any, depth: int) -> int:
+        if depth > MOST_LEVELS:
+            raise ValueError(f"more than {MOST_LEVELS} levels")
+        if not isinstance(node, dict | list):
+            return 1
+        if id(node) not in sizes:
+            children = node.values() if isinstance(node, dict) else node
+            sizes[id(node)] = sum(count(child, depth + 1) for child in children)
+        return sizes[id(node)]
+
+    if count(value, 0) > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
+
+
 def suggest_command(folder: str) -> str:
     """Return a sentence with the command that a user may want who gives a folder."""
     if any((Path(folder) / name).is_file() for name in ("config.yaml", "sweep.yaml")):
@@ -125,7 +145,8 @@ def _read_value(text: str) -> Any:
     text = text.strip()
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
+        check_size(value)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: no such date, or too large
         return text
     if isinstance(value, bool) or text in ("~", "null", "Null", "NULL", ".inf"):
         return value

@@ -15,7 +15,7 @@ import yaml
 
 from fedssl.config.catalogue import DataName, EncoderName
 from fedssl.config.keys import Recipe
-from fedssl.config.merge import merge, suggest_command
+from fedssl.config.merge import check_size, merge, suggest_command
 from fedssl.config.recipe_tables import Table
 from fedssl.config.variants import VARIANTS
 from fedssl.util.errors import UserError, suggest
@@ -173,6 +173,10 @@ def read_yaml(path: Path) -> Recipe:
     """Read a YAML file that holds keys and values."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
+        check_size(tree)
+    except RecursionError:
+        fix = "Write `rounds: 100`, for example."
+        raise UserError(f"{path}: nested too deeply", fix=fix) from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     except OSError as error:

@@ -10,9 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedssl.config.images import Augment, Data, Encoder
+from fedssl.config.images import LARGEST_IMAGE, Augment, Data, Encoder
 from fedssl.config.keys import key
-from fedssl.config.variants import AlgorithmParams, ObjectiveParams, PartitionParams
+from fedssl.config.variants import (
+    LARGEST_SEED,
+    AlgorithmParams,
+    ObjectiveParams,
+    PartitionParams,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,12 @@ class Engine:
         "the same number of threads.",
     )
     workers: int = key(
-        2, gt=0, affects="speed", needs="name=flower", help="Number of processes of a simulation."
+        2,
+        gt=0,
+        le=1024,
+        affects="speed",
+        needs="name=flower",
+        help="Number of processes of a simulation.",
     )
     timeout: float = key(
         600.0,
@@ -82,7 +92,11 @@ class Engine:
         10_000_000, gt=0, needs="sites", help="Refuse a site that claims to have more images."
     )
     sites: int | None = key(
-        None, gt=0, needs="name=flower", help="Number of sites of a deployment. `null`: simulation."
+        None,
+        gt=0,
+        le=100_000,
+        needs="name=flower",
+        help="Number of sites of a deployment. `null`: simulation.",
     )
 
 
@@ -271,6 +285,7 @@ class Evaluate:
     size: int | None = key(
         None,
         gt=0,
+        le=LARGEST_IMAGE,
         affects="evaluation",
         help="Height and width of images in evaluation. `null`: those of a view.",
     )
@@ -337,7 +352,10 @@ class Config:
     privacy: Privacy = Privacy()
     rounds: int = key(100, ge=0, help="Number of rounds.")
     seed: int = key(
-        0, ge=0, help="Random seed of everything except privacy noise and encryption keys."
+        0,
+        ge=0,
+        le=LARGEST_SEED,
+        help="Random seed of everything except privacy noise and encryption keys.",
     )
     device: str = key(
         "auto",

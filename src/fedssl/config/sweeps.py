@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,9 @@ from fedssl.config.keys import Recipe, key_types
 from fedssl.config.merge import dropped_keys
 from fedssl.config.schema import Config
 from fedssl.config.variants import DEFAULT_NAMES, VARIANTS, key_types_under
+from fedssl.util.errors import UserError
+
+MOST_RUNS = 10_000  # of a sweep
 
 
 def find_sweep(tree: Recipe) -> dict[str, list[Any]]:
@@ -31,6 +35,14 @@ def find_sweep(tree: Recipe) -> dict[str, list[Any]]:
 def combine_values(tree: Recipe) -> Iterator[dict[str, Any]]:
     """Yield each combination of a sweep's values by key, or one empty mapping without a sweep."""
     lists = find_sweep(tree)
+    count = math.prod(map(len, lists.values()))
+    if count > MOST_RUNS:
+        key = max(lists, key=lambda key: len(lists[key]))
+        problem, fix = (
+            f"a sweep of {count:,} runs",
+            f"Give fewer values: at most {MOST_RUNS:,} runs.",
+        )
+        raise UserError(problem, key=key, value=lists[key], fix=fix)
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values, strict=True))
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from fedssl.config.schema import Config
 
 
+LARGEST_SEED = 2**63 - 1
+
+
 @dataclass(frozen=True)
 class PartParams:
     """Facts that every algorithm, objective and partition has beside its keys."""
@@ -51,6 +54,7 @@ class PartitionParams(PartParams):
     seed: int | None = key(
         None,
         ge=0,
+        le=LARGEST_SEED,
         kw_only=True,
         help="Seed of the draws of images: those of each client, held-out and public images, and "
         "labelled images. `null`: `seed`. With a number, runs that differ in `seed` have the same "

@@ -15,6 +15,8 @@ from fedssl.models.norms import Norm
 from fedssl.objectives.batch import EncodedBatch, Loss
 from fedssl.objectives.memory import Memory, Tensors
 
+WIDEST = 65_536  # numbers that a layer of a head may have
+
 Encodings = tuple[Tensor, ...]
 
 
@@ -109,7 +111,8 @@ class Objective(ABC):
 
 def projector_key(*default: int) -> tuple[int, ...]:
     """Return the key of a projector with these default widths."""
-    return key(default, ge=1, nonempty=True, help="Widths of the projector's layers.")
+    help = "Widths of the projector's layers."
+    return key(default, ge=1, le=WIDEST, nonempty=True, help=help)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class DeepCluster(ProjectorObjective):
         clusters: tuple[int, ...] = key(
             (300, 300, 300),
             ge=2,
+            le=1_000_000,
             nonempty=True,
             help="k, the number of clusters of each set. Set j clusters the projections of view "
             "j mod 2.",

@@ -46,7 +46,9 @@ class MoCo(Siamese):
             le=1,
             help="Share of its weights that the key network keeps in a step.",
         )
-        queue: int = key(4096, ge=1, help="Number of negatives that the queue holds.")
+        queue: int = key(
+            4096, ge=1, le=10_000_000, help="Number of negatives that the queue holds."
+        )
 
     params: Params
 

@@ -16,6 +16,7 @@ from fedssl.config import Recipe, key
 from fedssl.models.network import Backbone, Heads, mlp
 from fedssl.models.norms import Norm
 from fedssl.objectives.base import (
+    WIDEST,
     Encodings,
     Networks,
     ProjectorObjective,
@@ -39,6 +40,7 @@ class PredictorParams(ProjectorParams):
     predictor: tuple[int, ...] | Literal["off"] | None = key(
         None,
         ge=1,
+        le=WIDEST,
         nonempty=True,
         help="Widths of the predictor's layers. `off`: no predictor (FedEMA, Figure 2). `null`: as "
         "`objective.projector`.",

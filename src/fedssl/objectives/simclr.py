@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config import ObjectiveParams, key
-from fedssl.objectives.base import Encodings, ProjectorObjective, ProjectorParams
+from fedssl.objectives.base import WIDEST, Encodings, ProjectorObjective, ProjectorParams
 from fedssl.objectives.batch import EncodedBatch
 
 PRESETS = {"dcco": ((256, 256, 128), 0.1), "fedema": ((4096, 2048), 0.07)}
@@ -30,7 +30,7 @@ class SimCLR(ProjectorObjective):
             help="Projector and temperature of the DCCO paper (section 4.3) or of FedEMA (B.2).",
         )
         projector: tuple[int, ...] = key(
-            (), ge=1, help="Widths of the projector's layers. `[]`: as the preset says."
+            (), ge=1, le=WIDEST, help="Widths of the projector's layers. `[]`: as the preset says."
         )
         temperature: float | None = key(None, gt=0, help="Temperature. `null`: as the preset says.")
         joint: bool = key(

@@ -51,6 +51,7 @@ class SwAV(ProjectorObjective):
         prototypes: tuple[int, ...] = key(
             (300,),
             ge=2,
+            le=1_000_000,
             nonempty=True,
             help="K, the number of prototypes of each set. The loss is the mean over sets.",
         )
@@ -58,10 +59,13 @@ class SwAV(ProjectorObjective):
         epsilon: float = key(
             0.05, gt=0, help="ε: larger values spread an image over more prototypes."
         )
-        iterations: int = key(3, ge=1, help="Sinkhorn iterations, which balance the prototypes.")
+        iterations: int = key(
+            3, ge=1, le=1000, help="Sinkhorn iterations, which balance the prototypes."
+        )
         queue: int = key(
             0,
             ge=0,
+            le=10_000_000,
             help="Earlier projections of each view that codes are computed with, for batches much "
             "smaller than K. 0: none.",
         )
