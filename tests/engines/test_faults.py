@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -437,3 +438,24 @@ def test_requests_name_no_files_of_their_own(name: str, value: Any) -> None:
     content["request"][name] = value
     with pytest.raises(MalformedError):
         read_request(content)
+
+
+@pytest.mark.parametrize("lost", ["request", "known", "payload", "task", "starts"])
+def test_a_request_without_a_part_is_refused(lost: str) -> None:
+    content = write_request(Request("locate", (0,), 0, 0, History(("0123abcd",), (0,), 0)))
+    del (content if lost in content else content["request"])[lost]
+    with pytest.raises(MalformedError, match="KeyError"):
+        read_request(content)
+
+
+def test_a_site_is_not_told_of_tensors_that_it_did_not_get(tmp_path: Path) -> None:
+    session = build_experiment(small("algorithm.name=fedavg"))
+    network = pack(session.trainer.initial)["."]
+    first = Request("train", (0,), 0, 0, History(("a",), (0,), 0), "samples", 1, {"0/.": network})
+    later = replace(first, exchange=1, payload={})
+    site = Site(session.engine, tmp_path)
+    for known in ((0, "1/."), (7, "0/.")):
+        assert site.answer(first)[0].fault is None
+        fault = site.answer(replace(later, known={"0/.": known}))[0].fault
+        assert fault == f"refused: exchange {known[0]} brought no {known[1]} here"
+    assert site.answer(replace(later, known={"0/.": (0, "0/.")}))[0].fault is None

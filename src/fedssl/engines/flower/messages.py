@@ -55,6 +55,13 @@ def write_request(request: Request) -> RecordDict:
 
 def read_request(content: RecordDict) -> Request:
     """Read a request; names and numbers that become file names are checked."""
+    try:
+        return _read_request(content)
+    except (KeyError, ValueError, TypeError) as error:
+        raise MalformedError(_describe_stranger(error)) from None
+
+
+def _read_request(content: RecordDict) -> Request:
     facts: dict[str, Any] = dict(content.config_records["request"])
     numbers = [*facts["clients"], *facts["starts"]]
     numbers += [facts[name] for name in ("round", "exchange", "committed", "arguments")]
@@ -123,7 +130,11 @@ def read_replies(content: RecordDict) -> dict[int, Reply] | str:
         faults = content.config_records["faults"].items()
         return replies | {int(k): Reply(fault=str(fault)) for k, fault in faults}
     except (KeyError, ValueError, TypeError) as error:
-        return f"a message that fedssl did not write ({type(error).__name__})"
+        return _describe_stranger(error)
+
+
+def _describe_stranger(error: Exception) -> str:
+    return f"a message that fedssl did not write ({type(error).__name__})"
 
 
 def write_greeting(facts: Mapping[str, str]) -> RecordDict:

@@ -148,9 +148,12 @@ class Site:
         if here:
             save_tensors(place / f"{request.exchange}.safetensors", here, {}, can_resume=False)
         for exchange in {number for number, _ in request.known.values()}:
-            before = load_tensors(place / f"{exchange}.safetensors")
+            path = place / f"{exchange}.safetensors"
+            before = load_tensors(path) if path.exists() else {}
             for name, (number, there) in request.known.items():
                 if number == exchange:
+                    if there not in before:
+                        raise MalformedError(f"exchange {exchange} brought no {there} here")
                     here[name] = before[there]
         device = self.engine.trainer.device
         return {name: tensor.to(device) for name, tensor in here.items()}
