@@ -12,7 +12,7 @@ import torch
 from helpers import relative
 
 pytest.importorskip("flwr")
-from far import BYOL, Tamper, far_session, go, one_round, small
+from far import BYOL, Tamper, far_session, go, one_round, small, states_of
 from flwr.app import Message
 
 from fedssl.engines.remote.disk_states import History
@@ -183,21 +183,22 @@ def test_a_sum_that_honest_clients_cannot_have_is_not_used(
 
 
 @pytest.mark.parametrize(
-    ("words", "step"),
+    ("words", "task", "step", "reason"),
     [
-        (SECURE, None),  # a reply in the open
+        (SECURE, "encode", None, "only in secure sums"),  # a reply in the open
+        ("objective.bound=1", "encode", SecureStep("keys"), "only without secure sums"),
         # Two sums of the same encodings would tell of a client that drops out between them.
-        (SECURE, SecureStep("keys")),
-        ("objective.bound=1", None),
+        (SECURE, "locate", SecureStep("keys"), "only encode, descend"),
+        ("objective.bound=1", "locate", None, "only encode, descend"),
     ],
 )
 def test_a_site_refuses_a_mean_that_would_tell_of_it(
-    words: str, step: SecureStep | None, tmp_path: Path
+    words: str, task: str, step: SecureStep | None, reason: str, tmp_path: Path
 ) -> None:
     session = build_experiment(small("engine.name=flower", words))
-    request = Request("locate", (0,), 0, 0, History(("a",), (0,), 0), "samples", secure=step)
+    request = Request(task, (0,), 0, 0, History(("a",), (0,), 0), "samples", secure=step)
     (reply,) = Site(session.engine, tmp_path).answer(request).values()
-    assert "this site answers only" in str(reply.fault) and not reply.tensors
+    assert f"this site answers {reason}" in str(reply.fault) and not reply.tensors
 
 
 def test_a_restarted_server_skips_a_round_that_it_cannot_repeat(tmp_path: Path) -> None:
@@ -215,13 +216,17 @@ def test_a_restarted_server_skips_a_round_that_it_cannot_repeat(tmp_path: Path) 
 
 
 def test_a_restarted_server_gets_the_same_sums_of_the_same_clients(tmp_path: Path) -> None:
-    weights = []
-    first = five_nodes(tmp_path)
-    for session in (first, five_nodes(tmp_path)):
+    weights, states, words = [], [], (*BYOL, "algorithm.name=fedema")
+    first = five_nodes(tmp_path, *words)
+    for session in (first, five_nodes(tmp_path, *words)):
         session.engine.resume(first.engine.notes(), 0)
         assert not one_round(session, tmp_path)["skipped"]
         weights.append(session.server.weights)
+        states.append(states_of(session))
     assert torch.equal(*weights)
+    # The vectors are those of the first time, and the clients' states belong to the second, too.
+    assert len(states[0]) == 5
+    np.testing.assert_equal(states[1], states[0])
 
 
 def test_secrets_are_for_the_site_alone_and_do_not_pile_up(tmp_path: Path) -> None:

@@ -166,6 +166,14 @@ def test_clients_that_were_asked_differently_have_no_sum(tmp_path: Path) -> None
         cheat.sum([0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("step", secure.STEPS[1:])
+def test_a_sum_begins_with_keys(step: str, tmp_path: Path) -> None:
+    """Else a request that was never answered would stand in the site's record."""
+    with pytest.raises(Refused, match=f"{step} of a sum that this site did not begin"):
+        Cheat(tmp_path).ask(0, step, {})
+    assert not list(tmp_path.glob("sums/*/0-*"))
+
+
 def test_no_client_gets_arguments_of_its_own(tmp_path: Path) -> None:
     cheat = Cheat(tmp_path)
     request = Request(

@@ -379,6 +379,23 @@ def from_another_sum(message: Any) -> Any:
     return forge(Masker(20, "run/6/train", THRESHOLD).keys(IDENTITIES[20]))(message)
 
 
+def other_keys_of_mine(message: Any) -> Any:
+    """New keys of client 5, which it signed itself."""
+    reply = Masker(5, CONTEXT, THRESHOLD).keys(IDENTITIES[5])
+    keys, signed = message["keys"], message["signed"]
+    return {
+        **message,
+        "keys": [*keys[:3], *reply["keys"], *keys[6:]],
+        "signed": [*signed[:2], *reply["signed"], *signed[4:]],
+    }
+
+
+def my_keys_signed_by_another(message: Any) -> Any:
+    other, signed = Identity(), message["signed"]
+    own = other.sign(masks.keys_statement(CONTEXT, 5, message["keys"][3:6]))
+    return {**message, "signed": [*signed[:2], other.public, own, *signed[4:]]}
+
+
 def survivors(clients: Any) -> Replace:
     return lambda m: {"survivors": clients}
 
@@ -409,6 +426,8 @@ def signed_by_all(clients: Collection[int]) -> Replace:
         ("shares", lambda m: {**m, "keys": m["keys"][::-1]}, "not signed"),
         ("shares", man_in_the_middle, "client 20 are not signed"),
         ("shares", from_another_sum, "client 20 are not signed"),
+        ("shares", other_keys_of_mine, "other keys of this client"),
+        ("shares", my_keys_signed_by_another, "other keys of this client"),
         ("shares", twin, "same key"),
         ("shares", lambda m: {**m, "keys": m["keys"][:3] * 7}, "same key"),
         ("shares", lambda m: {n: v[len(v) // 7 :] + v[: len(v) // 7] for n, v in m.items()
@@ -445,6 +464,18 @@ def test_a_client_refuses_what_is_not_a_step_of_its_sum(
     assert run.states[5] == before
     run.client(5, step, message)
     assert run.states[5] != before
+
+
+def test_a_client_keeps_no_share_with_another_mark() -> None:
+    """The server would call it false later, and count an honest client as a liar."""
+    run = Sum(some_vectors()).run(until="masked")
+    message = run.messages["masked"][5]
+    place = 2 * message["senders"].index(8)
+    for changed in (place, place + 1):  # of either secret
+        marks = [bytes(32) if i == changed else each for i, each in enumerate(message["marks"])]
+        masker = Masker.from_bytes(run.states[5])
+        masker.masked({**message, "marks": marks}, run.vectors[5], ASKED)
+        assert sorted(masker.held) == [3, 5, 20, 21, 40, 41]
 
 
 @pytest.mark.parametrize("now", range(5))
