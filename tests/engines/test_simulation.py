@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import pytest
 import torch
-from helpers import relative
+from helpers import PLAIN, relative
 from safetensors.torch import load_file
 
 pytest.importorskip("ray")
@@ -67,7 +67,10 @@ def test_runs_on_ray_are_local_ones(tmp_path: Path) -> None:
     out = tmp_path / "far"
     one = "engine.workers=1"  # starts sooner; the first run has two
     more = {"dcco": FLOWER, "fedavg": (*FLOWER, one), "ccl": (*FLOWER, one)}
-    commands = [[*SMALL, *w, *more[name], "--out", f"{out}-{name}"] for name, w in RUNS.items()]
+    commands = [
+        [PLAIN, *SMALL, *words, *more[name], "--out", f"{out}-{name}"]
+        for name, words in RUNS.items()
+    ]
     finish(start(out, "-c", ONE_AFTER_ANOTHER, json.dumps(commands)), out)
     assert "Traceback" not in out.with_suffix(".log").read_text()
     for name, words in RUNS.items():
@@ -82,7 +85,7 @@ def test_a_server_killed_in_a_round_goes_on_where_it_was(tmp_path: Path) -> None
     """No round lost or done twice, the clients' states included (SIGKILL, then --resume)."""
     out, words = tmp_path / "far", (*BYOL, "algorithm.name=fedema", "rounds=8")
     command = ("-m", "fedssl", "run", "--out", str(out))
-    process = start(out, *command, *SMALL, *words, *FLOWER, "checkpoint.seconds=1")
+    process = start(out, *command, PLAIN, *SMALL, *words, *FLOWER, "checkpoint.seconds=1")
     end = time.monotonic() + 200
     while len(rounds(out)) < 3:
         assert process.poll() is None, out.with_suffix(".log").read_text()[-3000:]
