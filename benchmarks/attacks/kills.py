@@ -48,7 +48,7 @@ WORDS = (
 )
 KILLS = 4  # of one run, at most, before it may get through
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.chmod")
-PATIENCE = 120.0  # seconds that a run may take before it counts as hanging
+PATIENCE = 900.0  # seconds that a run may take, on a busy machine, before it counts as hanging
 Spoil = Callable[[Path], None]  # prepares a child to kill itself
 
 

@@ -15,7 +15,8 @@ export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 export OMP_NUM_THREADS=1 # all sites are on this one machine
 declare -A PID=() # of what was started, by name
-PORT=             # the SuperLink's
+PORT=${LINK_PORT:-} # the SuperLink's
+# Sites may connect to another port, behind which something forwards to the SuperLink.
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -104,7 +105,7 @@ plain_link() { # [NAME]: the SuperLink, without encryption; again at the same po
 }
 
 plain_node() { # NAME [NODE-CONFIG]: a SuperNode, without encryption
-    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1 start "$1" flower-supernode --insecure --superlink "127.0.0.1:$PORT" \
+    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1 start "$1" flower-supernode --insecure --superlink "127.0.0.1:${NODES_PORT:-$PORT}" \
         --port "$(free_port)" --node-config "${2-data=\"$WORK/data/$1\"}"
 }
 

@@ -11,7 +11,7 @@ authority() { # NAME: a certificate authority
 }
 
 node() { # NAME DATA CA KEY: a SuperNode
-    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1 start "$1" flower-supernode --superlink "127.0.0.1:$PORT" --port "$(free_port)" \
+    FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1 start "$1" flower-supernode --superlink "127.0.0.1:${NODES_PORT:-$PORT}" --port "$(free_port)" \
         --root-certificates "$3" --auth-supernode-private-key "$4" --node-config "data=\"$2\""
 }
 
@@ -39,7 +39,7 @@ for name in "${SITES[@]}" stranger; do
     ssh-keygen -q -t ecdsa -b 384 -N '' -C '' -f "$WORK/$name.key"
 done
 
-PORT=$(free_port)
+PORT=${PORT:-$(free_port)}
 connect "address = \"127.0.0.1:$PORT\"" "root-certificates = \"$WORK/ca.crt\""
 say "the SuperLink, port $PORT"
 start superlink flower-superlink --host 127.0.0.1 --port "$PORT" \
