@@ -125,7 +125,7 @@ def test_keys_know_what_they_affect() -> None:
     assert config.keys_affecting(resolve(), "speed", "nothing") == {
         *("about", "checkpoint.seconds", "data.cache", "device", "log", "paper"),
         "evaluate.show_training_images",
-        *("engine.chunk", "engine.timeout", "engine.workers"),
+        *("data.stream", "engine.chunk", "engine.timeout", "engine.workers"),
     }
     skewed = resolve("partition.name=skew")
     paths = ["partition.encoder", "data.root", "data.cache", "encoder.init"]
