@@ -26,6 +26,7 @@ from fedssl.config import Config
 from fedssl.data.random import choose, key, mix
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.server import Server
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import MomentObjective
 
 PIXELS = 16
@@ -56,11 +57,11 @@ def bare_loop(engine: LocalEngine, server: Server, samples: int) -> Callable[[],
         total: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for client in range(clients):
-                local = objective.moments(encode(client), centre)
+                local = objective.moments(EncodedBatch(encode(client)), centre)
                 total = {k: total.get(k, 0) + v / clients for k, v in local.items()}
         change = torch.zeros_like(weights)
         for client in range(clients):
-            local = objective.moments(encode(client), centre)
+            local = objective.moments(EncodedBatch(encode(client)), centre)
             combined = {k: local[k] + (total[k] - local[k]).detach() for k in local}
             flat.gradient.zero_()
             objective.loss_of(combined, centre).backward()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedssl import config
 from fedssl.engines.local import LocalEngine
 from fedssl.objectives.batch import EncodedBatch
-from fedssl.objectives.moments import Centre, MomentObjective
+from fedssl.objectives.moments import Centre, SecondMomentObjective
 from fedssl.runs.build import Experiment, build_experiment
 from fedssl.util.trees import Tree
 
@@ -105,14 +105,14 @@ def answer(
     """A client's encodings of its first views, what the server gets, and the centre it sent."""
     objective, weights = session.algorithm.objective, session.server.weights
     engine = session.engine
-    assert isinstance(objective, MomentObjective) and isinstance(engine, LocalEngine)
+    assert isinstance(objective, SecondMomentObjective) and isinstance(engine, LocalEngine)
     zero = {name: weights.new_zeros(objective.params.projector[-1]) for name in ("f", "g")}
     centre = cast(Centre, session.server.state.get("centre", zero))
     seen: list[Tensor] = []
 
     def moments(encoded: EncodedBatch) -> dict[str, Tree]:
         seen.append(objective.bounded(encoded.encodings[0]).detach())
-        return dict(objective.moments(encoded.encodings, centre))
+        return dict(objective.moments(encoded, centre))
 
     reply = engine.client(np.array([client]), round, remember=False).mean(weights, moments)
     return torch.cat(seen).double(), doubled(reply), doubled(centre)

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedssl.config import Config
 from fedssl.data.random import key, mix
 from fedssl.engines.flower.environment import silence_flower
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import MomentObjective
 from fedssl.runs.build import Experiment, build_experiment, build_network
 
@@ -51,7 +52,7 @@ def moments_of(config: Config, model: torch.nn.Module, client: int) -> Arrays:
         tuple(session.trainer.augmentation.views(images, state, v, torch.float32) for v in (0, 1))
     )
     origin = {"f": torch.zeros(f.shape[1]), "g": torch.zeros(g.shape[1])}
-    return objective.moments((f, g), origin)
+    return objective.moments(EncodedBatch((f, g)), origin)
 
 
 def reply(message: Message, arrays: Arrays, samples: int) -> Message:

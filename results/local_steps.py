@@ -28,6 +28,7 @@ from torch.func import functional_call, vmap
 from fedssl import config as configuration
 from fedssl.models import norms
 from fedssl.models.kernels import group_norm
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.moments import MomentObjective, Moments
 from fedssl.runs.build import Experiment, build_experiment
 
@@ -66,7 +67,7 @@ class Rounds:
     def moments(self, weights: Tensor, views: Tensor, centre: Moments) -> Moments:
         """Return each client's moments."""
         f, g = self.encode(weights, views).chunk(2, dim=1)
-        return vmap(lambda f, g: self.objective.moments((f, g), centre))(f, g)
+        return vmap(lambda f, g: self.objective.moments(EncodedBatch((f, g)), centre))(f, g)
 
     def views(self, round: int, step: int) -> Tensor:
         """Return both views of all clients, client by client."""
@@ -82,7 +83,7 @@ class Rounds:
         weights, views = self.experiment.server.weights.clone(), self.views(0, 0)
         with torch.no_grad():
             f, g = self.encode(weights.expand(len(views), -1), views).chunk(2, dim=1)
-        return weights, self.objective.centre((f.flatten(0, 1), g.flatten(0, 1)))
+        return weights, self.objective.centre(EncodedBatch((f.flatten(0, 1), g.flatten(0, 1))))
 
     def round(self, start: Tensor, centre: Moments, number: int) -> tuple[Tensor, Moments, float]:
         """Return the weights after a round, the next centre, and the cohort's loss before it."""

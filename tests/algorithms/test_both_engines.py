@@ -28,6 +28,8 @@ CASES = [
     "cohort.dropout=0.3",
     "algorithm.name=dcco encoder.norm=group algorithm.local_epochs=1 algorithm.batch=4 "
     "data.labels=40 partition.clients=6",
+    "algorithm.name=dcco objective.name=sigreg objective.slices=20 encoder.norm=group "
+    "augment.small=1 algorithm.local_steps=2 data.labels=40 partition.clients=6",
     f"{GOSSIP} cohort.dropout=0.2",
     f"{SIMCLR} algorithm.name=fedprox algorithm.mu=2 algorithm.local_epochs=2 algorithm.batch=3",
     FEDCA,

@@ -15,6 +15,7 @@ from fedssl.data.dataset import Groups
 from fedssl.data.random import key, mix
 from fedssl.engines.local import LocalCohort, LocalEngine
 from fedssl.federation.server import Server, learning_rates
+from fedssl.objectives.batch import EncodedBatch
 from fedssl.runs import build, loop
 from fedssl.runs.build import Experiment
 
@@ -160,8 +161,8 @@ def test_moments_cover_every_batch_of_the_pass_weighed_by_contribution() -> None
     cohort = engine.cohort(np.arange(2), 0)
     moments = cohort.mean(engine.algorithm.encode, server.weights, ORIGIN)
     parts = [encode(engine, 0, client=k) for k in range(2)]
-    union = tuple(torch.cat(views) for views in zip(*parts, strict=True))
-    assert len(union[0]) == 3
+    union = EncodedBatch(tuple(torch.cat(views) for views in zip(*parts, strict=True)))
+    assert len(union.encodings[0]) == 3
     expected = engine.trainer.objective.moments(union, ORIGIN)
     torch.testing.assert_close(moments, expected, rtol=1e-9, atol=1e-12)
 

@@ -62,6 +62,7 @@ SIMCLR = ("objective.name=simclr", HEAD)
 CASES: dict[str, tuple[str, ...]] = {
     "dcco-cco": (HEAD,),
     "dcco-vicreg-partial": ("objective.name=vicreg", HEAD, "cohort.size=3", "engine.merge=off"),
+    "dcco-sigreg": ("objective.name=sigreg", HEAD, "objective.slices=50"),
     "fedavg-cco-merged": (*FEDAVG, HEAD),
     "fedavg-cco-one-by-one": (*FEDAVG, HEAD, "engine.merge=off"),
     "fedavg-simclr": (*FEDAVG, *SIMCLR),

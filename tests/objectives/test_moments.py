@@ -45,8 +45,8 @@ def test_gradient_with_respect_to_encodings_is_equation_7() -> None:
     cco = CCO(CCO.Params("cco"))
     zero = {"f": torch.zeros(5, dtype=torch.float64), "g": torch.zeros(5, dtype=torch.float64)}
     f, g = encodings(count=4)
-    others = cco.moments(encodings(count=9, seed=1), zero)
-    cohort, _ = mean([(4, cco.moments((f, g), zero)), (9, others)])
+    others = cco.moments(EncodedBatch(encodings(count=9, seed=1)), zero)
+    cohort, _ = mean([(4, cco.moments(EncodedBatch((f, g)), zero)), (9, others)])
 
     leaf = {name: value.clone().requires_grad_() for name, value in cohort.items()}
     cco.loss_of(leaf, zero).backward()
@@ -55,7 +55,7 @@ def test_gradient_with_respect_to_encodings_is_equation_7() -> None:
     by_hand_g = (leaf["g"].grad + 2 * leaf["g2"].grad * g + f @ leaf["fg"].grad) / n
 
     f, g = f.requires_grad_(), g.requires_grad_()
-    local = cco.moments((f, g), zero)
+    local = cco.moments(EncodedBatch((f, g)), zero)
     combined = {k: local[k] + (cohort[k] - local[k]).detach() for k in local}
     cco.loss_of(combined, zero).backward()
     torch.testing.assert_close(f.grad, by_hand_f, rtol=1e-10, atol=1e-12)
@@ -71,9 +71,10 @@ def test_mean_of_moments_is_the_unions(
     f, g = encodings(sum(sizes), seed=seed)
     centre = {"f": f.mean(0) + 0.3, "g": g.mean(0) - 0.2}
     parts = zip(f.split(sizes), g.split(sizes), strict=True)
-    average, total = mean((len(a), objective.moments((a, b), centre)) for a, b in parts)
+    replies = ((len(a), objective.moments(EncodedBatch((a, b)), centre)) for a, b in parts)
+    average, total = mean(replies)
     assert total == sum(sizes)
-    for name, value in objective.moments((f, g), centre).items():
+    for name, value in objective.moments(EncodedBatch((f, g)), centre).items():
         torch.testing.assert_close(average[name], value, rtol=1e-10, atol=1e-12)
 
 
@@ -83,7 +84,7 @@ def test_centre_does_not_change_the_loss(objective: MomentObjective) -> None:
     own = objective.loss(EncodedBatch(pair))
     for shift in (0.0, 3.0):
         centre = {k: torch.full((5,), shift, dtype=torch.float64) for k in "fg"}
-        other = objective.loss_of(objective.moments(pair, centre), centre)
+        other = objective.loss_of(objective.moments(EncodedBatch(pair), centre), centre)
         torch.testing.assert_close(other, own, rtol=1e-9, atol=1e-9)
 
 
@@ -94,12 +95,13 @@ def test_means_a_thousand_times_the_spread(objective: MomentObjective) -> None:
     truth = float(objective.loss(EncodedBatch((f, g))))
     f32, g32 = (f + 1000).float(), (g + 1000).float()
     near = {"f": torch.full((5,), 1001.0), "g": torch.full((5,), 999.5)}
-    loss = float(objective.loss_of(objective.moments((f32, g32), near), near))
+    batch = EncodedBatch((f32, g32))
+    loss = float(objective.loss_of(objective.moments(batch, near), near))
     assert loss == pytest.approx(truth, rel=2e-3)
-    assert float(objective.loss(EncodedBatch((f32, g32)))) == pytest.approx(truth, rel=2e-3)
+    assert float(objective.loss(batch)) == pytest.approx(truth, rel=2e-3)
 
     zero = {"f": torch.zeros(5), "g": torch.zeros(5)}
-    naive = float(objective.loss_of(objective.moments((f32, g32), zero), zero))
+    naive = float(objective.loss_of(objective.moments(batch, zero), zero))
     assert abs(naive - truth) > 0.01 * truth, "without the centre this should be visibly wrong"
 
 
@@ -111,7 +113,8 @@ def test_a_constant_component_gives_finite_numbers() -> None:
         loss = objective.loss(EncodedBatch((f, g)))
         loss.backward()
         assert torch.isfinite(loss) and torch.isfinite(f.grad).all()
-    moments = CCO(CCO.Params("cco")).moments((f, g), CCO(CCO.Params("cco")).centre((f, g)))
+    cco, batch = CCO(CCO.Params("cco")), EncodedBatch((f, g))
+    moments = cco.moments(batch, cco.centre(batch))
     assert correlation(moments)[0].abs().max() < 1e-6
 
 

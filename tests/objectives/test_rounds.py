@@ -11,6 +11,7 @@ from rounds import epochs, losses, weights_after
 
 SWAV = "objective.name=swav objective.projector=32,16 objective.prototypes=6"
 CLUSTERS = "objective.name=deepcluster objective.projector=32,16 objective.clusters=3,2,4"
+SIGREG = "objective.name=sigreg objective.projector=32,16 objective.slices=20"
 MAE = (
     "objective.name=mae encoder.name=vit-tiny client.optimizer=adamw client.weight_decay=0.05 "
     "client.momentum=0 client.lr=2e-4"
@@ -25,6 +26,7 @@ CASES = [
     *(f"{CLUSTERS} algorithm.name={name}" for name in ("fedavg", "centralized", "standalone")),
     f"{CLUSTERS} algorithm.name=fedavg encoder.towers=2",
     f"{CLUSTERS} algorithm.name=fedavg algorithm.local_steps=3 algorithm.local_epochs=null",
+    *(f"{SIGREG} algorithm.name={name}" for name in ("fedavg", "centralized", "standalone")),
     *(f"{MAE} algorithm.name={name}" for name in ("fedavg", "centralized")),
 ]
 
@@ -40,7 +42,7 @@ def test_every_algorithm_trains_it_the_same_in_any_order(words: str) -> None:
 
 @pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize(
-    "words", ["objective.name=rotation", f"{SWAV} objective.queue=8", CLUSTERS, MAE]
+    "words", ["objective.name=rotation", f"{SWAV} objective.queue=8", CLUSTERS, SIGREG, MAE]
 )
 def test_in_bfloat16_the_loss_is_finite(words: str) -> None:
     assert all(math.isfinite(x) for x in losses(epochs(*words.split(), "precision=bf16")))

@@ -24,7 +24,9 @@ from fedssl.encoder.load import load_encoder
 from fedssl.engines.local import LocalEngine
 from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.client import Client, Trained
-from fedssl.objectives.moments import Centre, MomentObjective
+from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.moments import Centre, SecondMomentObjective
+from fedssl.objectives.sigreg import SIGReg
 from fedssl.privacy import secure
 from fedssl.privacy.leakage import describe_leaks, find_leaks, list_risks
 from fedssl.report.history import read_history
@@ -66,6 +68,8 @@ FEW = {0: 1, 1: 2, 2: 3}
     ("words", "images", "clients"),
     [
         ("", FEW, [0]),
+        ("objective.name=sigreg objective.slices=2 algorithm.batch=16", {**FEW, 3: 16}, [0]),
+        ("objective.name=sigreg objective.slices=2 algorithm.batch=17", FEW, [0]),
         ("objective.name=vicreg objective.projector=32,16", FEW, [0]),
         ("objective.name=vicreg objective.projector=32,19", {**FEW, 3: 20}, [0]),
         ("objective.projector=32,32,64", {**FEW, 3: 20}, [0]),
@@ -148,9 +152,9 @@ def answered(engine: LocalEngine, client: int, weights: Tensor) -> tuple[Tensor,
     objective, seen = engine.algorithm.objective, []
     real, zero = objective.moments, torch.zeros(objective.params.projector[-1]).double()
 
-    def spy(encodings: Sequence[Tensor], given: Centre) -> dict[str, Tensor]:
-        seen.append(encodings[0])
-        return real(encodings, given)
+    def spy(batch: EncodedBatch, given: Centre) -> dict[str, Tensor]:
+        seen.append(batch.encodings[0])
+        return real(batch, given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objective, "moments", spy)
@@ -182,9 +186,32 @@ def test_the_network_tells_the_encodings_of_more(words: str, images: int) -> Non
     engine, server = engine_of(config, made_split(), groups_of(images))
     encodings, reply = answered(engine, 0, server.weights)
     objective = engine.algorithm.objective
-    assert isinstance(objective, MomentObjective)
+    assert isinstance(objective, SecondMomentObjective)
     real = objective.bounded(encodings)
     assert found_again(real, solved(reply, images, last_layer(engine)))
+
+
+def test_characteristic_functions_tell_the_encodings_without_the_network() -> None:
+    """They leave no rotation open, so a plain descent finds both views of every image."""
+    words = ("objective.name=sigreg", "objective.slices=100", "objective.projector=32,32,16")
+    engine, server = engine_of(settings(*words), made_split(), groups_of(3))
+    encodings, reply = answered(engine, 0, server.weights)
+    objective = engine.algorithm.objective
+    assert isinstance(objective, SIGReg) and len(encodings) <= objective.few_images
+    client = engine.client(np.array([0]), 0, remember=False)
+    start = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = (0.3 * start).requires_grad_()
+    search = torch.optim.LBFGS([found], max_iter=500, line_search_fn="strong_wolfe")
+
+    def missed() -> Tensor:
+        search.zero_grad()
+        batch = EncodedBatch((found[:3], found[3:]), draw=client.draw)
+        total = 1e4 * (objective.moments(batch, {})["cf"] - reply["cf"]).square().sum()
+        total.backward()
+        return total
+
+    search.step(missed)
+    assert found_again(encodings, found[:3].detach())
 
 
 def test_a_secure_sum_over_few_images_tells_their_encodings() -> None:
@@ -209,6 +236,8 @@ def test_a_secure_sum_over_few_images_tells_their_encodings() -> None:
         ("objective.projector=32,32,128 objective.bound=1", 66),
         ("objective.projector=32,32,128 objective.name=vicreg", 129),
         ("objective.projector=32,32,1", 2),
+        ("objective.projector=32,32,128 objective.name=sigreg", 128),
+        ("objective.projector=32,32,500 objective.name=sigreg objective.slices=600", 19),
     ],
 )
 def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, images: int) -> None:
@@ -218,7 +247,7 @@ def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, image
     reply = flatten(
         engine.algorithm.tasks()["encode"].expected_reply(engine.algorithm, engine.trainer)
     )
-    width = reply["f"].numel()
+    width = engine.algorithm.objective.params.projector[-1]
     twice = sum(reply[name].numel() - width for name in ("ff", "gg") if name in reply) // 2
     numbers = sum(leaf.numel() for leaf in reply.values()) - twice
     assert few_images(engine.algorithm) == numbers // (2 * width) == images

@@ -33,7 +33,7 @@ from fedssl.federation.aggregate import Aggregator, TooFewReplies
 from fedssl.federation.algorithm import build_algorithm
 from fedssl.objectives.batch import EncodedBatch
 from fedssl.objectives.cco import CCO
-from fedssl.objectives.moments import MomentObjective
+from fedssl.objectives.moments import SecondMomentObjective
 from fedssl.objectives.vicreg import VICReg
 from fedssl.privacy import noise, secure
 from fedssl.privacy.gaussian import sample_gaussian
@@ -334,7 +334,7 @@ def test_the_same_bits_give_the_same_noise_whatever_the_sum() -> None:
 # --- bounded encodings
 
 
-def moment_objectives(bound: float | None) -> list[MomentObjective]:
+def moment_objectives(bound: float | None) -> list[SecondMomentObjective]:
     return [CCO(CCO.Params("cco", bound=bound)), VICReg(VICReg.Params("vicreg", bound=bound))]
 
 
@@ -348,7 +348,7 @@ encodings = arrays(
 def test_moments_of_bounded_encodings_are_bounded(f: np.ndarray, seed: int, bound: float) -> None:
     g = np.random.default_rng(seed).normal(size=f.shape) * 10.0 ** (seed % 7 - 3)
     for objective in moment_objectives(bound):
-        both = (torch.from_numpy(f), torch.from_numpy(g))
+        both = EncodedBatch((torch.from_numpy(f), torch.from_numpy(g)))
         moments = objective.moments(both, objective.centre(both))
         limit = math.sqrt(2 * bound**2 + 3 * bound**4)
         assert objective.moments_bound == pytest.approx(limit)
@@ -357,9 +357,9 @@ def test_moments_of_bounded_encodings_are_bounded(f: np.ndarray, seed: int, boun
 
 def test_the_bound_is_reached() -> None:
     """So that it is not larger than it need be."""
-    one = torch.tensor([[5.0, 0, 0]], dtype=torch.float64)
+    one = EncodedBatch((torch.tensor([[5.0, 0, 0]], dtype=torch.float64),) * 2)
     for objective in moment_objectives(0.7):
-        moments = objective.moments((one, one), objective.centre((one, one)))
+        moments = objective.moments(one, objective.centre(one))
         assert norm(moments) == pytest.approx(BOUND)
 
 

@@ -23,12 +23,12 @@ from fedssl.util.trees import Tree
 
 
 def _centre_like(dcco: DCCO, trainer: Trainer) -> Reply:
-    return dict(dcco.objective.centre(dcco.two_encodings(trainer.initial)))
+    return dict(dcco.objective.centre(dcco.one_sample(trainer)))
 
 
 def _moments_like(dcco: DCCO, trainer: Trainer) -> Reply:
-    encodings = dcco.two_encodings(trainer.initial)
-    return dict(dcco.objective.moments(encodings, dcco.objective.centre(encodings)))
+    batch = dcco.one_sample(trainer)
+    return dict(dcco.objective.moments(batch, dcco.objective.centre(batch)))
 
 
 def _update_like(dcco: DCCO, trainer: Trainer) -> Reply:
@@ -38,15 +38,7 @@ def _update_like(dcco: DCCO, trainer: Trainer) -> Reply:
 
 
 def _few_images(dcco: DCCO) -> int:
-    """Return up to how many images the moments can reveal each encoding.
-
-    This holds while there are at least as many moments as numbers in the encodings. Two views of N
-    images have 2 N d numbers. There are d² + 4 d moments, or 2 d² + 3 d different ones with both
-    views' own products. If the moments leave a rotation open, the network closes it: a ReLU before
-    its last layer makes many of that layer's inputs 0 and none negative (docs/privacy.md).
-    """
-    width = dcco.objective.params.projector[-1]
-    return width + 1 if dcco.objective.within_tower else width // 2 + 2
+    return dcco.objective.few_images
 
 
 class DCCO(Algorithm):
@@ -81,14 +73,14 @@ class DCCO(Algorithm):
             gt=0,
             kw_only=True,
             help="With several local steps and `fresh`: how far a client's ⟨FG⟩ may move in a "
-            "round, in units of the norm of the cohort's ⟨FG⟩. A later step that exceeds this is "
-            "undone and ends the client's round.",
+            "round, in units of the norm of the cohort's ⟨FG⟩ (with `sigreg`, its characteristic "
+            "functions). A later step that exceeds this is undone and ends the client's round.",
         )
 
         def check(self, config: Config) -> None:
             """Refuse losses that clients cannot share."""
             problem = "dcco shares moments of encodings, and this loss is not a function of them"
-            fix = "Use objective.name=cco or vicreg, or algorithm.name=fedavg."
+            fix = "Use objective.name=cco, vicreg or sigreg, or algorithm.name=fedavg."
             require_objective(config, MomentObjective, problem, fix)
 
     params: Params
@@ -99,23 +91,17 @@ class DCCO(Algorithm):
     def round(self, server: Server, cohort: Cohort) -> None:
         """Exchange moments, then updates; the first round also finds the moments' centre."""
         if "centre" not in server.state:
-            width = self.objective.params.projector[-1]
-            origin = {name: server.model.new_zeros(width) for name in ("f", "g")}
-            asks = self.asks_for_centre(server.config.privacy.secure)
-            server.state["centre"] = cohort.mean(self.locate, server.model) if asks else origin
+            asks, origin = self.asks_for_centre(server.config.privacy.secure), _centre_like
+            located = cohort.mean(self.locate, server.model) if asks else None
+            server.state["centre"] = located or origin(self, server.trainer)
         centre = server.state["centre"]
         moments = cohort.mean(self.encode, server.model, centre)
         if self.params.fresh and not server.trainer.batches.is_one_step:
             moments["share"] = torch.tensor(1 / len(cohort.ids), dtype=torch.float64)
         update = cohort.mean(self.descend, server.model, centre, moments)
         server.apply(update)
-        if not self.is_bounded:
+        if self.objective.is_centred:
             server.state["centre"] = {name: centre[name] + moments[name] for name in centre}
-
-    @property
-    def is_bounded(self) -> bool:
-        """True if encodings have a bounded norm; their moments are then taken about the origin."""
-        return self.objective.params.bound is not None
 
     def asks_for_centre(self, secure: bool) -> bool:
         """Return whether the first round asks clients for their mean encodings.
@@ -123,7 +109,7 @@ class DCCO(Algorithm):
         Secure sums start at the origin. Two sums of the same encodings would reveal those of a
         client that drops out in between.
         """
-        return not (self.is_bounded or secure)
+        return self.objective.is_centred and not secure
 
     @client_task(
         seen="mean",
@@ -135,7 +121,7 @@ class DCCO(Algorithm):
     )
     def locate(self, client: Client, model: Tensor) -> Tree:
         """The client's mean encodings, in the first round."""
-        return client.mean(model, lambda encoded: self.objective.centre(encoded.encodings))
+        return client.mean(model, self.objective.centre)
 
     @client_task(
         seen="mean",
@@ -150,7 +136,7 @@ class DCCO(Algorithm):
 
         ⟨⟩_k of Eq. 3.
         """
-        return client.mean(model, lambda encoded: self.objective.moments(encoded.encodings, centre))
+        return client.mean(model, lambda batch: self.objective.moments(batch, centre))
 
     @client_task(seen="mean", reveals="update", reply=_update_like, stateless=True)
     def descend(self, client: Client, model: Tensor, centre: Centre, moments: Moments) -> Reply:
@@ -159,27 +145,29 @@ class DCCO(Algorithm):
         On ⟨⟩_C = ⟨⟩_k + sg(⟨⟩_A − ⟨⟩_k) at the first step; later, see ``docs/papers/dcco.md``.
         """
         share = moments.get("share")  # of the client in the cohort; None: moments stay ⟨⟩_A
+        cohort = {name: moments[name] for name in moments if name != "share"}
+        track = self.objective.track
         sent = [] if share is None else self._sent(client, model, centre)
         values: list[Tensor] = []
 
-        def loss(encoded: EncodedBatch) -> Tensor:
-            local = self.objective.moments(encoded.encodings, centre)
+        def loss(batch: EncodedBatch) -> Tensor:
+            local = self.objective.moments(batch, centre)
             here = {name: value.detach() for name, value in local.items()}
-            value_of = dict(moments)
+            value_of = cohort
             if share is not None and values:
                 before = sent[len(values)]
-                value_of = {n: moments[n] + share * (here[n] - before[n]) for n in here}
+                value_of = {n: cohort[n] + share * (here[n] - before[n]) for n in here}
             # Summed in this order the value is exactly ⟨⟩_A at the first step.
             combined = {n: value_of[n] + (local[n] - here[n]) for n in local}
-            value = self.objective.loss_of(combined, centre)
+            value = self.objective.loss_of(combined, centre) + self.objective.separate_loss(batch)
             values.append(value.detach())
             return value
 
         def is_near(step: int) -> bool:
             with torch.no_grad():
-                now = self.objective.moments(client.encode_step(step).encodings, centre)
-            moved = torch.linalg.vector_norm(now["fg"] - sent[step]["fg"])
-            if moved <= self.params.radius * torch.linalg.vector_norm(moments["fg"]):
+                now = track(self.objective.moments(client.encode_step(step), centre))
+            moved = torch.linalg.vector_norm(now - track(sent[step]))
+            if moved <= self.params.radius * torch.linalg.vector_norm(track(cohort)):
                 return True
             values.pop()
             return False
@@ -194,7 +182,7 @@ class DCCO(Algorithm):
         client.load(client.full_weights(model))
         with torch.no_grad():
             batches = (client.encode_step(step) for step in range(client.steps))
-            return [self.objective.moments(batch.encodings, centre) for batch in batches]
+            return [self.objective.moments(batch, centre) for batch in batches]
 
     def validate(self, config: Config, clients: int) -> Iterable[str]:
         """Warn about stale moments."""
@@ -209,6 +197,8 @@ class DCCO(Algorithm):
         """Return whether appendix A applies."""
         return is_one_plain_step(trainer)
 
-    def two_encodings(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return encodings of two samples, for their shape."""
-        return (like.new_zeros(2, self.objective.params.projector[-1]),) * 2
+    def one_sample(self, trainer: Trainer) -> EncodedBatch:
+        """Return a batch of one sample, for the shape of what is computed from it."""
+        views = self.objective.views + len(trainer.augmentation.small)
+        encodings = trainer.initial.new_zeros(1, self.objective.params.projector[-1])
+        return EncodedBatch((encodings,) * views)

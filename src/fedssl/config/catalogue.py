@@ -23,6 +23,7 @@ _DATA_SETS: dict[str, dict[str, Any]] = {
     "digits": {
         "data": {"size": 16},
         "augment": {"name": "digits"},
+        "objective.name=sigreg": {"objective": {"lambda": 0.01, "slices": 256}},
         "evaluate": {"protocols": ["linear@10", "linear@50", "linear@100", "linear", "knn"]},
     },
     "fashion-mnist": {"augment": {"name": "dec-ssl"}},

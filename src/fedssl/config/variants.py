@@ -154,6 +154,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "objective": {
         "cco": "fedssl.objectives.cco:CCO",
         "vicreg": "fedssl.objectives.vicreg:VICReg",
+        "sigreg": "fedssl.objectives.sigreg:SIGReg",
         "simclr": "fedssl.objectives.simclr:SimCLR",
         "moco": "fedssl.objectives.moco:MoCo",
         "simsiam": "fedssl.objectives.simsiam:SimSiam",

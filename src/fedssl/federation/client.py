@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 
@@ -213,13 +214,13 @@ class Client:
             step = trainer.compiled_steps.find(len(members), pull, loss, inputs)
             if step is not None:
                 if step not in used:
-                    step.begin(self.lr, pull)
+                    step.begin(self.lr, pull, self.draw)
                     used.append(step)
                 step(members, state, *inputs)
                 encodings = step.encodings
             else:
                 assert loss is not None
-                batch = trainer.encode_batch(members, state)
+                batch = trainer.encode_batch(members, state, None, self.draw)
                 value = loss.function(batch, *inputs)
                 trainer.step(value, batch.encodings, self.lr, pull)
                 # A graph of operations that outlives its step would disturb the next one's capture.
@@ -272,7 +273,7 @@ class Client:
     def encode_step(self, step: int) -> EncodedBatch:
         """Encode the batch of a step with the network as it is."""
         sizes = self.sizes if len(self.sizes) > 1 else None
-        return self.trainer.encode_batch(*self._samples_of(step), sizes)
+        return self.trainer.encode_batch(*self._samples_of(step), sizes, self.draw)
 
     def load(self, weights: Tensor) -> None:
         """Put weights into the network."""
@@ -280,7 +281,8 @@ class Client:
 
     def encode(self, epoch: int, chosen: slice | Tensor) -> EncodedBatch:
         """Encode some samples' views of an epoch with the network as it is."""
-        return self.trainer.encode_batch(*self._samples_at(epoch, chosen))
+        members, state = self._samples_at(epoch, chosen)
+        return self.trainer.encode_batch(members, state, None, self.draw)
 
     def _samples_of(self, step: int) -> tuple[Tensor, Tensor]:
         """Return a step's samples, and the random states of their views."""
@@ -302,6 +304,14 @@ class Client:
     def positions(self, step: int) -> tuple[int, slice | Tensor]:
         """Return a step's epoch, and the positions of its samples within the client."""
         return self.trainer.batches.positions(self.round, step, self.id, self.samples)
+
+    @functools.cached_property
+    def draw(self) -> Tensor | None:
+        """The random state that all clients of the round share, if the loss draws numbers."""
+        if not self.trainer.objective.draws:
+            return None
+        state = np.array(key(self.seed, "round", self.round), np.uint64)
+        return to_device(state.view(np.int64), self.trainer.device)
 
     def random_state(self, epoch: int, chosen: slice | Tensor) -> Tensor:
         """Return the random states of some samples' views in an epoch."""

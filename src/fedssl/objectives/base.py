@@ -70,6 +70,7 @@ class Objective(ABC):
     takes_small: ClassVar[bool] = False  # also views of another size (augment.small), at the end
     min_samples: ClassVar[int] = 1  # the smallest batch that the loss is defined for
     needs_labels: ClassVar[bool] = False
+    draws: ClassVar[bool] = False  # the loss draws random numbers, for which a batch has a state
 
     def __init__(self, params: ObjectiveParams) -> None:
         self.params = params

@@ -26,6 +26,7 @@ class EncodedBatch:
     labels: Tensor | None = None
     sizes: NDArray[np.int64] | None = None  # samples of each client, in order; None: one client
     memory: Tensors = field(default_factory=dict)  # the objective's, of a single client
+    draw: Tensor | None = None  # random state that all clients of the round share
 
     def mean_over_clients(self, loss: Loss) -> Tensor:
         """Average each client's own ``loss`` by samples: what FedAvg of one step descends.
@@ -42,7 +43,7 @@ class EncodedBatch:
             index = to_device(rows, self.encodings[0].device)
             encodings = tuple(e[index] for e in self.encodings)
             if self.labels is None:
-                losses = torch.vmap(lambda *e: loss(EncodedBatch(e)))(*encodings)
+                losses = torch.vmap(lambda *e: loss(EncodedBatch(e, draw=self.draw)))(*encodings)
             else:
                 labels = self.labels[index]
                 losses = torch.vmap(lambda y, *e: loss(EncodedBatch(e, y)))(labels, *encodings)

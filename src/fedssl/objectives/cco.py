@@ -10,9 +10,9 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.objectives.moments import (
     Centre,
-    MomentObjective,
-    MomentParams,
     Moments,
+    SecondMomentObjective,
+    SecondMomentParams,
     off_diagonal_square,
 )
 
@@ -20,7 +20,7 @@ RELATIVE_FLOOR = 1e-6  # of the mean variance
 SMALLEST = 1e-20  # the variance of constant encodings, so that they correlate with nothing
 
 
-class CCO(MomentObjective):
+class CCO(SecondMomentObjective):
     """Matching components of F and G correlate, others do not.
 
     >>> cco = CCO(CCO.Params("cco"))
@@ -30,7 +30,7 @@ class CCO(MomentObjective):
     """
 
     @dataclass(frozen=True)
-    class Params(MomentParams):
+    class Params(SecondMomentParams):
         """Keys of CCO."""
 
         lambda_: float = key(

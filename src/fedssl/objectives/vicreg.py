@@ -11,14 +11,14 @@ from torch import Tensor
 from fedssl.config import key
 from fedssl.objectives.moments import (
     Centre,
-    MomentObjective,
-    MomentParams,
     Moments,
+    SecondMomentObjective,
+    SecondMomentParams,
     off_diagonal_square,
 )
 
 
-class VICReg(MomentObjective):
+class VICReg(SecondMomentObjective):
     """Keep each component's spread, bring the two views together, decorrelate the components.
 
     Variances divide by N, not N − 1: only then are they means that clients can average.
@@ -27,7 +27,7 @@ class VICReg(MomentObjective):
     within_tower = True
 
     @dataclass(frozen=True)
-    class Params(MomentParams):
+    class Params(SecondMomentParams):
         """Keys of VICReg."""
 
         lambda_: float = key(25.0, ge=0, help="λ, the weight of the distance between two views.")

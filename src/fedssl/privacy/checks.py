@@ -176,7 +176,7 @@ def _check_noise(config: Config, algorithm: Algorithm) -> None:
             any(task.bound(algorithm) is None for task in statistics),
             "privacy.noise",
             f"the statistics of {_names(statistics)} have no bound for noise to be scaled to",
-            "Set objective.bound=1.",
+            "Set objective.bound=1, or use objective.name=sigreg.",
         ),
         (
             algorithm.weight == "uniform" and config.privacy.most_samples > 1,

@@ -95,6 +95,7 @@ class CompiledStep:
         self.members = torch.zeros(batch, dtype=torch.int64, device=trainer.device)
         self.state = torch.zeros_like(self.members)
         self.streamed = trainer.feed.places(batch)
+        self.draw = torch.zeros_like(self.state[0]) if trainer.objective.draws else None
         self.lr = torch.zeros((), dtype=trainer.dtype, device=trainer.device)
         self.total = torch.zeros_like(self.lr)
         self.anchor = torch.zeros_like(trainer.initial) if pull is not None else None
@@ -115,9 +116,11 @@ class CompiledStep:
             with trainer.restored():
                 self._graph = self._capture()
 
-    def begin(self, lr: float, pull: Pull | None) -> None:
+    def begin(self, lr: float, pull: Pull | None, draw: Tensor | None = None) -> None:
         """Prepare for a client's first step."""
         self.lr.fill_(lr)
+        if self.draw is not None and draw is not None:
+            self.draw.copy_(draw)
         self.total.zero_()
         if self.anchor is not None and pull is not None:
             self.anchor.copy_(pull.anchor)
@@ -143,7 +146,8 @@ class CompiledStep:
                 self._copy(self.rounded, self.exact)
             for weights in self.bf16_weights:
                 stack.enter_context(weights.in_use())
-            loss, encodings = self._forward(self.members, self.state, self.streamed, *self.inputs)
+            samples = (self.members, self.state)
+            loss, encodings = self._forward(*samples, self.draw, self.streamed, *self.inputs)
             gradients = differentiate(loss, *self.trainer.learning)
         for places, tensors in zip(self.gradients, gradients, strict=True):
             self._copy(places, list(tensors))
@@ -153,12 +157,17 @@ class CompiledStep:
         self.total += loss.detach()
 
     def _loss(
-        self, members: Tensor, state: Tensor, streamed: tuple[Tensor, ...], *inputs: Tensor
+        self,
+        members: Tensor,
+        state: Tensor,
+        draw: Tensor | None,
+        streamed: tuple[Tensor, ...],
+        *inputs: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         trainer = self.trainer
         encodings = trainer.encode_samples(members, state, *streamed)
         labels = None if trainer.labels is None else trainer.labels[members]
-        batch = EncodedBatch(encodings, labels, memory=trainer.memory)
+        batch = EncodedBatch(encodings, labels, memory=trainer.memory, draw=draw)
         loss = self.function or trainer.objective.loss
         return loss(batch, *inputs), encodings
 

@@ -165,13 +165,17 @@ class Trainer:
     # A step: views, encodings, loss (the caller's), gradient, update.
 
     def encode_batch(
-        self, members: Tensor, state: Tensor, sizes: NDArray[np.int64] | None = None
+        self,
+        members: Tensor,
+        state: Tensor,
+        sizes: NDArray[np.int64] | None = None,
+        draw: Tensor | None = None,
     ) -> EncodedBatch:
         """Augment and encode some samples; ``state`` seeds each sample's views."""
         streamed = self.feed.send(members)
         encodings = (self._encoder or self.encode_samples)(members, state, *streamed)
         labels = None if self.labels is None else self.labels[members]
-        return EncodedBatch(encodings, labels, sizes, self.memory)
+        return EncodedBatch(encodings, labels, sizes, self.memory, draw)
 
     def encode_samples(self, members: Tensor, state: Tensor, *streamed: Tensor) -> Encodings:
         """Return the encodings of some samples' views; their images may be ``streamed``."""

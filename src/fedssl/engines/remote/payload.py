@@ -1,6 +1,7 @@
 """Name the tensors of a task's arguments, and find them again by their names.
 
-A tensor is named ``position/path``, or ``position@client/path`` where each client gets its own.
+A tensor is named ``position/path``, or ``position@client/path`` where each client gets its own. An
+argument without tensors is named ``position/{}``, which tells it from one that is missing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fedssl.engines.remote.codec import WHOLE, MalformedError, Packed, build_tre
 from fedssl.federation.aggregate import Weight
 from fedssl.federation.traffic import Argument
 from fedssl.util.trees import Tree, flatten
+
+EMPTY = "{}"
 
 
 @dataclass
@@ -64,7 +67,7 @@ def name_tensors(arguments: tuple[Argument, ...]) -> dict[str, Tensor]:
         f"{position}/{path or WHOLE}": tensor
         for position, argument in enumerate(arguments)
         if not argument.differs
-        for path, tensor in flatten(argument.value).items()
+        for path, tensor in (flatten(argument.value) or {EMPTY: torch.empty(0)}).items()
     }
 
 
@@ -86,5 +89,5 @@ def read_arguments(tensors: Mapping[str, Tensor], count: int, client: int) -> li
         flat = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith(parts)}
         if not flat:
             raise MalformedError(f"argument {position} is missing")
-        arguments.append(build_tree(flat))
+        arguments.append({} if flat.keys() == {EMPTY} else build_tree(flat))
     return arguments
