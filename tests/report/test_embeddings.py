@@ -130,7 +130,7 @@ def folder(root: Path, levels: tuple[str, ...], test: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("levels", "test", "why"),
     [
-        ((), False, "set evaluate.show_training_images: true"),
+        ((), False, "evaluate.show_training_images=true"),
         ((), True, None),
         (("class", "case"), True, None),
     ],
@@ -163,7 +163,7 @@ def test_training_images_are_shown_if_the_key_allows_it(tmp_path: Path) -> None:
     made(tmp_path / "first", words)
     path = untrained(again(tmp_path / "first", tmp_path / "hidden", data=data))
     hidden = report.write_page([path]).read_text()
-    assert "neighbours</h2>" not in hidden and hidden.count("show_training_images: true") == 1
+    assert "neighbours</h2>" not in hidden and hidden.count("show_training_images=true") == 1
     allowed = again(path, tmp_path / "shown", evaluate__show_training_images=True)
     text = report.write_page([allowed]).read_text()
     assert images_of(allowed).split == "training" and "neighbours</h2>" in text

@@ -24,14 +24,15 @@ from fedssl.models.network import Tower
 from fedssl.report.data import RunData, Unavailable
 from fedssl.runs.build import build_network, image_shape
 from fedssl.util.device import pick_device
+from fedssl.util.errors import format_resume
 
 MOST_IMAGES = 1000
 TILE = 32  # pixels per side of a thumbnail, at most
 QUERIES, NEIGHBOURS = 8, 5
 COMPONENTS, ITERATIONS = 50, 500  # of t-SNE: its input's dimensions, and its steps
 HIDDEN = (
-    "there are no test images, and training images are shown only if you allow it: set "
-    "evaluate.show_training_images: true in the run's config.yaml, and call fedssl report again"
+    "there are no test images, and training images are shown only if you allow it: "
+    "{} evaluate.show_training_images=true"
 )
 Ints = NDArray[np.int64]
 
@@ -78,7 +79,7 @@ def embed_images(data: RunData) -> ShownImages:
     dataset = data.dataset
     has_test = dataset.test is not None and len(dataset.test) > 0
     if not has_test and not config.evaluate.show_training_images:
-        raise Unavailable(HIDDEN)
+        raise Unavailable(HIDDEN.format(format_resume(data.run.path)))
     split = data.evaluated.test if has_test else data.evaluated.train
     assert split is not None
     chosen = np.arange(len(split))
