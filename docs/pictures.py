@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
-WIDTH, HEIGHT, COLORS = 1400, 900, 128
+WIDTH, HEIGHT, COLORS = 1400, 880, 128
 SECTIONS = {"curves": "first", "neighbours": "first", "clients": "sites"}  # section: run
 PARTITION = "fedssl partition folder data.root=photos data.levels=client,class data.size=16"
 
