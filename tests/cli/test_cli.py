@@ -228,6 +228,7 @@ def test_commands_that_take_seconds_say_what_they_do(
         f"export {tmp_path / 'run'} --format safetensors --out {tmp_path / 'a'}": "writing",
         f"deploy init {tmp_path / 'app'} folder engine.sites=2 data.size=32": "checking the recipe",
         "partition partition.samples=8": "loading the images",
+        f"run rounds=0 seed=[0,1] evaluate.protocols=knn --out {tmp_path / 'two'}": "checking seed=1",
         "doctor": "looking",
     }.items():
         texts.clear()

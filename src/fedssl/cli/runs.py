@@ -165,8 +165,10 @@ def _reproduce(options: argparse.Namespace) -> int:
     load_torch()
     from fedssl.runs import loop, reproduce
     from fedssl.runs.paper_table import format_tables
+    from fedssl.util.status import stage
 
-    jobs = reproduce.plan(options.pattern, options.words, options.scale, options.out)
+    with stage("reading the recipes"):
+        jobs = reproduce.plan(options.pattern, options.words, options.scale, options.out)
     try:
         failed = reproduce.work(jobs)
     except (loop.Interrupted, KeyboardInterrupt):

@@ -22,6 +22,7 @@ from fedssl.runs.split import split_clients
 from fedssl.runs.validate import check_environment
 from fedssl.util.errors import TrainingError, UserError
 from fedssl.util.files import explain_write_errors
+from fedssl.util.status import stage
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def check_all(runs: Sequence[PlannedRun]) -> None:
         check_folder(run.settings, run.folder, is_started(run.folder), is_final=is_final)
     for run in (run for run in runs if run.summary() is None):
         source = run.settings.data, run.settings.split_seed
-        with name_in_errors(run.label), plugins.translate_errors():
+        checking = stage(f"checking {run.label}")
+        with checking, name_in_errors(run.label), plugins.translate_errors():
             check_environment(run.checkable)
             if source not in loaded:
                 loaded[source] = load_dataset(*source)
