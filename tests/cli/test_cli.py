@@ -223,12 +223,13 @@ def test_commands_that_take_seconds_say_what_they_do(
     monkeypatch.setattr(status._display, "show_live", texts.append)
     monkeypatch.setattr(status, "is_terminal", lambda: True)
     monkeypatch.setattr(doctor, "report", str)
+    sweep = "seed=[0,1] rounds=0 evaluate.baselines=[] evaluate.protocols=knn"
     for command, text in {
         f"evaluate {tmp_path / 'run'}": "reading the run",
         f"export {tmp_path / 'run'} --format safetensors --out {tmp_path / 'a'}": "writing",
         f"deploy init {tmp_path / 'app'} folder engine.sites=2 data.size=32": "checking the recipe",
         "partition partition.samples=8": "loading the images",
-        f"run rounds=0 seed=[0,1] evaluate.protocols=knn --out {tmp_path / 'two'}": "checking seed=1",
+        f"run {sweep} --out {tmp_path / 'two'}": "checking seed=1",
         "doctor": "looking",
     }.items():
         texts.clear()

@@ -71,7 +71,7 @@ def format_cost(summary: Mapping[str, Any]) -> str:
     layers = summary.get("norm_layers", "the model's own")
     norms = "" if layers == "the model's own" else f"normalization layers: {layers}\n"
     return norms + (
-        f"{summary['rounds']} rounds, {summary['seconds']:.1f} s, "
+        f"{summary['rounds']} round{'s' * (summary['rounds'] != 1)}, {summary['seconds']:.1f} s, "
         f"{summary['images_per_second']:,.0f} images/s, "
         f"{format_bytes(summary['bytes_up'])} up and {format_bytes(summary['bytes_down'])} down "
         "over all clients"
