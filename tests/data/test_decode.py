@@ -22,16 +22,18 @@ from fedssl.util import status
 # Decoding
 
 
+@pytest.mark.parametrize("how", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC])
 @pytest.mark.parametrize(("width", "height"), [(90, 30), (30, 90), (37, 64), (30, 30), (10, 10)])
 def test_decode_resizes_the_shorter_side_and_crops_the_centre(
-    tmp_path: Path, width: int, height: int
+    tmp_path: Path, width: int, height: int, how: Image.Resampling
 ) -> None:
     image = gradient(width, height)
     scale = 10 / min(width, height)
-    long = image.resize((round(width * scale), round(height * scale)), Image.Resampling.BILINEAR)
+    long = image.resize((round(width * scale), round(height * scale)), how)
     left, top = (long.width - 10) // 2, (long.height - 10) // 2
     wanted = long.crop((left, top, left + 10, top + 10))
-    pixels = decode.decode_file(save(tmp_path / "x.png", image), 10)
+    path = save(tmp_path / "x.png", image)
+    pixels = decode.decode_file(path, 10, interpolation=how.name.lower())
     difference = pixels.transpose(1, 2, 0).astype(int) - np.asarray(wanted)
     # Half a pixel of rounding; a crop from the wrong place would be off by dozens.
     assert np.abs(difference).max() <= 0.5 * 256 / 10

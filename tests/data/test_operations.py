@@ -84,8 +84,9 @@ def test_rotation_is_torchvisions(shape: tuple[int, ...], dtype: torch.dtype) ->
         ((3, 64, 48), (16, 20)),
     ],
 )
+@pytest.mark.parametrize("how", ["bilinear", "bicubic"])
 def test_resized_crop_is_torchvisions(
-    shape: tuple[int, int, int], size: tuple[int, int], dtype: torch.dtype
+    shape: tuple[int, int, int], size: tuple[int, int], how: str, dtype: torch.dtype
 ) -> None:
     x = made(40, *shape).to(dtype) / 255
     height = numbers(40, 1, shape[1] + 1, salt=1).long()
@@ -98,16 +99,18 @@ def test_resized_crop_is_torchvisions(
     box = (top, left, height, width)
 
     def crop(image: Tensor, *box: int) -> Tensor:
-        return tv.resized_crop(image, *box, size=list(size), antialias=True)
+        mode = InterpolationMode(how)
+        crop = tv.resized_crop(image, *box, size=list(size), interpolation=mode, antialias=True)
+        return crop.clamp(0, 1)  # a cubic overshoots at edges
 
     expected = one_by_one(x, crop, *box)
-    result = operations.resized_crop(x, *box, size)
+    result = operations.resized_crop(x, *box, size, interpolation=how)
     # Weights of float32 positions: a rounding error of a position, times a step of brightness.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-9
     torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
     flip = torch.arange(40) % 3 == 0
     flipped = torch.where(flip.view(-1, 1, 1, 1), expected.flip(3), expected)
-    result = operations.resized_crop(x, *box, size, flip)
+    result = operations.resized_crop(x, *box, size, flip, how)
     torch.testing.assert_close(result, flipped, rtol=0, atol=tolerance)
 
 

@@ -43,16 +43,18 @@ def states(count: int) -> Tensor:
     return random.mix(random.key(0, "augment"), torch.arange(count))
 
 
-def build(given: Augment, channels: int = 3) -> Augmentation:
-    return Augmentation.from_config(given, channels, (FRAME, FRAME))
+def build(given: Augment, channels: int = 3, how: str = "bilinear") -> Augmentation:
+    return Augmentation.from_config(given, channels, (FRAME, FRAME), how)
 
 
 # ---- views
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_view_is_torchvisions_view_of_the_image_without_its_frame(channels: int) -> None:
-    a, (frames, sizes) = build(TURNED, channels), framed(channels=channels)
+@pytest.mark.parametrize(("channels", "how"), [(1, "bilinear"), (3, "bilinear"), (3, "bicubic")])
+def test_a_view_is_torchvisions_view_of_the_image_without_its_frame(
+    channels: int, how: str
+) -> None:
+    a, (frames, sizes) = build(TURNED, channels, how), framed(channels=channels)
     state = states(len(frames))
     found = a.views(frames, state, 0, torch.float64, sizes)
     assert found.shape == (len(frames), channels, VIEW, VIEW)
@@ -62,7 +64,9 @@ def test_a_view_is_torchvisions_view_of_the_image_without_its_frame(channels: in
         x = frames[i, :, :height, :width].double() / 255
         x = tv.rotate(x, drawn.degrees[i].item(), InterpolationMode.BILINEAR)
         box = [int(side[i]) for side in drawn.box]
-        x = tv.resized_crop(x, *box, size=[VIEW, VIEW], antialias=True)
+        mode = InterpolationMode(how)
+        x = tv.resized_crop(x, *box, size=[VIEW, VIEW], interpolation=mode, antialias=True)
+        x = x.clamp(0, 1)
         x = tv.horizontal_flip(x) if drawn.flip[i] else x
         torch.testing.assert_close(found[i], x, rtol=0, atol=1e-6)
 
@@ -154,7 +158,7 @@ def test_large_jpegs_are_decoded_at_a_fraction_without_losing_much(
     drafted = decode.decode_file(path, 32, whole=True).astype(int)
     sizes: list[tuple[int, int]] = []
     reduce = decode._reduce
-    monkeypatch.setattr(decode, "_reduce", lambda i, s: sizes.append(i.size) or reduce(i, s))
+    monkeypatch.setattr(decode, "_reduce", lambda i, *a: sizes.append(i.size) or reduce(i, *a))
     decode.decode_file(path, 32, whole=True)
     monkeypatch.setattr(decode.JpegImageFile, "draft", lambda *a: None)
     full = decode.decode_file(path, 32, whole=True)
@@ -202,16 +206,17 @@ def test_frames_of_tensors() -> None:
 # ---- middle squares
 
 
-def test_middle_squares_are_those_of_pillow() -> None:
+@pytest.mark.parametrize("how", [Image.Resampling.BILINEAR, Image.Resampling.BICUBIC])
+def test_middle_squares_are_those_of_pillow(how: Image.Resampling) -> None:
     frames, sizes = framed()
-    squares = MiddleSquares(frames, sizes, VIEW)
+    squares = MiddleSquares(frames, sizes, VIEW, how.name.lower())
     assert squares.shape == (24, 3, VIEW, VIEW) and len(squares) == 24
     for i, (height, width) in enumerate(sizes.tolist()):
         image = Image.fromarray(frames[i, :, :height, :width].permute(1, 2, 0).numpy())
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
         box = (left, top, left + side, top + side)
-        wanted = image.crop(box).resize((VIEW, VIEW), Image.Resampling.BILINEAR)
+        wanted = image.crop(box).resize((VIEW, VIEW), how)
         difference = squares[i : i + 1][0].permute(1, 2, 0).int() - np.asarray(wanted)
         assert int(difference.abs().max()) <= 1
     every = squares[:]

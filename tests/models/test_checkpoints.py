@@ -268,6 +268,7 @@ def test_published_weights_come_from_the_hubs_cache(
     known = timm.data.resolve_model_data_config(theirs)
     assert settings.encoder.norm == "frozen" and settings.data.size == known["input_size"][-1]
     assert (settings.encoder.mean, settings.encoder.std) == (known["mean"], known["std"])
+    assert settings.data.interpolation == known["interpolation"] == "bicubic"
     network = build(settings.encoder, (1,), size, lambda *_: Heads(nn.Identity()), 0)
     assert network.start.startswith("encoder.pretrained=true: ")
     normalize = torchvision.transforms.Normalize(known["mean"], known["std"])
@@ -302,6 +303,7 @@ def test_a_note_says_the_preprocessing_of_a_file(tmp_path: Path) -> None:
             {
                 "image_mean": [0.1, 0.2, 0.3],
                 "image_std": [0.4, 0.5, 0.6],
+                "resample": 3,
                 "size": {"shortest_edge": 256},
                 "crop_size": {"height": 224, "width": 224},
             }
@@ -311,6 +313,7 @@ def test_a_note_says_the_preprocessing_of_a_file(tmp_path: Path) -> None:
     found = config.resolve({}, words)
     assert (found.encoder.mean, found.encoder.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     assert found.data.size == 224 and found.encoder.norm == "frozen"
+    assert found.data.interpolation == "bicubic"
     own = config.resolve({}, [*words, "encoder.mean=0.5", "encoder.std=0.25", "data.size=96"])
     assert (own.encoder.mean, own.encoder.std, own.data.size) == ((0.5,), (0.25,), 96)
     found = config.resolve({}, ["encoder.name=resnet18", f"encoder.init={resnet_file(tmp_path)}"])

@@ -231,6 +231,7 @@ def normalized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     out = tmp_path_factory.mktemp("normalized") / "run"
     size = "data.size=96" if request.param == "resnet18" else "data.size=32"
     words = (f"encoder.name={request.param}", "encoder.norm=frozen", "encoder.groups=8", size)
+    words += ("data.interpolation=bicubic",)
     part = "encoder.train=lora:2" if "vit" in request.param else "encoder.train=last:1"
     loop.run(small(*words, part, *NORMALIZED), out)
     return out
@@ -256,7 +257,10 @@ def test_other_programs_load_an_encoder_that_normalizes(normalized: Path, tmp_pa
     list(export.export(normalized, "hf", tmp_path / "hf"))
     local = timm.create_model(f"local-dir:{tmp_path / 'hf'}", pretrained=True, num_classes=0)
     torch.testing.assert_close(local.eval()(normalize(images)), expected)
-    assert list(timm.data.resolve_model_data_config(local)["mean"]) == [0.5, 0.4, 0.3]
+    known = timm.data.resolve_model_data_config(local)
+    assert list(known["mean"]) == [0.5, 0.4, 0.3] and known["interpolation"] == "bicubic"
+    words = [f"encoder.name=timm/{encoder.body.name}", f"encoder.init={tmp_path / 'hf'}"]
+    assert config.resolve({}, words).data.interpolation == "bicubic"
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "hf").eval()
     torch.testing.assert_close(theirs(normalize(images)).pooler_output, expected)

@@ -106,7 +106,7 @@ def test_squares_are_reduced_to_the_size_of_a_view(root: Path) -> None:
 @pytest.fixture(scope="module")
 def run(root: Path, tmp_path_factory: pytest.TempPathFactory) -> fedssl.Run:
     out = tmp_path_factory.mktemp("run") / "run"
-    words: dict[str, Any] = dict(word.split("=", 1) for word in WORDS)
+    words: dict[str, Any] = dict(w.split("=", 1) for w in (*WORDS, "data.interpolation=bicubic"))
     keys = {name.replace(".", "__"): value for name, value in words.items()}
     return fedssl.train("folder", out, data__root=str(root), **keys)
 
@@ -120,11 +120,16 @@ def test_embeddings_of_files_are_those_of_evaluation(run: fedssl.Run, root: Path
     assert (encoder.height, encoder.stored) == (12, 20)
     assert torch.equal(encoder.embed(files), extract(encoder.body, evaluated.images[0]))
     assert torch.equal(encoder.embed(Image.open(files[0])), encoder.embed(files[0]))
+    index, seen = torch.arange(5), experiment.evaluator.data.train.images[0]
+    assert torch.equal(experiment.trainer.plain_images(index), seen[index])
+    other = build_experiment(resolve(root)).evaluator.data.train.images[0]
+    assert not torch.equal(other[index], seen[index])  # bilinear
 
 
 def test_exports_say_how_whole_images_are_prepared(run: fedssl.Run) -> None:
     steps = " ".join(describe_preprocessing(run.encoder)["steps"])
     assert "longer side has more than 20 pixels" in steps and "12 by 12" in steps
+    assert "resize, BICUBIC" in steps and "bytes, bicubic" in steps
     images, origin = load_check_images(run.path, run.encoder)
     assert images.shape == (20, 3, 12, 12) and origin == "20 of the run's test images"
 

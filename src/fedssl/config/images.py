@@ -50,6 +50,11 @@ class Data:
         "`data.size`. `whole`: all of it, with its aspect ratio; a longer side than `data.size` is "
         "reduced to that. `null`: `whole` if `augment.size` is set, else `square`.",
     )
+    interpolation: Literal["bilinear", "bicubic"] = key(
+        "bilinear",
+        help="Interpolation with which images are resized: when they are stored, in views and in "
+        "evaluation. `encoder.pretrained` and `encoder.init` bring that of their weights.",
+    )
     levels: tuple[Literal["class", "client", "case"], ...] | None = key(
         None,
         needs="name=folder|paired",

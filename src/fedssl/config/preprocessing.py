@@ -13,6 +13,7 @@ from fedssl.config.keys import Recipe
 
 # torchvision's and most other weights for ImageNet.
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+PILLOW = {2: "bilinear", 3: "bicubic"}  # numbers of Image.Resampling, as transformers has them
 NOTE = "encoder.json"  # beside the weights that fedssl wrote
 HEADER = "fedssl"  # the entry of a safetensors header, or of config.json, that holds the note
 
@@ -20,8 +21,8 @@ HEADER = "fedssl"  # the entry of a safetensors header, or of config.json, that 
 def recommend_for_weights(encoder: Recipe, name: str) -> tuple[str, Recipe]:
     """Return a title and the settings that suit the weights which the keys of ``encoder`` name.
 
-    Weights from elsewhere need the mean, the standard deviation and the size of their images.
-    Batch norm stays at their statistics, which clients with few images cannot replace.
+    Weights from elsewhere need the mean, the standard deviation, the size and the interpolation of
+    their images. Batch norm stays at their statistics, which small clients cannot replace.
     """
     init, is_pretrained = encoder.get("init"), encoder.get("pretrained") is True
     if isinstance(init, str):
@@ -36,7 +37,8 @@ def _recommend_for_file(path: Path, name: str) -> Recipe:
         if (ours := read_note(path)) is not None:
             given = ours["encoder"]
             known = {key: given[key] for key in ("mean", "std") if given.get(key)}
-            return {"encoder": known} if known else {}
+            how = {key: ours[key] for key in ("interpolation",) if key in ours}
+            return {section: keys for section, keys in (("encoder", known), ("data", how)) if keys}
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return _read_hub_folder(path)
     if name.startswith(TIMM):
@@ -46,9 +48,12 @@ def _recommend_for_file(path: Path, name: str) -> Recipe:
     return _settings(IMAGENET) if is_foreign else {}
 
 
-def _settings(statistics: Recipe, size: int | None = None) -> Recipe:
-    images = {} if size is None else {"data": {"size": size}}
-    return {"encoder": {"norm": "frozen", **statistics}, **images}
+def _settings(statistics: Recipe, **images: Any) -> Recipe:
+    """Return settings of encoder and data; ``None`` is not known, and other methods are rare."""
+    if images.get("interpolation") not in ("bilinear", "bicubic"):
+        images["interpolation"] = None
+    known = {key: value for key, value in images.items() if value is not None}
+    return {"encoder": {"norm": "frozen", **statistics}, **({"data": known} if known else {})}
 
 
 @lru_cache
@@ -61,7 +66,7 @@ def _recommend_for_timm(name: str) -> Recipe:
     if known is None or not known.mean:
         return {}
     statistics = {"mean": list(known.mean), "std": list(known.std)}
-    return _settings(statistics, known.input_size[-1])
+    return _settings(statistics, size=known.input_size[-1], interpolation=known.interpolation)
 
 
 def _read_hub_folder(path: Path) -> Recipe:
@@ -73,10 +78,12 @@ def _read_hub_folder(path: Path) -> Recipe:
         statistics = {"mean": list(given["image_mean"]), "std": list(given["image_std"])}
         size = given.get("crop_size") or given.get("size")
         side = size.get("height") or size.get("shortest_edge") if isinstance(size, dict) else size
-        return _settings(statistics, side)
+        method = PILLOW.get(given.get("resample"))
+        return _settings(statistics, size=side, interpolation=method)
     given = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pretrained_cfg"]
     statistics = {"mean": list(given["mean"]), "std": list(given["std"])}
-    return _settings(statistics, given["input_size"][-1])
+    size, method = given["input_size"][-1], given.get("interpolation")
+    return _settings(statistics, size=size, interpolation=method)
 
 
 def read_note(path: Path) -> dict[str, Any] | None:

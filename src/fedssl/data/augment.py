@@ -128,6 +128,7 @@ class Augmentation:
     preset: Preset
     channels: int
     size: tuple[int, int]  # of a view
+    interpolation: str = "bilinear"
     small: tuple[Augmentation, ...] = ()  # of each small view
     # The constants of ``draw`` on each device: copying them would make a GPU wait.
     _constants: dict[torch.device, Constants] = dataclasses.field(
@@ -136,7 +137,11 @@ class Augmentation:
 
     @classmethod
     def from_config(
-        cls, augment: config.Augment, channels: int, size: tuple[int, int]
+        cls,
+        augment: config.Augment,
+        channels: int,
+        size: tuple[int, int],
+        interpolation: str = "bilinear",
     ) -> Augmentation:
         """Build the named preset, with values of the configuration in place of the preset's.
 
@@ -148,7 +153,9 @@ class Augmentation:
             if augment.small:
                 problem, fix = "a function of your own makes all views alike", "Leave it out."
                 raise UserError(problem, key="augment.small", value=augment.small, fix=fix)
-            return OwnAugmentation(PRESETS["none"], channels, size, name=augment.name)
+            return OwnAugmentation(
+                PRESETS["none"], channels, size, interpolation, name=augment.name
+            )
         if augment.name not in PRESETS:
             problem = f"unknown preset{suggest(augment.name, PRESETS)}"
             fix = f"Use one of {', '.join(PRESETS)}, or FILE.py:NAME."
@@ -160,8 +167,8 @@ class Augmentation:
         small = dataclasses.replace(preset, crop=augment.small_crop)
         _check(small, "augment.small_crop")
         side = augment.small_size or max(1, round(min(size) * SMALL))
-        views = (cls(small, channels, (side, side)),) * augment.small
-        return cls(preset, channels, size, views)
+        views = (cls(small, channels, (side, side), interpolation),) * augment.small
+        return cls(preset, channels, size, interpolation, views)
 
     @property
     def colours(self) -> tuple[bool, ...]:
@@ -197,7 +204,7 @@ class Augmentation:
         if c.degrees is not None:
             x = rotate(x, c.degrees, sizes)
         if c.box is not None:
-            x = resized_crop(x, *c.box, self.size, c.flip)
+            x = resized_crop(x, *c.box, self.size, c.flip, self.interpolation)
         elif c.flip is not None:
             x = apply_where(c.flip, x, lambda kept: kept.flip(3))
         if c.jitter is not None and c.factors is not None and c.turns is not None:

@@ -40,18 +40,28 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def decode_file(path: Path, size: int, channels: int = 3, whole: bool = False) -> Pixels:
+def decode_file(
+    path: Path,
+    size: int,
+    channels: int = 3,
+    whole: bool = False,
+    interpolation: str = "bilinear",
+) -> Pixels:
     """Decode an image file to ``[channels, height, width]``: see ``to_pixels``."""
     with _open_image(path) as image:
         # JPEG decodes at a fraction of its size for less work. Pixels differ a little from those of
         # the whole image, so an export's steps say it.
         short = size * min(image.size) / max(image.size) if whole else size
         image.draft(None, (math.ceil(DRAFT * short), math.ceil(DRAFT * short)))
-        return to_pixels(image, size, channels, whole)
+        return to_pixels(image, size, channels, whole, interpolation)
 
 
 def to_pixels(
-    image: Image.Image, size: int | None, channels: int = 3, whole: bool = False
+    image: Image.Image,
+    size: int | None,
+    channels: int = 3,
+    whole: bool = False,
+    interpolation: str = "bilinear",
 ) -> Pixels:
     """Turn an image upright, crop its middle square and resize; grey if there is 1 channel.
 
@@ -60,10 +70,11 @@ def to_pixels(
     """
     image.load()
     image = _to_bytes(_turn_upright(image))
+    method = Image.Resampling[interpolation.upper()]
     if size is not None and whole:
-        image = _reduce(image, size)
+        image = _reduce(image, size, method)
     elif size is not None:
-        image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+        image = ImageOps.fit(image, (size, size), method)
     if channels == 1:
         return np.asarray(image.convert("L"))[None]
     return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
@@ -141,13 +152,13 @@ def _to_bytes(image: Image.Image) -> Image.Image:
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
 
 
-def _reduce(image: Image.Image, size: int) -> Image.Image:
+def _reduce(image: Image.Image, size: int, method: Image.Resampling) -> Image.Image:
     """Reduce an image whose longer side has more than ``size`` pixels."""
     longest = max(image.size)
     if longest <= size:
         return image
     width, height = (max(1, round(side * size / longest)) for side in image.size)
-    return image.resize((width, height), Image.Resampling.BILINEAR)
+    return image.resize((width, height), method)
 
 
 # Threads -------------------------------------------------------------------------------------
@@ -197,6 +208,7 @@ def decode_splits(
     name: str,
     unpaired: Mapping[str, str],
     whole: bool = False,
+    interpolation: str = "bilinear",
 ) -> Decoded:
     """Return the rows of each split as arrays of the cache, decoded unless it has them.
 
@@ -205,11 +217,15 @@ def decode_splits(
     """
     files = [file for rows in splits.values() for row in rows for file in row]
     modalities = {split: len(rows[0]) for split, rows in splits.items()}
-    settings = (size, modalities, unpaired, *(["whole"] if whole else []))
+    settings = [size, modalities, unpaired, *(["whole"] if whole else [])]
+    settings += [interpolation] if interpolation != "bilinear" else []
     cached = load_or_build(
         cache,
         f"{name}-{digest_files(root, files, *settings)}",
-        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, size, whole)},
+        lambda folder: {
+            "unpaired": unpaired,
+            **_decode_into(folder, root, splits, size, whole, interpolation),
+        },
         lambda meta: _is_mended(root, meta["unreadable"]),
     )
 
@@ -235,6 +251,7 @@ def _decode_into(
     splits: Mapping[str, Sequence[Row]],
     size: int | None,
     whole: bool,
+    interpolation: str,
 ) -> Meta:
     """Decode all splits into array files in ``folder``."""
     unreadable: dict[str, str] = {}
@@ -249,7 +266,8 @@ def _decode_into(
             names = [f"{split}-{i}" for i in range(len(rows[0]))]
             names += [f"{name}-sizes" for name in names] if whole else []
             paths = [folder / f"{name}.npy" for name in names]
-            count, failed = _decode_split(root, rows, size, whole, paths, progress.advance)
+            decode = functools.partial(_decode_rows, root, size, whole, interpolation)
+            count, failed = _decode_split(rows, size, decode, paths, progress.advance)
             if not count:
                 problem = f"no image for {split} can be read"
                 fix = "Replace the files, or remove them all."
@@ -259,17 +277,15 @@ def _decode_into(
 
 
 def _decode_split(
-    root: Path,
     rows: Sequence[Row],
     size: int,
-    whole: bool,
+    decode: Callable[[Sequence[Row]], tuple[tuple[Array, ...], dict[str, str]]],
     paths: Iterable[Path],
     advance: Callable[[int], object],
 ) -> tuple[int, dict[str, str]]:
-    """Decode rows into files, those of ``_decode_rows``; return their number, and bad files."""
+    """Decode rows into files with ``_decode_rows``; return their number, and bad files."""
     count, failed = 0, dict[str, str]()
     mean = statistics.fmean(file.size for row in rows for file in row)
-    decode = functools.partial(_decode_rows, root, size, whole)
     chunk = max(1, min(CHUNK, MOST_PIXELS // size**2))
     with contextlib.ExitStack() as stack:
         appends = [stack.enter_context(grow_array(path)) for path in paths]
@@ -286,7 +302,7 @@ def _decode_split(
 
 
 def _decode_rows(
-    root: Path, size: int, whole: bool, rows: Sequence[Row]
+    root: Path, size: int, whole: bool, interpolation: str, rows: Sequence[Row]
 ) -> tuple[tuple[Array, ...], dict[str, str]]:
     """Decode a block for each modality, without rows that have a bad file; return these files.
 
@@ -298,7 +314,7 @@ def _decode_rows(
     count = 0
 
     def decode(path: Path) -> Pixels:
-        return decode_file(path, size, whole=whole)
+        return decode_file(path, size, whole=whole, interpolation=interpolation)
 
     for row in rows:
         images: list[Pixels | str] = [_try(decode, root / file.path) for file in row]

@@ -225,6 +225,7 @@ def load_files(
     decoded = decode_splits(
         *(data_root(data), rows, data.size, cache_folder(data), data.name, unpaired),
         whole=data.shape == "whole",
+        interpolation=data.interpolation,
     )
     read = {split: _keep_readable(part, decoded.unreadable) for split, part in files.items()}
     _report_unreadable(data, files, read, {**unpaired, **decoded.unreadable})

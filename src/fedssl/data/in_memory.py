@@ -131,9 +131,10 @@ class _Reader:
         if isinstance(item, np.ndarray):
             item = open_array(item)
         if isinstance(item, Image.Image):
-            channels, size = _count_channels(item), self.data.size
+            channels, data = _count_channels(item), self.data
             try:
-                image = torch.from_numpy(np.array(to_pixels(item, size, channels, self.whole)))
+                pixels = to_pixels(item, data.size, channels, self.whole, data.interpolation)
+                image = torch.from_numpy(np.array(pixels))
             except Exception as error:  # Pillow raises almost any exception on damaged files
                 fix = "Convert the image to 8 bits, or leave it out."
                 raise self.error(f"has an image with {describe_failure(error)}", fix) from None
@@ -158,12 +159,13 @@ class _Reader:
             if size is None:
                 problem, fix = "whole images need a size", "Set it, for example data.size=256."
                 raise UserError(problem, key="data.size", value=None, fix=fix)
-            return frame(images, size)
+            return frame(images, size, self.data.interpolation)
         if size is None or height == width == size:
             return images, None
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
-        return resize(images[..., top : top + side, left : left + side], size), None
+        square = images[..., top : top + side, left : left + side]
+        return resize(square, size, self.data.interpolation), None
 
     def unify(self, parts: list[Tensor]) -> list[Tensor]:
         """Return images of one shape; gray images become colored if others are."""

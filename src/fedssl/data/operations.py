@@ -48,11 +48,14 @@ def resized_crop(
     width: Tensor,
     size: tuple[int, int],
     flip: Tensor | None = None,
+    interpolation: str = "bilinear",
 ) -> Tensor:
-    """Resize each sample's box to ``size`` (bilinear, antialiased), and mirror some."""
-    rows = _resize_weights(top, height, size[0], x.shape[2], x.dtype)
-    columns = _resize_weights(left, width, size[1], x.shape[3], x.dtype, flip)
-    return _separable(x, rows, columns)
+    """Resize each sample's box to ``size`` (antialiased), and mirror some."""
+    is_cubic = interpolation == "bicubic"
+    rows = _resize_weights(top, height, size[0], x.shape[2], x.dtype, is_cubic)
+    columns = _resize_weights(left, width, size[1], x.shape[3], x.dtype, is_cubic, flip)
+    resized = _separable(x, rows, columns)
+    return resized.clamp_(0, 1) if is_cubic else resized
 
 
 def _resize_weights(
@@ -61,11 +64,13 @@ def _resize_weights(
     out: int,
     total: int,
     dtype: torch.dtype,
+    is_cubic: bool,
     flip: Tensor | None = None,
 ) -> Tensor:
     """Return how much of each input pixel goes into each output pixel, ``[B, out, total]``.
 
-    A triangle around the output pixel's place, as wide as the larger of the two kinds of pixel.
+    A triangle around the output pixel's place, as wide as the larger of the two kinds of pixel; or
+    the cubic spline of Keys (1981) with a = −1/2, which is twice as wide, as in Pillow.
     """
     start, length = start.to(dtype)[:, None], length.to(dtype)[:, None]
     target = torch.arange(out, device=start.device, dtype=dtype) + 0.5
@@ -77,8 +82,16 @@ def _resize_weights(
     source = torch.arange(total, device=start.device, dtype=dtype) + 0.5 - start
     outside = (source < 0) | (source > length)
     source = (source / reach).masked_fill(outside, math.inf)  # infinitely far: no weight
-    weights = (source[:, None, :] - centre[:, :, None]).abs_().neg_().add_(1).clamp_(min=0)
+    distance = (source[:, None, :] - centre[:, :, None]).abs_()
+    weights = _cubic(distance) if is_cubic else distance.neg_().add_(1).clamp_(min=0)
     return weights.div_(weights.sum(2, keepdim=True))
+
+
+def _cubic(x: Tensor) -> Tensor:
+    """Return the weights of pixels at distances ``x``; those farther than 2 have none."""
+    x = x.clamp(max=2)
+    near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
+    return torch.where(x < 1, near, far)
 
 
 def _separable(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

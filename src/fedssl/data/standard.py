@@ -71,7 +71,7 @@ def load_digits(data: config.Data) -> Dataset:
     if len(bunch.images) * size**2 * 4 > find_free_memory():
         raise MemoryError
     pixels = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
-    pixels = resize(pixels, size)
+    pixels = resize(pixels, size, data.interpolation)
     labels = torch.from_numpy(bunch.target).long()
     is_test = torch.arange(len(labels)) % 5 == 4
     return Dataset(
@@ -114,9 +114,10 @@ def load_arrays(data: config.Data) -> Dataset:
     folder, files = _locate_arrays(data, source)
     stats = [(name, (folder / name).stat()) for name in files]
     listing = [File(name, s.st_size, s.st_mtime_ns) for name, s in stats]
+    settings = [data.size] + [data.interpolation] * (data.interpolation != "bilinear")
     cached = load_or_build(
         cache_folder(data),
-        f"{data.name}-{digest_files(folder, listing, data.size)}",
+        f"{data.name}-{digest_files(folder, listing, *settings)}",
         lambda new: _write_arrays(new, data, folder, files, source.read),
     )
     train, test = (
@@ -154,7 +155,8 @@ def _write_arrays(
             with grow_array(new / f"{split}-0.npy") as append:
                 for block in _blocks(parts):
                     digest.update(np.ascontiguousarray(block).data)
-                    append(resize(torch.from_numpy(block), data.size or block.shape[-1]).numpy())
+                    pixels, size = torch.from_numpy(block), data.size or block.shape[-1]
+                    append(resize(pixels, size, data.interpolation).numpy())
                     progress.advance(len(block))
             contents[split] = digest.hexdigest()
     return {"classes": list(classes), "contents": contents}
@@ -166,11 +168,11 @@ def _blocks(parts: Iterable[Pixels]) -> Iterator[Pixels]:
             yield np.array(part[start : start + BLOCK])
 
 
-def resize(pixels: Tensor, size: int) -> Tensor:
+def resize(pixels: Tensor, size: int, interpolation: str) -> Tensor:
     """Resize square images ``[N, C, H, W]`` with values 0 to 255; return uint8."""
     if pixels.shape[-1] != size:
         pixels = functional.interpolate(
-            pixels.to(torch.float32), (size, size), mode="bilinear", antialias=True
+            pixels.to(torch.float32), (size, size), mode=interpolation, antialias=True
         )
     return pixels if pixels.dtype == torch.uint8 else pixels.round().clamp(0, 255).byte()
 

@@ -85,7 +85,7 @@ def load_check_images(run: Path, encoder: ImageEncoder) -> tuple[Tensor, str]:
         images = split.images[modality]
         if images.shape[2:] != (encoder.height, encoder.width):
             sizes = None if split.sizes is None else split.sizes[modality]
-            images = MiddleSquares(images, sizes, encoder.height)
+            images = MiddleSquares(images, sizes, encoder.height, encoder.interpolation)
         if len(images):
             chosen = images[:: -(-len(images) // IMAGES)]
             return chosen, f"{len(chosen)} of the run's {name} images"
@@ -121,16 +121,17 @@ def describe_preprocessing(encoder: ImageEncoder) -> dict[str, Any]:
     half = f"its {('left', 'right')[encoder.tower]} {width} columns"
     grey = ['grey (Pillow\'s convert("L"))'] if channels == 1 else []
     square = f"the square in the middle, resized to {side} by {side} pixels"
+    method = encoder.interpolation
     if encoder.stored is None:
         least = DRAFT * side
         draft = f"both sides at least {least}: Pillow's draft(None, ({least}, {least}))"
-        fit = [f"{square} in one step (Pillow's resize with box, BILINEAR, which is antialiased)"]
-        fit += grey
+        pillow = f"Pillow's resize with box, {method.upper()}, which is antialiased"
+        fit = [f"{square} in one step ({pillow})", *grey]
     else:
         draft = f"the longer side at least {DRAFT * encoder.stored}: Pillow's draft"
         longest = f"if its longer side has more than {encoder.stored} pixels"
-        fit = [f"reduced to that, {longest} (Pillow's resize, BILINEAR)", *grey]
-        fit += [f"{square} (torch's interpolate of bytes, bilinear, antialias=True)"]
+        fit = [f"reduced to that, {longest} (Pillow's resize, {method.upper()})", *grey]
+        fit += [f"{square} (torch's interpolate of bytes, {method}, antialias=True)"]
     steps = [
         f"decoded (a JPEG file at the smallest of 1, 1/2, 1/4 and 1/8 of its size with {draft})",
         "turned upright as EXIF says",

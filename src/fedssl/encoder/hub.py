@@ -87,7 +87,7 @@ def describe_model(encoder: ImageEncoder) -> dict[str, Any]:
             "num_classes": 0,
             "input_size": [channels, encoder.height, encoder.width],
             "fixed_input_size": encoder.body.size is not None,
-            "interpolation": "bilinear",
+            "interpolation": encoder.interpolation,
             "crop_pct": 1.0,
             "crop_mode": "center",
             "mean": mean,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ NOTE_TYPES: dict[str, Any] = {  # of the entries that every note has
     "size": tuple[int, int],
     "encoder": Encoder,
     "stored": int | None,
+    "interpolation": Literal["bilinear", "bicubic"] | None,
 }
 
 
@@ -59,6 +60,7 @@ class ImageEncoder(nn.Module):
         features: Length of an embedding.
         channels: Channels of the images: 1 or 3, or those of your own data.
         height: Height of the images in pixels, to which files are resized.
+        interpolation: How files are resized: ``bilinear`` or ``bicubic``.
         stored: Pixels of the longer side to which a file is reduced before its middle square is
             resized; ``None``: the file's middle square is resized at once.
         width: Width of the images in pixels.
@@ -76,6 +78,7 @@ class ImageEncoder(nn.Module):
         self.channels: int = note["channels"][tower % len(note["channels"])]
         self.height, self.width = note["size"]
         self.stored: int | None = note.get("stored")
+        self.interpolation: str = note.get("interpolation") or "bilinear"
 
     def forward(self, images: Tensor) -> Tensor:
         """Return embeddings ``[N, features]``."""
@@ -153,13 +156,13 @@ class ImageEncoder(nn.Module):
 
         Raises any error of Pillow's.
         """
-        size, whole = self.stored or self.height, self.stored is not None
+        size, whole, how = self.stored or self.height, self.stored is not None, self.interpolation
         if isinstance(image, Image.Image):
-            array = to_pixels(image, size, self.channels, whole)
+            array = to_pixels(image, size, self.channels, whole, how)
         else:
-            array = decode_file(image, size, self.channels, whole)
+            array = decode_file(image, size, self.channels, whole, how)
         pixels = torch.from_numpy(np.array(array, order="C"))
-        square = middle_squares(pixels[None], self.height)[0] if whole else pixels
+        square = middle_squares(pixels[None], self.height, how)[0] if whole else pixels
         return self._crop(square).contiguous()
 
     def _check_tensor(self, images: Tensor, shape: torch.Size, batch: str = "") -> Tensor:

@@ -294,6 +294,7 @@ def describe_images(config: Config, dataset: Dataset) -> dict[str, Any]:
         "channels": [each.shape[1] for each in images],
         "size": list(images[0].shape[2:]) if size is None else [size, size],
         "stored": images[0].shape[2] if config.data.shape == "whole" else None,
+        "interpolation": config.data.interpolation,
     }
 
 
@@ -311,7 +312,9 @@ def build_trainer(
     train = dataset.train
     height, width = train.images[0].shape[2:]
     channels = train.images[0].shape[1]
-    augmentation = Augmentation.from_config(config.augment, channels, (height, width))
+    augmentation = Augmentation.from_config(
+        config.augment, channels, (height, width), config.data.interpolation
+    )
     return Trainer(config, network, objective, augmentation, train, device)
 
 

@@ -29,7 +29,8 @@ def find_sources(config: Config, dataset: Dataset, device: torch.device | str = 
     def embed(images: ImageArray) -> NDArray[np.float32]:
         if config.data.shape == "whole":
             sizes = None if train.sizes is None else train.sizes[0]
-            images = MiddleSquares(images, sizes, config.augment.size or images.shape[2])
+            size = config.augment.size or images.shape[2]
+            images = MiddleSquares(images, sizes, size, config.data.interpolation)
         return _embed(config, images, device)
 
     return assign_sources(config.partition, dataset, config.split_seed, embed)

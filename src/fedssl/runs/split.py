@@ -34,7 +34,7 @@ def load_evaluated_dataset(config: Config, dataset: Dataset) -> Dataset:
     """
     size, shapes = config.evaluate.size or config.augment.size, dataset.train.images
     if config.data.shape == "whole":
-        return select_squares(dataset, size or shapes[0].shape[2])
+        return select_squares(dataset, size or shapes[0].shape[2], config.data.interpolation)
     if size in (None, config.data.size) or not len(dataset.train):
         return dataset
     return convert_channels(load_run_dataset(config, size), [each.shape[1] for each in shapes])

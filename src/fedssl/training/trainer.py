@@ -197,7 +197,8 @@ class Trainer:
             index = members.cpu() if self.feed.streams else members
             return self.feed.images[modality][index].to(self.device)
         sizes = None if split.sizes is None else split.sizes[modality]
-        squares = MiddleSquares(split.images[modality], sizes, height)
+        how = self.augmentation.interpolation
+        squares = MiddleSquares(split.images[modality], sizes, height, how)
         return squares[members.cpu()].to(self.device)
 
     def encode(self, views: tuple[Tensor, ...], state: Tensor | None = None) -> Encodings:
