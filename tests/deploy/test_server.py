@@ -20,6 +20,7 @@ import torch
 from helpers import edit_config, refused, relative
 from image_folders import save
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("flwr")
 from far import BYOL, Here
@@ -248,6 +249,39 @@ def test_what_the_server_lacks_is_said_before_the_sites_are_asked(
             config = settled(word, "engine.timeout=0.1")
             serve_here(config, sites, tmp_path / "far", "ward")
         assert not (tmp_path / "far" / "config.yaml").exists()
+
+
+def start_weights(folder: Path, sites: Path) -> Path:
+    """The encoder of a short run, as a file to start from."""
+    local(settled("rounds=1"), sites, folder)
+    return folder / "encoder.safetensors"
+
+
+def test_sites_have_a_copy_of_the_weights_that_are_never_sent(sites: Path, tmp_path: Path) -> None:
+    file = start_weights(tmp_path / "start", sites)
+    config = settled("encoder.train=last:1", f"encoder.init={file}")
+    grid = grid_of(config, sites)
+    assert "this site has no copy of its weights" in hello(grid)["fault"]
+    load_experiment.cache_clear()
+    for context in grid.contexts.values():
+        context.node_config["weights"] = str(file)
+    serve(grid, config, tmp_path / "far", False)
+    assert relative(weights(tmp_path / "far"), local(config, sites, tmp_path / "near")) < 1e-10
+
+
+def test_sites_with_other_weights_than_the_server_are_refused(sites: Path, tmp_path: Path) -> None:
+    file, other = start_weights(tmp_path / "start", sites), tmp_path / "other.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.weight"][0, 0, 0, 0] += 1e-3
+    save_file(tensors, other)
+    config = settled("encoder.train=last:1", f"encoder.init={file}")
+    grid = grid_of(config, sites)
+    for context in grid.contexts.values():
+        is_clinic = context.node_config["data"] == str(sites / "clinic")
+        context.node_config["weights"] = str(other if is_clinic else file)
+    with refused("encoder.init", says="others at clinic."):
+        serve(grid, config, tmp_path / "far", False)
+    assert not (tmp_path / "far" / "config.yaml").exists()
 
 
 def test_secure_sums_between_sites(sites: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_what_sites_record_is_what_the_server_counts(
     assert told.pop("site") == site_module._site_number(
         site_module.state_folder(str(sites / "ward"))
     )
-    shape = {"channels": [3], "height": 16, "width": 16, "classes": []}
+    shape = {"channels": [3], "height": 16, "width": 16, "classes": [], "constants": ""}
     assert told == {"name": "ward", "samples": 7, **shape}
     if words == ("algorithm.name=fedavg",):
         assert (second["round"], second["task"], second["bytes"]) == (1, "train", 78640 * 8 + 8)

@@ -75,6 +75,19 @@ def test_a_site_that_cannot_take_part_is_named_once_and_left_alone_for_a_while(
     assert nodes.asked_nodes == [1, 2, 3, 4, 2] and not capsys.readouterr().err
 
 
+def test_a_site_that_comes_back_with_other_weights_is_not_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = replace(A, constants="0" * 64)
+    nodes = Nodes({1: first})
+    nodes.sites = nodes.wait(1, 60.0)
+    nodes.answers = {2: replace(first, constants="1" * 64)}
+    assert nodes.place([0]) == {}
+    assert "not those that it started the run with" in capsys.readouterr().err
+    nodes.answers = {3: first}
+    assert nodes.place([0]) == {0: 3}
+
+
 def test_a_silent_node_costs_no_round_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cost each exchange two minutes. A run starts after a moment of patience."""
     nodes = Nodes({1: A, 2: B, 3: "silent"})
@@ -101,6 +114,7 @@ def test_a_round_waits_for_greetings_only_if_it_would_be_skipped_otherwise(
     [
         ({"samples": 2**31 - 1}, "claims 2,147,483,647 images, above engine.max_samples=10000000"),
         ({"samples": 2**31}, "a message that fedssl did not write (ValueError)"),
+        ({"constants": "\x1b"}, "a message that fedssl did not write (ValueError)"),
         ({"name": "ward\x1b[2J"}, "a message that fedssl did not write (ValueError)"),
         ({"fault": "no\nfedssl: \x1b[2Jward"}, "no\\nfedssl: \\x1b[2Jward"),
         ({"version": "9\n\x1b"}, f"has fedssl 9\\n\\x1b, the server {__version__}: install"),

@@ -198,6 +198,12 @@ def test_weights_to_start_from_are_the_servers(
     for word in ("algorithm.name=ditto", "algorithm.norm_policy=reset"):
         with refused("encoder.init", says=word):
             write_app(app, "default", [*WORDS, "algorithm.local_epochs=1", init, word])
+    part = [*WORDS, "encoder.train=last:1", init]
+    write_app(tmp_path / "part", "default", part)  # each site has a copy
+    for page in ("SITES.md", "SERVER.md"):
+        assert "file of weights" in " ".join((tmp_path / "part" / page).read_text().split())
+    assert 'weights="/home' in (tmp_path / "part" / "SITES.md").read_text()
     write_app(app, "default", [*WORDS, init])
+    assert "file of weights" not in (app / "SITES.md").read_text()
     tree = yaml.safe_load((app / "fedssl_app" / "recipe.yaml").read_text())
     assert tree["encoder"]["init"] == str(tmp_path / "encoder.safetensors")

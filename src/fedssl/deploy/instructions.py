@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedssl import __version__
-from fedssl.config import Config, plugins
+from fedssl.config import TIMM, Config, plugins
+from fedssl.deploy.site import needs_copy
 from fedssl.federation.algorithm import Algorithm, build_algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.federation.task import ClientTask
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FLOWER = "1.41.0"  # the version that these commands were tried with
 NODE_CONFIG = 'data="/srv/images"'
+WEIGHTS = ' weights="/home/YOU/fedssl/encoder.safetensors"'
 SUM_KEYS = ' key="/home/YOU/fedssl/site.key" peers="/home/YOU/fedssl/peers"'
 
 
@@ -38,7 +40,8 @@ def fill_template(template: str, **values: object) -> str:
 
 def required_extras(config: Config) -> list[str]:
     """List the extras that have to be installed with the package."""
-    return ["flower", *(["privacy"] if config.privacy.noise is not None else [])]
+    has_noise, is_timm = config.privacy.noise is not None, config.encoder.name.startswith(TIMM)
+    return ["flower", *(["privacy"] if has_noise else []), *(["timm"] if is_timm else [])]
 
 
 def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None) -> str:
@@ -57,7 +60,8 @@ def write_site_instructions(config: Config, recipe: str, traffic: Traffic | None
         config=config,
         round_size=size,
         extras=",".join(required_extras(config)),
-        node_config=NODE_CONFIG + SUM_KEYS * config.privacy.secure,
+        node_config=NODE_CONFIG + WEIGHTS * needs_copy(config) + SUM_KEYS * config.privacy.secure,
+        needs_copy=needs_copy(config),
         messages=list_exchanges(config),
         traffic=traffic,
         statistics=_names(statistics),
@@ -81,6 +85,7 @@ def write_server_instructions(config: Config, folder: Path) -> str:
         "SERVER.md",
         config=config,
         public=getattr(config.algorithm, "public", 0),
+        needs_copy=needs_copy(config),
         extras=",".join((*required_extras(config), *config.log)),
         connection=CONNECTION,
         run=folder / "run",

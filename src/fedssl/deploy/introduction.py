@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,11 @@ from fedssl.util.files import make_folders, write_json
 
 @dataclass(frozen=True)
 class Introduction:
-    """A site's name, how many images it has, and their shape. Its fedssl's version goes beside."""
+    """A site's name, how many images it has, and their shape. Its fedssl's version goes beside.
+
+    ``constants`` is a digest of the weights that do not train. They are not sent, so the server's
+    and all sites' must be equal.
+    """
 
     site: str  # a random number that the site keeps: its name may not be unique
     name: str
@@ -27,6 +32,7 @@ class Introduction:
     height: int
     width: int
     classes: tuple[str, ...] = ()  # only where the objective needs labels
+    constants: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values that no site of ours sends, so that a stranger cannot end the server."""
@@ -36,6 +42,8 @@ class Introduction:
             raise ValueError("numbers")
         if not all(isinstance(t, str) and t.isprintable() and 0 < len(t) < 256 for t in texts):
             raise ValueError("names")
+        if not re.fullmatch("([0-9a-f]{64})?", self.constants):
+            raise ValueError("constants")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Introduction:

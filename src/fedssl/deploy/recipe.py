@@ -144,7 +144,7 @@ def _estimate(config: Config, sites: int) -> Traffic | None:
 
 
 def check_initial_weights(config: Config) -> None:
-    """Check that the server has the weights of ``encoder.init``, and that sites need no copy."""
+    """Check that the server has the weights of ``encoder.init``, and that sites can have them."""
     init, params = config.encoder.init, config.algorithm
     if init is None:
         return
@@ -152,12 +152,10 @@ def check_initial_weights(config: Config) -> None:
     reasons = {
         f"algorithm.name={params.name}": uses_initial,
         f"algorithm.norm_policy={params.norm_policy}": params.norm_policy == "reset",
-        f"encoder.train={config.encoder.train}": config.encoder.train != "all",
-        f"encoder.norm={config.encoder.norm}": config.encoder.norm == "frozen",
     }
     word = next((word for word, holds in reasons.items() if holds), "")
     missing = "no such file or folder on the server"
-    no_copy = f"with {word} each site needs these weights, and has no copy"
+    no_copy = f"with {word} each site would need all of these weights"
     is_needed = bool(word)
     refuse(
         config,

@@ -28,6 +28,7 @@ from fedssl.runs.folder import check_folder, lock
 from fedssl.runs.loop import Interrupted, RunInFolder, execute
 from fedssl.util.errors import TrainingError, UserError, refuse, resume_hint
 from fedssl.util.files import explain_write_errors
+from fedssl.util.text import shorten_list
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
@@ -137,8 +138,24 @@ def build_server_experiment(
     groups = Groups(images, offsets)
     names = _number_equal_names([site.name for site in sites])
     experiment = assemble(config, own or empty_dataset(first), groups, names)
+    _check_weights(experiment, sites)
     experiment.images = " ".join(sorted(site.site for site in sites))
     return experiment
+
+
+def _check_weights(experiment: Experiment, sites: Sequence[Introduction]) -> None:
+    """Check that the weights that are never sent are the same everywhere."""
+    ours = experiment.trainer.flat.digest_constants()
+    others = [site.name for site in sites if site.constants != ours]
+    if others:
+        encoder = experiment.config.encoder
+        key = "encoder.init" if encoder.init is not None else "encoder.pretrained"
+        raise UserError(
+            f"the weights that do not train are others at {shorten_list(others, 5)}",
+            key=key,
+            value=getattr(encoder, key.rpartition(".")[2]),
+            fix="Give all sites the server's file of weights, and the same version of timm.",
+        )
 
 
 def _number_equal_names(names: Sequence[str]) -> list[str]:

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
 RECORD = "sent.jsonl"
-DATA = "node-config data"  # the one setting of a site
+DATA = "node-config data"  # the one setting that every site has
+WEIGHTS = "node-config weights"
 STRAY_AGE = 60.0  # seconds after which no other process can be at work on a file
 
 
@@ -61,7 +62,8 @@ def client_app(recipe: Path) -> ClientApp:
             about.update(_summarize(request))
             # A run keeps the name of its first attempt, however often its server restarts.
             folder = state_folder(data) / request.history.names[0]
-            site = Site(load_experiment(text, data).engine, folder, "0", True, node_keys(node))
+            engine = load_experiment(text, data, str(node.get("weights", ""))).engine
+            site = Site(engine, folder, "0", True, node_keys(node))
             return write_replies(site.answer(request))
 
         def refuse(error: Exception) -> RecordDict:
@@ -76,7 +78,7 @@ def client_app(recipe: Path) -> ClientApp:
         def reply() -> RecordDict:
             if read_config(text).privacy.secure:
                 node_keys(node).check(state_folder(data) / IDENTITY)
-            experiment = load_experiment(text, data)
+            experiment = load_experiment(text, data, str(node.get("weights", "")))
             if budget := find_budget(experiment.engine, state_folder(data)):
                 budget.check()
             facts = json.dumps(asdict(introduce(experiment, data)))
@@ -111,26 +113,36 @@ def read_config(text: str) -> Config:
 
 
 @functools.lru_cache(maxsize=1)
-def load_experiment(text: str, data: str) -> Experiment:
+def load_experiment(text: str, data: str, weights: str = "") -> Experiment:
     """Load a site's images and build its network, once per process."""
     remove_strays((Path(place) for place, _, _ in os.walk(state_folder(data))), STRAY_AGE)
-    return build_site_experiment(read_config(text), data)
+    return build_site_experiment(read_config(text), data, weights)
 
 
-def build_site_experiment(config: Config, data: str) -> Experiment:
+def needs_copy(config: Config) -> bool:
+    """Return whether each site needs the weights of ``encoder.init``: some are never sent."""
+    encoder = config.encoder
+    return encoder.init is not None and (encoder.train != "all" or encoder.norm == "frozen")
+
+
+def build_site_experiment(config: Config, data: str, weights: str = "") -> Experiment:
     """Build the experiment of a site, whose images are all one client's.
 
     Settings of the server's machine and of evaluation do not hold here, and weights come with
-    each request.
+    each request. Those that do not train come from the site's copy, the file ``weights``.
     """
     if not data:
         fix = "Start the SuperNode with --node-config 'data=\"/folder/with/images\"'."
         raise UserError("not given", key=DATA, fix=fix)
+    if needs_copy(config) and not weights:
+        problem = "a part of the encoder is not sent, and this site has no copy of its weights"
+        fix = 'Add weights="/full/path" to --node-config: a file from the server\'s operator.'
+        raise UserError(problem, problem, key=WEIGHTS, fix=fix)
     config = replace(
         config,
         data=replace(config.data, name="folder", root=data, holdout=0.0, cache=None),
         device="auto",
-        encoder=replace(config.encoder, init=None),
+        encoder=replace(config.encoder, init=weights if needs_copy(config) else None),
         # Each message gets a new process, which would pay for compiling. Torch's number of threads
         # is still that of this machine (its cores, or OMP_NUM_THREADS).
         engine=replace(config.engine, compile="off", threads=torch.get_num_threads()),
@@ -142,7 +154,12 @@ def build_site_experiment(config: Config, data: str) -> Experiment:
     except UserError as error:
         raise _in_site_terms(error) from None
     dataset = replace(dataset, test=None, clients=())
-    return build_site(config, dataset)
+    try:
+        return build_site(config, dataset)
+    except UserError as error:
+        if error.key == "encoder.init":  # the path is the site's own
+            error.key, error.public = WEIGHTS, "its copy of the weights cannot be used"
+        raise
 
 
 def _in_site_terms(error: UserError) -> UserError:
@@ -170,6 +187,7 @@ def introduce(experiment: Experiment, data: str) -> Introduction:
         height,
         width,
         tuple(experiment.dataset.classes) if labelled else (),
+        experiment.trainer.flat.digest_constants(),
     )
 
 

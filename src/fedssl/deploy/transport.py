@@ -92,6 +92,8 @@ class SiteTransport(GridTransport):
                 self.greeted[number] = node
         for node, content in sorted(self.collect(self.greeted).items()) if self.greeted else ():
             answer = _read_introduction(content, self.settings.max_samples)
+            if isinstance(answer, Introduction) and self._has_other_weights(answer):
+                answer = "its weights that do not train are not those that it started the run with"
             if isinstance(answer, Introduction):
                 self.connected[node] = answer
                 self.refused.pop(node, None)
@@ -101,6 +103,10 @@ class SiteTransport(GridTransport):
             if now - self.asked[node] > GREETING_TIMEOUT:
                 del self.greeted[number]
                 self._refuse(node, "no answer")
+
+    def _has_other_weights(self, site: Introduction) -> bool:
+        """Return whether a site of the run has come back with others, from another file."""
+        return any(m.site == site.site and m.constants != site.constants for m in self.sites)
 
     def _refuse(self, node: int, reason: str) -> None:
         """Do not ask a node for a while, and say so if the reason is new."""
