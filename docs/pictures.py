@@ -20,7 +20,7 @@ from playwright.sync_api import sync_playwright
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT, COLORS = 1400, 880, 128
 SECTIONS = {"curves": "first", "neighbours": "first", "clients": "sites"}  # section: run
-PARTITION = "fedssl partition folder data.root=photos data.levels=client,class data.size=16"
+PARTITION = "fedssl partition sites data.root=photos data.levels=client,class encoder.name=tiny"
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     given = parser.parse_args()
     folder: Path = given.folder.resolve()
-    words = [*PARTITION.split(), "partition.name=folder", "--out", str(IMAGES / "partition.png")]
+    words = [*PARTITION.split(), "--out", str(IMAGES / "partition.png")]
     subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     for name, content in _take_screenshots(folder, given.chromium):
         picture = Image.open(BytesIO(content)).convert("RGB").quantize(COLORS)

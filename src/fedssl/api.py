@@ -384,7 +384,10 @@ def _read_keys(
     values: dict[str, Any] = dict(objects.names)
     if objects.are_clients and resumed is None:
         values["partition.name"] = "folder"
-    return name, base, {**values, **_dotted(overrides)}
+    values |= _dotted(overrides)
+    from fedssl.runs.fit import fit_recipe
+
+    return name, fit_recipe(base, values), values
 
 
 def _read_recipe(

@@ -25,7 +25,7 @@ from fedssl.util.errors import UserError
 CLASSES = {"cifar10": 10, "cifar100": 100, "fashion-mnist": 10}
 PERSONAL = ("ditto", "standalone", "featarc")
 TREES = {name: config.read_recipe(name) for name in config.list_recipes()}
-for name in ("default", "folder"):  # these leave most settings to their parts
+for name in ("default", "folder", "sites"):  # these leave most settings to their parts
     full = config.flatten(config.to_tree(config.resolve(TREES[name])))
     TREES[name] = config.with_values({}, {k: v for k, v in full.items() if v is not None})
 

@@ -15,7 +15,7 @@ from fedssl.util.errors import UserError
 
 DCCO, FEDEMA = "dcco/table1/dcco/noniid-4", "fedema/table3/fedbyol/cifar10-noniid"
 MOCO = "fedema/table1/fedmocov1-program/cifar10-noniid"
-GENERAL = ("default", "folder")  # recipes whose settings belong to their parts
+GENERAL = ("default", "folder", "sites")  # recipes whose settings belong to their parts
 
 
 def resolution(recipe: str, words: str) -> config.Resolution:

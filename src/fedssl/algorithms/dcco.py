@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from fedssl.config import AlgorithmParams, Config, Recipe, key
-from fedssl.federation.algorithm import Algorithm, is_one_plain_step, require_objective
+from fedssl.federation.algorithm import (
+    Algorithm,
+    Suits,
+    is_one_plain_step,
+    require_objective,
+)
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
@@ -85,6 +90,7 @@ class DCCO(Algorithm):
 
     params: Params
     objective: MomentObjective
+    suits = Suits("for many sites, or few images at a site")
     minimum_images = 1  # statistics are over the whole cohort
     weight = "used"  # N_k of Eq. 3
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedssl.algorithms.divergence import DivergenceAware, DivergenceParams, mix
 from fedssl.algorithms.fedu import require_predictor
 from fedssl.config import AlgorithmParams, Config, Recipe, key
+from fedssl.federation.algorithm import Suits
 from fedssl.federation.client import Client
 from fedssl.federation.cohort import Cohort
 from fedssl.federation.server import Server
@@ -85,6 +86,7 @@ class FedEMA(DivergenceAware):
                 require_predictor(config, "algorithm.parts", "predictor")
 
     params: Params
+    suits = Suits("for few sites with many images each", most_sites=32, fewest_images=1000)
 
     def round(self, server: Server, cohort: Cohort) -> None:
         """Average and log; warn if clients no longer share anything."""

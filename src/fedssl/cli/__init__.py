@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   fedssl run rounds=50 seed=1 --out runs/a    the same with other keys
   fedssl run dcco/table1/dcco/noniid-4        a row of a paper's table
   fedssl run --resume --out runs/a            continue after Ctrl-C or a crash
-  fedssl run folder data.root=DIR             your own images
+  fedssl run sites data.root=DIR              your own images, a folder for each site
   fedssl recipes fedema/table3                a table's recipes, with the paper's numbers
   fedssl reproduce fedema/table3 --scale 0.1  all of them, with a tenth of the rounds
 

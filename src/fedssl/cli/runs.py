@@ -83,9 +83,12 @@ def _run(options: argparse.Namespace) -> int:
     name, words = split_words(options.words)
     recipe = read_recipe(name, options.out if options.resume else None)[1]
     held = find_config(options.out) if options.resume else None
+    from fedssl.runs.fit import fit_recipe
+
+    fitted = fit_recipe(recipe, words)
     if options.explain:
-        return _explain(recipe, words)
-    tree = config.apply_words(recipe, words)
+        return _explain(recipe, fitted, words)
+    recipe, tree = fitted, config.apply_words(fitted, words)
     # Words without lists, for a sweep's folder, are an error that the sweep reports.
     if config.find_sweep(tree) or (held is not None and held.name == SWEEP):
         notes = list(config.find_omissions(recipe, tree))
@@ -119,13 +122,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(recipe: config.Recipe, words: Sequence[str]) -> int:
+def _explain(recipe: config.Recipe, fitted: config.Recipe, words: Sequence[str]) -> int:
     """Print the keys that differ from the recipe, with where each value comes from."""
     from fedssl.util.text import align_columns
 
     before, tree, named = (
         config.resolve(recipe),
-        config.apply_words(recipe, words),
+        config.apply_words(fitted, words),
         config.read_words(words),
     )
     for values in config.combine_values(tree):  # one, or the runs of a sweep

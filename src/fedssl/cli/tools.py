@@ -53,6 +53,7 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.data.heterogeneity import describe_clusters
     from fedssl.data.load import load_dataset
     from fedssl.data.partition import client_names
+    from fedssl.runs.fit import fit_recipe
     from fedssl.runs.sources import find_sources
     from fedssl.runs.split import split_clients
     from fedssl.util.device import pick_device
@@ -60,7 +61,7 @@ def _partition(options: argparse.Namespace) -> int:
     from fedssl.util.text import terminal_width
 
     recipe, words = split_words(options.words)
-    settings = config.resolve(config.read_recipe(recipe), words)
+    settings = config.resolve(fit_recipe(config.read_recipe(recipe), words), words)
     with stage("loading the images"):
         dataset = load_dataset(settings.data, settings.split_seed)
         sources = find_sources(settings, dataset, pick_device(settings.device))

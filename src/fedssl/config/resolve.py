@@ -4,8 +4,9 @@ The settings of a run come from four places. Later ones win:
 
 1. the defaults of the keys,
 2. the settings that the parts recommend (``recommended`` of an algorithm, an objective or a
-   partition; :mod:`fedssl.config.catalogue` for data sets and encoders; at last
-   :mod:`fedssl.config.preprocessing` for the weights that an encoder starts from),
+   partition; :mod:`fedssl.config.catalogue` for data sets and encoders; then
+   :mod:`fedssl.config.preprocessing` for the weights that an encoder starts from; at last
+   ``fit`` of a recipe, which suits the user's data),
 3. the recipe,
 4. the user's words.
 
@@ -34,6 +35,7 @@ from fedssl.config.variants import BASE_PARAMS, DEFAULT_NAMES, VARIANTS, key_typ
 from fedssl.util.errors import UserError, format_value
 
 Words = Sequence[str] | Mapping[str, Any]
+FIT = "fit"  # of a recipe: settings for the user's data, which higher packages fill in
 
 # The parts that recommend settings. Later ones win: only the data set knows of its labels.
 _PARTS = {"encoder": Encoder.name, **DEFAULT_NAMES, "data": Data.name}
@@ -69,7 +71,7 @@ class Resolution:
         self._refused: list[tuple[str, Any, str]] = []  # key, value and problem
         recipe = self.recipe
         while True:
-            explicit = with_values(recipe, self.given)
+            explicit = with_values(_without(recipe, FIT), self.given)
             layers = list(self._list_recommendations(explicit))
             named = {section: {"name": name} for section, name in self._names.items()}
             tree = functools.reduce(merge, [named, *(layer for _, layer in layers)])
@@ -109,9 +111,9 @@ class Resolution:
 
         Recommendations may name further parts, so names are looked up until they stay the same.
         """
-        names: dict[str, str] = {}
+        names, fit = dict[str, str](), _keys(self.recipe, FIT)
         for _ in _ORDER:
-            layers = [self._find_recommended(section, names) for section in names]
+            layers = [self._find_recommended(section, names) for section in names] + [fit]
             tree = functools.reduce(_overlay, [*layers, explicit])
             found = {s: self._choose_name(s, explicit, layers) for s in _ORDER}
             if found == names:
@@ -121,8 +123,11 @@ class Resolution:
         for section, name in names.items():
             layer = self._find_recommended(section, names)
             yield f"{section}.name={name}", _select(layer, tree, names)
-        source, layer = recommend_for_weights(_keys(explicit, "encoder"), names["encoder"])
+        fit = _select(self._without_refused(fit), tree, names)
+        weights = {**_keys(fit, "encoder"), **_keys(explicit, "encoder")}
+        source, layer = recommend_for_weights(weights, names["encoder"])
         yield source, self._without_refused(layer)
+        yield "your sites", fit
 
     def _choose_name(self, section: str, explicit: Recipe, layers: Sequence[Recipe]) -> str:
         """Return the explicit name, or the recommended one that has the keys that are given."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedssl import config as configuration
 from fedssl.config import Config, plugins
+from fedssl.config.resolve import FIT
 from fedssl.data.dataset import Dataset, Groups
 from fedssl.data.load import load_dataset
 from fedssl.deploy.estimate import Traffic, estimate_traffic
@@ -19,6 +20,7 @@ from fedssl.federation.algorithm import build_algorithm
 from fedssl.federation.sampling import cohort_size
 from fedssl.privacy.aggregators import build_aggregator
 from fedssl.runs.build import assemble
+from fedssl.runs.fit import fit_recipe
 from fedssl.runs.split import public_images
 from fedssl.runs.validate import check_deployment
 from fedssl.util.errors import UserError, refuse
@@ -52,11 +54,12 @@ def adapt_recipe(recipe: str, words: Sequence[str]) -> Config:
         if given.get(key, value) != value:
             raise UserError(reason, key=key, value=given[key], fix="Leave it out.")
     fixed = [f"{key}={value}" for key, (value, _) in FIXED.items()]
+    tree = fit_recipe(_drop_simulation_keys(recipe), words, is_deployed=True)
     # A recipe's data.root holds all clients' images. Here it is for the server's own.
-    fixed += [] if "data.root" in given else ["data.root=null"]
+    fixed += [] if "data.root" in given and FIT not in tree else ["data.root=null"]
     # Baselines would be trained at all sites, one after another.
     fixed += [] if "evaluate.baselines" in given else ["evaluate.baselines=[]"]
-    config = configuration.resolve(_drop_simulation_keys(recipe), [*words, *fixed])
+    config = configuration.resolve(tree, [*words, *fixed])
     if config.engine.sites is None:
         raise UserError(
             "the number of sites is not set",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -35,11 +36,24 @@ class Result:
     """The models that clients train, by client, where the server knows them all."""
 
 
+@dataclass(frozen=True)
+class Suits:
+    """The sites that an algorithm is made for: rules of thumb, for the recipe ``sites``."""
+
+    reason: str
+    most_sites: float = math.inf
+    fewest_images: int = 1  # of each site
+
+    def includes(self, sizes: Sequence[int]) -> bool:
+        """Return whether sites with so many images each are meant."""
+        return len(sizes) <= self.most_sites and min(sizes) >= self.fewest_images
+
+
 class Algorithm(ABC):
     """Both halves of a method: :meth:`round` runs at the server, its tasks run at clients.
 
     A task is a method with the decorator :func:`~fedssl.federation.task.client_task`. Subclasses
-    may also set ``Params``, ``result``, ``weight`` and ``pools_data``, and override
+    may also set ``Params``, ``result``, ``weight``, ``pools_data`` and ``suits``, and override
     :meth:`validate`, :attr:`minimum_images`, :meth:`exact_on_union`, :meth:`server_model` and
     :meth:`personal_weights`.
     """
@@ -48,6 +62,7 @@ class Algorithm(ABC):
     result: ClassVar[Result] = Result()
     weight: Weight = "samples"  # how clients count in every mean
     pools_data: ClassVar[bool] = False  # the server has all data: nothing is federated
+    suits: ClassVar[Suits | None] = None  # None: the recipe ``sites`` does not choose it
 
     def __init__(self, params: AlgorithmParams, objective: Objective) -> None:
         self.params = params

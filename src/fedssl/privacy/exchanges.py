@@ -87,7 +87,8 @@ def list_exchanges(config: Config) -> str:
 def _greeting(algorithm: Algorithm) -> str:
     text = (
         "again whenever site or server come back: the version of fedssl, the folder's name, how "
-        "many images there are, their size, and a random number to know this site by"
+        "many images there are, their size, a random number to know this site by, and a digest of "
+        "weights that do not train"
     )
     return text + (", and the classes' names" if algorithm.objective.needs_labels else "")
 
