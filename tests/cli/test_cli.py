@@ -226,6 +226,7 @@ def test_commands_that_take_seconds_say_what_they_do(
     sweep = "seed=[0,1] rounds=0 evaluate.baselines=[] evaluate.protocols=knn"
     for command, text in {
         f"evaluate {tmp_path / 'run'}": "reading the run",
+        f"evaluate {tmp_path / 'run'} evaluate.k=5": "evaluating an untrained encoder",
         f"export {tmp_path / 'run'} --format safetensors --out {tmp_path / 'a'}": "writing",
         f"deploy init {tmp_path / 'app'} folder engine.sites=2 data.size=32": "checking the recipe",
         "partition partition.samples=8": "loading the images",

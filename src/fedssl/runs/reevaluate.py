@@ -44,8 +44,10 @@ def evaluate(run: Path, words: Sequence[str]) -> dict[str, dict[str, float]]:
         _warn(warning)
     evaluator, models = experiment.evaluator, experiment.models
     models.best = experiment.guard.best
-    untrained = evaluator.evaluate_untrained(experiment.untrained())
-    result = evaluator.evaluate_result(models)
+    with stage("evaluating an untrained encoder"):
+        untrained = evaluator.evaluate_untrained(experiment.untrained())
+    with stage("evaluating the trained encoder"):
+        result = evaluator.evaluate_result(models)
     rows = {"untrained": untrained, "result": result}
     _append(run, {"rounds": done, "changed": list(words), "rows": rows})
     return {"untrained": untrained, **split_models("result", result, models.result)}
