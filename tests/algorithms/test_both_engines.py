@@ -32,6 +32,8 @@ CASES = [
     "augment.small=1 algorithm.local_steps=2 data.labels=40 partition.clients=6",
     f"{GOSSIP} cohort.dropout=0.2",
     f"{SIMCLR} algorithm.name=fedprox algorithm.mu=2 algorithm.local_epochs=2 algorithm.batch=3",
+    f"{SIMCLR} algorithm.name=scaffold algorithm.local_epochs=2 algorithm.batch=3 cohort.size=3",
+    f"{SIMCLR} algorithm.name=ldawa algorithm.local_epochs=2 algorithm.batch=3",
     FEDCA,
     f"{FEDCA} cohort.size=3 algorithm.norm_policy=local",
     f"{FEDCA} data.halves=true encoder.towers=2 encoder.norm=group",

@@ -35,6 +35,14 @@ CLUSTERS = "objective.name=deepcluster objective.projector=32,16 objective.clust
         ("fedca", "objective.name=cco", "objective.name", "cco"),
         ("fedca", "partition.clients=63", "algorithm.name", "fedca"),  # a client has one image
         ("fedca", "privacy.noise=1", "privacy.noise", 1.0),
+        ("gossip", "algorithm.name=scaffold client.momentum=0.9", "client.momentum", 0.9),
+        ("gossip", "algorithm.name=scaffold client.optimizer=adam", "client.optimizer", "adam"),
+        (
+            "gossip",
+            "algorithm.name=scaffold algorithm.norm_policy=local",
+            "algorithm.norm_policy",
+            "local",
+        ),
         ("featarc", "algorithm.clusters=6", "algorithm.clusters", 6),  # of 5 clients
         ("featarc", "cohort.average=median", "cohort.average", "median"),
         ("featarc", "privacy.noise=1", "privacy.noise", 1.0),

@@ -78,6 +78,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "featarc-simclr": ("algorithm.name=featarc", *EPOCHS, *SIMCLR),
     "standalone-swav": ("algorithm.name=standalone", *EPOCHS, "objective.name=swav", HEAD),
     "fedprox-simclr": ("algorithm.name=fedprox", *EPOCHS, *SIMCLR),
+    "scaffold-simclr-partial": (
+        "algorithm.name=scaffold", *EPOCHS, *SIMCLR, "client.momentum=0", "cohort.size=3",
+    ),
+    "ldawa-simclr": ("algorithm.name=ldawa", *EPOCHS, *SIMCLR),
     "fedu-byol": ("algorithm.name=fedu", *EPOCHS, *BYOL),
     "fedema-byol-partial": ("algorithm.name=fedema", *EPOCHS, *BYOL, "cohort.size=3"),
     "ditto-byol": ("algorithm.name=ditto", *EPOCHS, *BYOL),

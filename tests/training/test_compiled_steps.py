@@ -66,6 +66,7 @@ def test_views_of_two_sizes_are_not_stacked() -> None:
         (f"{BYOL} algorithm.name=ditto algorithm.lambda=3", 2),  # of the personal models too
         (f"{BYOL} algorithm.name=fedema algorithm.norm_policy=local", 1),
         (f"{SIMCLR} algorithm.name=fedprox algorithm.mu=2", 1),
+        (f"{SIMCLR} algorithm.name=scaffold client.momentum=0", 1),
         (f"{SIMCLR} algorithm.name=featarc algorithm.clusters=1", 1),
         (CCL_WORDS, 2),  # two clients have as many candidates
         (f"{CCL_WORDS} algorithm.remote=only", 2),

@@ -172,6 +172,8 @@ VARIANTS: dict[str, dict[str, str]] = {
         "fedema": "fedssl.algorithms.fedema:FedEMA",
         "ditto": "fedssl.algorithms.ditto:Ditto",
         "fedprox": "fedssl.algorithms.fedprox:FedProx",
+        "scaffold": "fedssl.algorithms.scaffold:Scaffold",
+        "ldawa": "fedssl.algorithms.ldawa:LDAWA",
         "featarc": "fedssl.algorithms.featarc:FeatARC",
         "gossip": "fedssl.algorithms.gossip:Gossip",
         "ccl": "fedssl.algorithms.ccl:CCL",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -44,15 +45,15 @@ class CompiledSteps:
         inputs: tuple[Tensor, ...] = (),
     ) -> CompiledStep | None:
         """Return the compiled step for these shapes, or ``None`` while they are rare."""
-        weight = None if pull is None else pull.weight
+        term = None if pull is None else (pull.weight, pull.is_constant)
         function = None if loss is None else loss.function
-        shapes = (batch, weight, function, *(i.shape for i in inputs))
+        shapes = (batch, term, function, *(i.shape for i in inputs))
         self._uses[shapes] += loss is None or loss.recurs
         fits = self.may_capture and len(self.by_shape) < MAX_SHAPES
         if shapes not in self.by_shape and (loss is None or (fits and self._uses[shapes] > RARE)):
             if not self.by_shape:
                 self.trainer.announce_compiling()
-            self.by_shape[shapes] = CompiledStep(self.trainer, batch, weight, function, inputs)
+            self.by_shape[shapes] = CompiledStep(self.trainer, batch, pull, function, inputs)
         return self.by_shape.get(shapes)
 
     @property
@@ -64,8 +65,7 @@ class CompiledSteps:
         """Make the steps that a twin's trainer has; other shapes take the plain way."""
         for shapes, step in other.by_shape.items():
             if shapes not in self.by_shape:
-                weight = None if step.pull is None else step.pull.weight
-                settings = (weight, step.function, step.inputs)
+                settings = (step.pull, step.function, step.inputs)
                 self.by_shape[shapes] = CompiledStep(self.trainer, len(step.members), *settings)
 
     def clear(self) -> None:
@@ -84,7 +84,7 @@ class CompiledStep:
         self,
         trainer: Trainer,
         batch: int,
-        pull: float | None,
+        pull: Pull | None,
         function: Callable[..., Tensor] | None,
         inputs: tuple[Tensor, ...],
     ) -> None:
@@ -98,8 +98,9 @@ class CompiledStep:
         self.draw = torch.zeros_like(self.state[0]) if trainer.objective.draws else None
         self.lr = torch.zeros((), dtype=trainer.dtype, device=trainer.device)
         self.total = torch.zeros_like(self.lr)
-        self.anchor = torch.zeros_like(trainer.initial) if pull is not None else None
-        self.pull = None if pull is None or self.anchor is None else Pull(pull, self.anchor)
+        self.pull = None
+        if pull is not None:
+            self.pull = replace(pull, anchor=torch.zeros_like(pull.anchor))
         trainer.augmentation.constants(self.state.device)
         networks = [trainer.flat] if trainer.target is None else [trainer.flat, trainer.target]
         rounding = (BF16Weights(flat) for flat in networks if trainer.precision == "bf16")
@@ -122,8 +123,8 @@ class CompiledStep:
         if self.draw is not None and draw is not None:
             self.draw.copy_(draw)
         self.total.zero_()
-        if self.anchor is not None and pull is not None:
-            self.anchor.copy_(pull.anchor)
+        if self.pull is not None and pull is not None:
+            self.pull.anchor.copy_(pull.anchor)
 
     def __call__(self, members: Tensor, state: Tensor, *inputs: Tensor) -> None:
         """Train on these samples and add the loss to ``total``."""

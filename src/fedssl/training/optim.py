@@ -23,10 +23,20 @@ LARS_TRUST = 0.001  # η of You et al. 2017, section 4
 
 @dataclass(frozen=True)
 class Pull:
-    """A proximal term weight/2 ‖v − anchor‖² on the parameters (Eq. 9 of the second paper)."""
+    """A term of every step's gradient that does not come from images: weight · (v − anchor).
+
+    It is the gradient of the proximal term weight/2 ‖v − anchor‖² (Eq. 9 of the second paper).
+    With ``is_constant`` it is −weight · anchor, whatever the parameters v are.
+    """
 
     weight: float
     anchor: Tensor
+    is_constant: bool = False
+
+    def add_to(self, gradient: Tensor, params: Tensor) -> None:
+        """Add the term to a gradient."""
+        anchor = self.anchor[: len(params)]
+        gradient.add_(-anchor if self.is_constant else params - anchor, alpha=self.weight)
 
 
 def start(rule: Optimizer, params: Tensor) -> State:

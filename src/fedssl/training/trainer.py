@@ -234,7 +234,7 @@ class Trainer:
         """Step along the gradients; return the change of the network's parameters."""
         flat, target, rule = self.flat, self.target, self.config.client
         if pull is not None:
-            flat.gradient.add_(flat.params - pull.anchor[: flat.parameter_count], alpha=pull.weight)
+            pull.add_to(flat.gradient, flat.params)
         state, gradient = self.rule_state, flat.gradient
         change = optim.step(rule, state, flat.params, gradient, lr, flat.layers, flat.depths)
         flat.params.add_(change)
