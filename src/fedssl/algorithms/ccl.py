@@ -390,7 +390,8 @@ class Step(Steps):
         epoch, drawn = client.positions(self.number)
         members = client.members[drawn]
         with trainer.restored(), torch.no_grad():
-            query = trainer.encode_batch(members, client.random_state(epoch, drawn)).encodings[0]
+            state, streamed = client.random_state(epoch, drawn), trainer.feed.send(members)
+            query = trainer.encode_samples(members, state, *streamed)[0]
         # The queue is a ring: its oldest key stands where the next one comes.
         queue = torch.empty(self.places, dtype=self.origins.dtype, device=self.origins.device)
         count = len(self.origins)
