@@ -190,3 +190,9 @@ def test_two_names_are_refused_only_if_they_contradict_each_other(
             resolution("default", " ".join(words))
         except UserError as error:
             assert {error.key, error.against} == {f"{section}.name" for section in sections}, words
+
+
+def test_a_default_that_a_word_contradicts_is_refused() -> None:
+    """It cannot give way to a recommendation, since nothing recommends another."""
+    with refused("augment.small", 2, "takes no small views"):
+        config.resolve({}, ["augment.small=2"])

@@ -169,6 +169,8 @@ class Resolution:
         for tree in (recommended, recipe) if self.named else ():
             for key in pair:
                 value, is_set = _look_up(tree, key)
+                if (key, value, error.problem) in self._refused:  # a default, which does not go
+                    continue
                 if is_set and not (tree is recommended and _look_up(recipe, key)[1]):
                     is_sweep = bool(find_sweep(self.recipe)) or self.named != self.given.keys()
                     if tree is recipe and not is_sweep:

@@ -65,7 +65,7 @@ class SwAV(ProjectorObjective):
         queue: int = key(
             0,
             ge=0,
-            le=10_000_000,
+            le=1_000_000,
             help="Earlier projections of each view that codes are computed with, for batches much "
             "smaller than K. 0: none.",
         )
