@@ -46,9 +46,7 @@ class MoCo(Siamese):
             le=1,
             help="Share of its weights that the key network keeps in a step.",
         )
-        queue: int = key(
-            4096, ge=1, le=1_000_000, help="Number of negatives that the queue holds."
-        )
+        queue: int = key(4096, ge=1, le=1_000_000, help="Number of negatives that the queue holds.")
 
     params: Params
 
