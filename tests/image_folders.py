@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedssl.config import Data
 from fedssl.data.dataset import Dataset, Split
-from fedssl.data.decode import Pixels, decode_splits
+from fedssl.data.decode import Pixels, Storage, decode_splits
 from fedssl.data.image_files import Row, find_images
 from fedssl.data.load import load_dataset
 from fedssl.data.places import cache_folder
@@ -72,5 +72,7 @@ def rows(root: Path, below: str = "") -> list[Row]:
 
 def decode_train(root: Path, size: int | None = 8) -> tuple[Pixels, dict[str, str]]:
     """The images below a folder, through the cache, and the files that cannot be read."""
-    found = decode_splits(root, {"train": rows(root)}, size, cache_folder(Data()), "test", {})
+    found = decode_splits(
+        root, {"train": rows(root)}, Storage(size), cache_folder(Data()), "test", {}
+    )
     return found.images["train"][0].map(), found.unreadable

@@ -145,10 +145,10 @@ def test_of_a_part_of_which_nothing_can_be_read_its_own_files_are_named(
         (root / name).write_text("no")
     parts = {split: rows(root, split) for split in ("train", "test")}
     with refused("data.root", root, "no image for test can be read: test/x.png"):
-        decode.decode_splits(root, parts, 8, cache, "test", {})
+        decode.decode_splits(root, parts, decode.Storage(8), cache, "test", {})
     save(root / "test/y.png")
     parts["test"] = rows(root, "test")
-    found = decode.decode_splits(root, parts, 8, cache, "test", {})
+    found = decode.decode_splits(root, parts, decode.Storage(8), cache, "test", {})
     assert list(found.unreadable) == ["train/b.png", "test/x.png"]
 
 

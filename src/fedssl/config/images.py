@@ -61,6 +61,25 @@ class Data:
         help="Meaning of each folder level below `train/` and `test/`, from the top: "
         "`client,class` is `train/<site>/<class>/`. `null`: detected.",
     )
+    channels: int = key(
+        3,
+        gt=0,
+        needs="name=folder|paired",
+        help="Channels of stored images. `1`: grey. `3`: in colour. Other numbers: TIFF files with "
+        "so many channels.",
+    )
+    window: tuple[float, float] | None = key(
+        None,
+        needs="name=folder|paired",
+        help="Center and width of the values that are stored as 0 to 255, for images of more than "
+        "8 bits; lower and higher values become 0 and 255. `null`: the window in a DICOM file, "
+        "else all its values; 0 to 65535 for others.",
+    )
+    frames: Literal["first", "middle", "all"] = key(
+        "first",
+        needs="name=folder",
+        help="Frames that are used of a file with several: DICOM, TIFF, GIF or WebP.",
+    )
     corrupt: Literal["fail", "skip"] = key(
         "fail",
         needs="name=folder|paired|tiny-imagenet",

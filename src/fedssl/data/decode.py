@@ -12,7 +12,8 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +22,13 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
+from fedssl import config
+from fedssl.data import dicom, tiff
 from fedssl.data.cache import Array, Meta, check_room, grow_array, load_or_build
-from fedssl.data.image_files import Row, digest_files
+from fedssl.data.dicom import Window
+from fedssl.data.image_files import File, Row, digest_files
 from fedssl.data.places import root_error
+from fedssl.data.records import open_image
 from fedssl.data.stored import StoredArray
 from fedssl.util.errors import UserError
 from fedssl.util.status import stage
@@ -36,24 +41,70 @@ DRAFT = 2  # a JPEG file is decoded at no less than this many times the target s
 BYTES_PER_THREAD = 3500  # of an image: with fewer, threads mostly wait for Python's lock
 
 Pixels = NDArray[np.uint8]
+Block = tuple[tuple[Array, ...], dict[str, str]]  # arrays of some rows, and bad files
 S = TypeVar("S")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Storage:
+    """The form in which images are stored, by the keys of ``data``."""
+
+    size: int | None
+    whole: bool = False
+    channels: int = 3
+    interpolation: str = "bilinear"
+    window: Window | None = None  # center and width of the values of images of more than 8 bits
+    frame: int | None = 0  # of a file with several; None: the one in the middle
+
+    @classmethod
+    def from_config(cls, data: config.Data) -> Storage:
+        """Read the keys."""
+        frame = None if data.frames == "middle" else 0
+        whole, how = data.shape == "whole", data.interpolation
+        return cls(data.size, whole, data.channels, how, data.window, frame)
+
+    def decode(self, root: Path, file: File, on_deep: Callable[[], object]) -> Pixels:
+        """Decode a file, or a frame of it."""
+        assert self.size is not None
+        source, number = open_image(root, file)
+        frame = self.frame if number is None else number
+        settings = (self.size, self.channels, self.whole, self.interpolation, self.window)
+        return decode_file(source, *settings, frame, on_deep)
+
+
 def decode_file(
-    path: Path,
+    source: Path | BytesIO,
     size: int,
     channels: int = 3,
     whole: bool = False,
     interpolation: str = "bilinear",
+    window: Window | None = None,
+    frame: int | None = 0,
+    on_deep: Callable[[], object] = lambda: None,
 ) -> Pixels:
-    """Decode an image file to ``[channels, height, width]``: see ``to_pixels``."""
-    with _open_image(path) as image:
+    """Decode an image file to ``[channels, height, width]``: see ``to_pixels``.
+
+    ``on_deep`` is called if an image has more than 8 bits and no ``window`` was given.
+    """
+    if channels not in (1, 3):
+        layers = tiff.to_bytes(tiff.read_channels(source, channels), window, on_deep)
+        images = (to_pixels(Image.fromarray(x), size, 1, whole, interpolation) for x in layers)
+        return np.concatenate(list(images))
+    if dicom.is_dicom(source):
+        image = dicom.read_frame(source, window, frame, on_deep)
+        return to_pixels(image, size, channels, whole, interpolation)
+    with _open_image(source) as image:
+        if frame != 0:
+            count = getattr(image, "n_frames", 1)
+            image.seek(count // 2 if frame is None else frame)
+        if is_deep(image) and window is None:
+            on_deep()
         # JPEG decodes at a fraction of its size for less work. Pixels differ a little from those of
         # the whole image, so an export's steps say it.
         short = size * min(image.size) / max(image.size) if whole else size
         image.draft(None, (math.ceil(DRAFT * short), math.ceil(DRAFT * short)))
-        return to_pixels(image, size, channels, whole, interpolation)
+        return to_pixels(image, size, channels, whole, interpolation, window)
 
 
 def to_pixels(
@@ -62,6 +113,7 @@ def to_pixels(
     channels: int = 3,
     whole: bool = False,
     interpolation: str = "bilinear",
+    window: Window | None = None,
 ) -> Pixels:
     """Turn an image upright, crop its middle square and resize; grey if there is 1 channel.
 
@@ -69,7 +121,7 @@ def to_pixels(
     ``size`` pixels. Without a size, an image is neither cropped nor resized.
     """
     image.load()
-    image = _to_bytes(_turn_upright(image))
+    image = _to_bytes(_turn_upright(image), window)
     method = Image.Resampling[interpolation.upper()]
     if size is not None and whole:
         image = _reduce(image, size, method)
@@ -87,9 +139,9 @@ def decode_files(
     return _map_in_threads(functools.partial(_try, decode), paths)
 
 
-def _try(decode: Callable[[Path], T], path: Path) -> T | str:
+def _try(decode: Callable[[S], T], source: S) -> T | str:
     try:
-        return decode(path)
+        return decode(source)
     except Exception as error:  # Pillow's readers raise nearly anything on broken bytes
         return describe_failure(error)
 
@@ -112,18 +164,18 @@ def list_failures(files: Mapping[str, str]) -> str:
 # One image -----------------------------------------------------------------------------------
 
 
-def _open_image(path: Path) -> Image.Image:
+def _open_image(source: Path | BytesIO) -> Image.Image:
     """Read a file's header; refuse an image that takes gigabytes to decode.
 
     Pillow goes by the header's number of pixels. A JPEG of any size is read at a fraction of it,
     but a progressive one is held in memory whole.
     """
     try:
-        return Image.open(path)
+        return Image.open(source)
     except Image.DecompressionBombError:
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         with contextlib.suppress(SyntaxError):
-            image = JpegImageFile(path)
+            image = JpegImageFile(source)
             if "progressive" not in image.info:
                 return image
             image.close()
@@ -140,14 +192,28 @@ def _turn_upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _to_bytes(image: Image.Image) -> Image.Image:
+def read_size(source: Path | BytesIO) -> tuple[int, int]:
+    """Return the width and height in a file's header."""
+    if dicom.is_dicom(source):
+        return dicom.read_size(source)
+    with Image.open(source) as image:
+        return image.size
+
+
+def is_deep(image: Image.Image) -> bool:
+    """Return whether an image has more than 8 bits, with which it is stored."""
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def _to_bytes(image: Image.Image, window: Window | None) -> Image.Image:
     """Convert to RGB or grey with 8 bits, without alpha. Pillow would cut 16-bit values at 255."""
-    if image.mode == "F":
-        raise ValueError("floating-point pixels, whose range is unknown")
-    if image.mode.startswith("I"):
+    if is_deep(image) and window is not None:
+        image = Image.fromarray(dicom.scale_values(np.asarray(image), window))
+    elif is_deep(image):
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError("32-bit pixels, whose range is unknown")
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            kind = "floating-point" if image.mode == "F" else "32-bit"
+            raise ValueError(f"{kind} pixels, whose range is unknown; set data.window")
         image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     return image if image.mode in ("RGB", "L") else image.convert("RGB")
 
@@ -198,17 +264,16 @@ class Decoded:
     images: dict[str, tuple[StoredArray, ...]]
     sizes: dict[str, tuple[StoredArray, ...]]
     unreadable: dict[str, str]  # path → reason
+    deep: int  # images of more than 8 bits that were scaled without ``data.window``
 
 
 def decode_splits(
     root: Path,
     splits: Mapping[str, Sequence[Row]],
-    size: int | None,
+    storage: Storage,
     cache: Path,
     name: str,
     unpaired: Mapping[str, str],
-    whole: bool = False,
-    interpolation: str = "bilinear",
 ) -> Decoded:
     """Return the rows of each split as arrays of the cache, decoded unless it has them.
 
@@ -217,16 +282,14 @@ def decode_splits(
     """
     files = [file for rows in splits.values() for row in rows for file in row]
     modalities = {split: len(rows[0]) for split, rows in splits.items()}
-    settings = [size, modalities, unpaired, *(["whole"] if whole else [])]
-    settings += [interpolation] if interpolation != "bilinear" else []
+    whole = storage.whole
+    settings: list[object] = [storage.size, modalities, unpaired, *(["whole"] if whole else [])]
+    settings += [storage] if storage != Storage(storage.size, whole) else []
     cached = load_or_build(
         cache,
         f"{name}-{digest_files(root, files, *settings)}",
-        lambda folder: {
-            "unpaired": unpaired,
-            **_decode_into(folder, root, splits, size, whole, interpolation),
-        },
-        lambda meta: _is_mended(root, meta["unreadable"]),
+        lambda folder: {"unpaired": unpaired, **_decode_into(folder, root, splits, storage)},
+        lambda meta: _is_mended(root, meta["unreadable"], storage),
     )
 
     def collect(ending: str) -> dict[str, tuple[StoredArray, ...]]:
@@ -235,13 +298,15 @@ def decode_splits(
             for split, count in modalities.items()
         }
 
-    return Decoded(collect(""), collect("-sizes") if whole else {}, cached.meta["unreadable"])
+    sizes = collect("-sizes") if whole else {}
+    return Decoded(collect(""), sizes, cached.meta["unreadable"], cached.meta.get("deep", 0))
 
 
-def _is_mended(root: Path, unreadable: Iterable[str]) -> bool:
+def _is_mended(root: Path, unreadable: Iterable[str], storage: Storage) -> bool:
     """Return whether an unreadable file can be read now; new permissions keep a file's time."""
     with warnings.catch_warnings(action="ignore"):
-        decoded = decode_files((root / path for path in unreadable), lambda p: decode_file(p, 8))
+        decode = functools.partial(decode_file, size=8, window=storage.window)
+        decoded = decode_files((root / path for path in unreadable), decode)
         return any(not isinstance(pixels, str) for pixels in decoded)
 
 
@@ -249,44 +314,53 @@ def _decode_into(
     folder: Path,
     root: Path,
     splits: Mapping[str, Sequence[Row]],
-    size: int | None,
-    whole: bool,
-    interpolation: str,
+    storage: Storage,
 ) -> Meta:
     """Decode all splits into array files in ``folder``."""
     unreadable: dict[str, str] = {}
+    deep: list[str] = []
+    files = (file for rows in splits.values() for row in rows for file in row)
+    if any(file.path.lower().endswith(dicom.ENDINGS) for file in files):
+        dicom.check_package()
+    if storage.channels not in (1, 3):
+        tiff.check_package(storage.channels)
     total = sum(map(len, splits.values()))
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow's remarks on odd files, one for each
         stage(f"decoding {total:,} images of {root}", total) as progress,
     ):
-        size = size or _common_size(root, splits.values(), whole)
-        check_room(folder, sum(len(rows) * len(rows[0]) for rows in splits.values()) * 3 * size**2)
+        if storage.size is None:
+            size = _common_size(root, splits.values(), storage.whole)
+            storage = replace(storage, size=size)
+        assert storage.size is not None
+        images = sum(len(rows) * len(rows[0]) for rows in splits.values())
+        check_room(folder, images * storage.channels * storage.size**2)
+        decode = functools.partial(_decode_rows, root, storage, deep)
+        chunk = max(1, min(CHUNK, MOST_PIXELS // storage.size**2))
         for split, rows in splits.items():
             names = [f"{split}-{i}" for i in range(len(rows[0]))]
-            names += [f"{name}-sizes" for name in names] if whole else []
+            names += [f"{name}-sizes" for name in names] if storage.whole else []
             paths = [folder / f"{name}.npy" for name in names]
-            decode = functools.partial(_decode_rows, root, size, whole, interpolation)
-            count, failed = _decode_split(rows, size, decode, paths, progress.advance)
+            count, failed = _decode_split(decode, chunk, rows, paths, progress.advance)
             if not count:
                 problem = f"no image for {split} can be read"
                 fix = "Replace the files, or remove them all."
                 raise root_error(root, f"{problem}: {list_failures(failed)}", fix, problem)
             unreadable |= failed
-    return {"root": str(root.resolve()), "size": size, "unreadable": unreadable}
+    found = {"size": storage.size, "unreadable": unreadable, "deep": len(set(deep))}
+    return {"root": str(root.resolve()), **found}
 
 
 def _decode_split(
+    decode: Callable[[Sequence[Row]], Block],
+    chunk: int,
     rows: Sequence[Row],
-    size: int,
-    decode: Callable[[Sequence[Row]], tuple[tuple[Array, ...], dict[str, str]]],
     paths: Iterable[Path],
     advance: Callable[[int], object],
 ) -> tuple[int, dict[str, str]]:
     """Decode rows into files with ``_decode_rows``; return their number, and bad files."""
     count, failed = 0, dict[str, str]()
     mean = statistics.fmean(file.size for row in rows for file in row)
-    chunk = max(1, min(CHUNK, MOST_PIXELS // size**2))
     with contextlib.ExitStack() as stack:
         appends = [stack.enter_context(grow_array(path)) for path in paths]
         decoded = stack.enter_context(
@@ -301,23 +375,24 @@ def _decode_split(
     return count, failed
 
 
-def _decode_rows(
-    root: Path, size: int, whole: bool, interpolation: str, rows: Sequence[Row]
-) -> tuple[tuple[Array, ...], dict[str, str]]:
+def _decode_rows(root: Path, storage: Storage, deep: list[str], rows: Sequence[Row]) -> Block:
     """Decode a block for each modality, without rows that have a bad file; return these files.
 
     Whole images lie in the upper left corner of black squares, and their sizes follow the blocks.
+    Add the paths of images that are stored with fewer bits to ``deep``.
     """
-    blocks = tuple(np.zeros((len(rows), 3, size, size), np.uint8) for _ in rows[0])
-    sizes = tuple(np.zeros((len(rows), 2), np.int64) for _ in rows[0] if whole)
+    assert storage.size is not None
+    shape = (len(rows), storage.channels, storage.size, storage.size)
+    blocks = tuple(np.zeros(shape, np.uint8) for _ in rows[0])
+    sizes = tuple(np.zeros((len(rows), 2), np.int64) for _ in rows[0] if storage.whole)
     bad: dict[str, str] = {}
     count = 0
 
-    def decode(path: Path) -> Pixels:
-        return decode_file(path, size, whole=whole, interpolation=interpolation)
+    def decode(file: File) -> Pixels:
+        return storage.decode(root, file, lambda: deep.append(file.path))
 
     for row in rows:
-        images: list[Pixels | str] = [_try(decode, root / file.path) for file in row]
+        images: list[Pixels | str] = [_try(decode, file) for file in row]
         pairs = zip(row, images, strict=True)
         failed = {file.path: reason for file, reason in pairs if isinstance(reason, str)}
         bad |= failed
@@ -326,7 +401,7 @@ def _decode_rows(
         for k, image in enumerate(each for each in images if not isinstance(each, str)):
             height, width = image.shape[1:]
             blocks[k][count, :, :height, :width] = image
-            if whole:
+            if storage.whole:
                 sizes[k][count] = height, width
         count += 1
     arrays: tuple[Array, ...] = (*blocks, *sizes)
@@ -339,8 +414,8 @@ def _common_size(root: Path, splits: Iterable[Sequence[Row]], whole: bool) -> in
     def read_sizes(rows: Sequence[Row]) -> Counter[tuple[int, int]]:
         sizes: Counter[tuple[int, int]] = Counter()
         for file in itertools.chain.from_iterable(rows):
-            with contextlib.suppress(Exception), Image.open(root / file.path) as image:
-                sizes[image.size] += 1
+            with contextlib.suppress(Exception):
+                sizes[read_size(open_image(root, file)[0])] += 1
         return sizes
 
     rows = list(itertools.chain.from_iterable(splits))

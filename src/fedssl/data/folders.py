@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -13,9 +16,10 @@ import torch
 
 from fedssl import config
 from fedssl.data.dataset import Dataset, Ints, Split
-from fedssl.data.decode import decode_splits, list_failures
+from fedssl.data.decode import Storage, decode_splits, list_failures
 from fedssl.data.image_files import File, Row, digest_names, find_images, image_extensions
 from fedssl.data.places import cache_folder, data_root, root_error
+from fedssl.data.records import ENDINGS, Record, find_records, list_frames
 from fedssl.data.stored import place_images
 from fedssl.util.errors import UserError
 from fedssl.util.text import printable, shorten_list
@@ -33,6 +37,7 @@ class SplitFiles:
     rows: list[Row]
     within: Within
     folders: dict[tuple[str, ...], str]
+    labels: list[str | None] | None = None  # of images in archives and tables
 
 
 def load_folder(data: config.Data) -> Dataset:
@@ -45,7 +50,14 @@ def load_folder(data: config.Data) -> Dataset:
             raise UserError("there are no validation images", key="data.val", value=True, fix=fix)
         below["val"] = "val"
     files = {split: find_split(root, folder) for split, folder in below.items()}
-    return load_files(data, files, _levels(data, files["train"], (root / "train").is_dir()))
+    if not any(part.rows for part in files.values()):
+        files = find_record_splits(root, below)
+    if data.frames == "all":
+        files = {split: _list_frames(root, part) for split, part in files.items()}
+    levels = _levels(data, files["train"], (root / "train").is_dir())
+    if "class" not in levels:
+        files, levels = _use_labels(files, levels)
+    return load_files(data, files, levels)
 
 
 def load_paired(data: config.Data) -> Dataset:
@@ -94,10 +106,67 @@ def find_split(root: Path, below: str) -> SplitFiles:
     )
 
 
+def find_record_splits(root: Path, below: Mapping[str, str]) -> dict[str, SplitFiles]:
+    """Find the images in archives and tables; each of these counts as a folder.
+
+    Without train/, the name of a file may begin with its split, as in ``train-00000.parquet``.
+    """
+    found = {split: find_records(root, folder) for split, folder in below.items()}
+    if list(below.values()) == [""]:
+        named: dict[str, list[Record]] = {}
+        for record in found["train"]:
+            start = re.match("[a-z]+", PurePath(record.file.holder).name)
+            named.setdefault(start[0] if start else "", []).append(record)
+        if "train" in named and named.keys() <= {"train", "test", *UNUSED}:
+            found = {split: named[split] for split in ("train", "test") if split in named}
+    depths = {split: len(PurePath(folder).parts) for split, folder in below.items()}
+    return {
+        split: SplitFiles(
+            [(record.file,) for record in records],
+            [_list_parts(record.file.holder)[depths.get(split, 0) :] for record in records],
+            {},
+            [record.label for record in records],
+        )
+        for split, records in found.items()
+    }
+
+
+def _list_parts(holder: str) -> tuple[str, ...]:
+    return PurePath(holder).with_suffix("").parts
+
+
+def _list_frames(root: Path, part: SplitFiles) -> SplitFiles:
+    """Return a row for each frame of files that have several."""
+    pairs = [
+        (frame, within)
+        for (file,), within in zip(part.rows, part.within, strict=True)
+        for frame in ([file] if file.holder else list_frames(root, file))
+    ]
+    rows: list[Row] = [(frame,) for frame, _ in pairs]
+    return SplitFiles(rows, [within for _, within in pairs], part.folders, part.labels)
+
+
+def _use_labels(
+    files: dict[str, SplitFiles], levels: tuple[str, ...]
+) -> tuple[dict[str, SplitFiles], tuple[str, ...]]:
+    """Make labels of archives and tables the topmost level, if all images have one."""
+    labels = [label for part in files.values() for label in part.labels or ()]
+    if not any(label is not None for label in labels):
+        return files, levels
+    missing = labels.count(None)
+    if missing:
+        _warn_once(f"labels are not used: {missing} of {len(labels)} images have none")
+        return files, levels
+    for split, part in files.items():
+        within = [(str(a), *b) for a, b in zip(part.labels or (), part.within, strict=True)]
+        files[split] = replace(part, within=within)
+    return files, ("class", *levels)
+
+
 def _levels(data: config.Data, train: SplitFiles, has_train: bool) -> tuple[str, ...]:
     """Return what folders mean; by default those in train/ are classes if they hold all images."""
-    if data.levels is not None:
-        return data.levels
+    if data.levels is not None or train.labels is not None:
+        return data.levels or ()
     return ("class",) if has_train and all(train.within) else ()
 
 
@@ -139,6 +208,21 @@ def describe_unused(data: config.Data) -> Iterator[str]:
     for name in UNUSED if (root / "train").is_dir() else ():
         if (root / name).is_dir() and not (data.val and name == "val"):
             yield f"data.root={root}: {name}/ is not used. {rest}"
+    unread = _count_unread(root)
+    if unread:
+        counts = [f"{count} {ending or 'without an ending'}" for ending, count in unread]
+        yield f"data.root={root}: these files are not read: {shorten_list(counts, 5)}."
+
+
+def _count_unread(root: Path) -> list[tuple[str, int]]:
+    """Count files that are not images, by ending; archives and tables if there are images."""
+    endings = Counter[str]()
+    for _, below, names in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".")]
+        endings.update(PurePath(name).suffix.lower() for name in names if name[0] != ".")
+    is_image = image_extensions() & endings.keys()
+    known = image_extensions() if is_image else ENDINGS
+    return sorted((end, count) for end, count in endings.items() if end not in known)
 
 
 # Pairs -----------------------------------------------------------------------------------------
@@ -223,10 +307,14 @@ def load_files(
             raise root_error(data.root, problem, fix)
     rows = {split: part.rows for split, part in files.items()}
     decoded = decode_splits(
-        *(data_root(data), rows, data.size, cache_folder(data), data.name, unpaired),
-        whole=data.shape == "whole",
-        interpolation=data.interpolation,
+        *(data_root(data), rows, Storage.from_config(data), cache_folder(data), data.name),
+        unpaired,
     )
+    if decoded.deep:
+        _warn_once(
+            f"{decoded.deep} images below {data_root(data).resolve()} have more than 8 bits, and "
+            "are stored with 8. data.window=CENTER,WIDTH selects the values that are kept."
+        )
     read = {split: _keep_readable(part, decoded.unreadable) for split, part in files.items()}
     _report_unreadable(data, files, read, {**unpaired, **decoded.unreadable})
     lost = set(classes) - set(_folder_names("class", levels, [read["train"]]))

@@ -13,17 +13,24 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from fedssl.data import dicom
 from fedssl.util.errors import UserError, shorten
 
 LAYOUT = 1  # of a cache folder and of how pixels are made; a new number leaves old folders unused
 
 
 class File(NamedTuple):
-    """An image file: its path below the data root, and what shows that it has changed."""
+    """An image file: its path below the data root, and what shows that it has changed.
+
+    An image in a file with many has the path of that file (``holder``), and the number of its
+    frame, row or first byte there.
+    """
 
     path: str
     size: int
     mtime: int
+    holder: str = ""
+    number: int | None = None
 
 
 Place = tuple[int, int]  # the device and the number of a folder
@@ -32,24 +39,26 @@ Row = tuple[File, ...]  # one sample: a file for each modality
 
 @functools.cache
 def image_extensions() -> frozenset[str]:
-    """Return the file name endings of the formats that Pillow reads."""
+    """Return the file name endings of the formats that Pillow reads, and of DICOM."""
     Image.preinit()  # the usual formats first, or every JPEG is tried as several rare ones before
     # Pillow reads MPO as a kind of JPEG, so that name has no opener of its own.
     extensions = Image.registered_extensions().items()
-    return frozenset(end for end, kind in extensions if kind in Image.OPEN or kind == "MPO")
+    known = (end for end, kind in extensions if kind in Image.OPEN or kind == "MPO")
+    return frozenset((*known, *dicom.ENDINGS))
 
 
 def find_images(
-    root: Path, below: str = "", key: str = "data.root"
+    root: Path, below: str = "", key: str = "data.root", endings: frozenset[str] | None = None
 ) -> tuple[list[File], list[str]]:
     """Find image files and folders at any depth of ``root/below``, as sorted paths below ``root``.
 
-    Errors name ``key``.
+    With ``endings``, find the files with these endings. Errors name ``key``.
     """
+    endings = endings or image_extensions()
     files: list[File] = []
     folders: list[str] = []
     try:
-        _scan(root, below, files, folders)
+        _scan(root, below, endings, files, folders)
     except OSError as error:
         place = shorten(str(error.filename or root / below))
         raise UserError(
@@ -75,7 +84,9 @@ class _MultipliedError(Exception):
     """Links lead to links, so that a chain of 16 folders may hold 65,535 images."""
 
 
-def _scan(root: Path, below: str, files: list[File], folders: list[str]) -> None:
+def _scan(
+    root: Path, below: str, endings: frozenset[str], files: list[File], folders: list[str]
+) -> None:
     """Collect files and folders below ``root/below``; a link back to a folder above is skipped."""
     visits, links = Counter[Place](), set[Place]()
     # Folders to list, with the folders above them: not by recursion, which has a limit.
@@ -99,7 +110,7 @@ def _scan(root: Path, below: str, files: list[File], folders: list[str]) -> None
                     if entry.is_symlink():
                         links.add(_place(entry.stat(follow_symlinks=False)))
                     waiting.append((name, (*above, place)))
-                elif os.path.splitext(entry.name)[1].lower() in image_extensions():  # noqa: PTH122
+                elif os.path.splitext(entry.name)[1].lower() in endings:  # noqa: PTH122
                     # A link to nothing is an image that cannot be read; a pipe is no image.
                     if entry.is_file():
                         status = entry.stat()
@@ -119,7 +130,7 @@ def digest_files(root: Path, files: Iterable[File], *settings: object) -> str:
     """
     lines = itertools.chain(
         (repr((LAYOUT, str(root.resolve()), settings)),),
-        (f"{path}\0{size}\0{mtime}" for path, size, mtime in files),
+        (f"{file.path}\0{file.size}\0{file.mtime}" for file in files),
     )
     return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()[:24]
 
@@ -130,6 +141,6 @@ def digest_names(rows: Iterable[Row]) -> str:
     Times are left out because a copy does not keep them. So a file that is replaced by another of
     the same name and length is not noticed.
     """
-    lines = (f"{path}\0{size}" for row in rows for path, size, _ in row)
+    lines = (f"{file.path}\0{file.size}" for row in rows for file in row)
     text = "\n".join(lines).encode(errors="surrogateescape")
     return hashlib.blake2b(text, digest_size=16).hexdigest()

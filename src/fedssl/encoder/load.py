@@ -21,6 +21,7 @@ from fedssl import config
 from fedssl.config import Encoder, plugins
 from fedssl.config.preprocessing import HEADER, NOTE
 from fedssl.data.decode import decode_file, describe_failure, to_pixels
+from fedssl.data.dicom import Window
 from fedssl.data.in_memory import open_array, quantize
 from fedssl.data.squares import middle_squares
 from fedssl.evaluate.features import extract
@@ -44,6 +45,7 @@ NOTE_TYPES: dict[str, Any] = {  # of the entries that every note has
     "encoder": Encoder,
     "stored": int | None,
     "interpolation": Literal["bilinear", "bicubic"] | None,
+    "window": tuple[float, float] | None,
 }
 
 
@@ -79,6 +81,8 @@ class ImageEncoder(nn.Module):
         self.height, self.width = note["size"]
         self.stored: int | None = note.get("stored")
         self.interpolation: str = note.get("interpolation") or "bilinear"
+        window = note.get("window")
+        self.window: Window | None = None if window is None else (window[0], window[1])
 
     def forward(self, images: Tensor) -> Tensor:
         """Return embeddings ``[N, features]``."""
@@ -158,9 +162,9 @@ class ImageEncoder(nn.Module):
         """
         size, whole, how = self.stored or self.height, self.stored is not None, self.interpolation
         if isinstance(image, Image.Image):
-            array = to_pixels(image, size, self.channels, whole, how)
+            array = to_pixels(image, size, self.channels, whole, how, self.window)
         else:
-            array = decode_file(image, size, self.channels, whole, how)
+            array = decode_file(image, size, self.channels, whole, how, self.window)
         pixels = torch.from_numpy(np.array(array, order="C"))
         square = middle_squares(pixels[None], self.height, how)[0] if whole else pixels
         return self._crop(square).contiguous()

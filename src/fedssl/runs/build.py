@@ -295,6 +295,7 @@ def describe_images(config: Config, dataset: Dataset) -> dict[str, Any]:
         "size": list(images[0].shape[2:]) if size is None else [size, size],
         "stored": images[0].shape[2] if config.data.shape == "whole" else None,
         "interpolation": config.data.interpolation,
+        "window": config.data.window,
     }
 
 
