@@ -135,6 +135,7 @@ def test_a_runs_folder_is_named_after_its_recipe(
         ("run evaluate.protocols=linear@7", "evaluate.protocols=linear@7: ", ""),
         ("run evaluate.tower=second", "evaluate.tower=second: ", ""),
         ("run device=quantum", "device=quantum: ", ""),
+        ("run device=\x1b[2J", r"device=\x1b[2J: ", ""),  # which would clear a terminal
         ("run augment.name=vivid", "augment.name=vivid: ", ""),
         ("run encoder.init=/nonexistent", "encoder.init=/nonexistent: ", ""),
         ("run encoder.init=half", "encoder.init=half: ", ""),

@@ -118,6 +118,10 @@ def test_a_round_waits_for_greetings_only_if_it_would_be_skipped_otherwise(
         ({"name": "ward\x1b[2J"}, "a message that fedssl did not write (ValueError)"),
         ({"fault": "no\nfedssl: \x1b[2Jward"}, "no\\nfedssl: \\x1b[2Jward"),
         ({"version": "9\n\x1b"}, f"has fedssl 9\\n\\x1b, the server {__version__}: install"),
+        ({"name": "x" * 256}, "a message that fedssl did not write (ValueError)"),
+        ({"name": ""}, "a message that fedssl did not write (ValueError)"),
+        ({"fault": "x" * 9999}, "x" * 300),
+        ({"version": "9" * 9999}, f"has fedssl {'9' * 40}, the server {__version__}: install"),
     ],
 )
 def test_what_a_node_says_of_itself_is_bounded_and_shown_on_one_line(
@@ -132,6 +136,7 @@ def test_what_a_node_says_of_itself_is_bounded_and_shown_on_one_line(
     assert not nodes.connected
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"fedssl: node 1 cannot take part: {told}") and line.isprintable()
+    assert len(line) < 400
 
 
 def test_a_site_that_is_not_needed_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,8 +174,8 @@ def test_a_superlink_that_fails_once_does_not_end_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def locked(what: list[Any]) -> list[Any]:
-        raise RuntimeError("500 Internal Server Error\nmore")
+        raise RuntimeError("500 \x1b[2JServer Error\nmore")
 
     assert grid_transport._try(locked, [1]) == []
-    assert capsys.readouterr().err == "fedssl: the SuperLink failed: 500 Internal Server Error\n"
+    assert capsys.readouterr().err == "fedssl: the SuperLink failed: 500 \\x1b[2JServer Error\n"
     assert grid_transport._try(lambda what: iter(what), [1]) == [1]

@@ -233,6 +233,21 @@ def test_who_sends_false_replies_in_three_rounds_is_not_asked_any_more(tmp_path:
     assert len(grid.types) - sent == 2 * 4
 
 
+def test_who_sends_false_replies_now_and_then_is_asked_on(tmp_path: Path) -> None:
+    far, grid = five_nodes(tmp_path, "rounds=9")
+    for is_false in (True, True, False, True):
+        grid.tamper = spoiling(scaled(1e9), "encode") if is_false else None
+        assert ("faults" in one_round(far, tmp_path)) == is_false
+    grid.tamper = None
+    assert "faults" not in one_round(far, tmp_path)
+
+
+def test_a_robust_mean_gets_the_outliers(tmp_path: Path) -> None:
+    """It withstands them, and a limit would take the choice from it."""
+    far, _ = five_nodes(tmp_path, "cohort.average=median", tamper=spoiling(scaled(300)))
+    assert "faults" not in one_round(far, tmp_path)
+
+
 def test_a_fault_that_most_clients_have_leaves_nobody_out(tmp_path: Path) -> None:
     """The model that they were sent may be at fault."""
 
@@ -459,3 +474,13 @@ def test_a_site_is_not_told_of_tensors_that_it_did_not_get(tmp_path: Path) -> No
         fault = site.answer(replace(later, known={"0/.": known}))[0].fault
         assert fault == f"refused: exchange {known[0]} brought no {known[1]} here"
     assert site.answer(replace(later, known={"0/.": (0, "0/.")}))[0].fault is None
+
+
+def test_what_a_server_asks_is_shown_on_one_line_of_the_sites_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = build_experiment(small())
+    request = Request("x\nround 9\x1b[2J", (0,), 0, 0, History(("a",), (0,), 0), "samples")
+    assert Site(session.engine, tmp_path).answer(request)[0].fault
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable() and line.startswith("fedssl: refused: task x\\nround 9\\x1b[2J: ")

@@ -216,14 +216,16 @@ def test_a_restarted_server_skips_a_round_that_it_cannot_repeat(tmp_path: Path) 
 
 
 def test_a_restarted_server_gets_the_same_sums_of_the_same_clients(tmp_path: Path) -> None:
-    weights, states, words = [], [], (*BYOL, "algorithm.name=fedema")
+    weights, states, known, words = [], [], [], (*BYOL, "algorithm.name=fedema")
     first = five_nodes(tmp_path, *words)
     for session in (first, five_nodes(tmp_path, *words)):
         session.engine.resume(first.engine.notes(), 0)
+        known.append(dict(session.engine.identities))
         assert not one_round(session, tmp_path)["skipped"]
         weights.append(session.server.weights)
         states.append(states_of(session))
     assert torch.equal(*weights)
+    assert known[1] == first.engine.identities and len(known[1]) == 5
     # The vectors are those of the first time, and the clients' states belong to the second, too.
     assert len(states[0]) == 5
     np.testing.assert_equal(states[1], states[0])

@@ -508,6 +508,17 @@ def test_a_threshold_of_half_or_of_one_is_refused(clients: int, threshold: int) 
 LOW_ORDER = bytes(32)  # nobody can agree on a key with this one
 
 
+def weaken(place: int) -> Replace:
+    """Keys of client 8, which it signed, with one that would stop every peer."""
+
+    def change(reply: Any) -> Any:
+        keys = [LOW_ORDER if i == place else key for i, key in enumerate(reply["keys"])]
+        own = IDENTITIES[8].sign(masks.keys_statement(CONTEXT, 8, keys))
+        return {"keys": keys, "signed": [reply["signed"][0], own]}
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("step", "change", "reason"),
     [
@@ -516,8 +527,8 @@ LOW_ORDER = bytes(32)  # nobody can agree on a key with this one
         ("keys", lambda r: {"keys": ["a", "b", "c"]}, "not a list"),
         ("keys", lambda r: {**r, "keys": r["keys"] * 2}, "6 items, not 3"),
         ("keys", lambda r: {**r, "keys": [*r["keys"][:2], r["keys"][2][:-1]]}, "wrong length"),
-        ("keys", lambda r: {**r, "keys": [LOW_ORDER, *r["keys"][1:]]}, ""),
-        ("keys", lambda r: {**r, "keys": [r["keys"][0], LOW_ORDER, r["keys"][2]]}, ""),
+        ("keys", weaken(0), ""),
+        ("keys", weaken(1), ""),
         ("keys", lambda r: {**r, "signed": [r["signed"][0], b"x" * 64]}, "not signed"),
         ("keys", lambda r: {**r, "signed": [b"x", r["signed"][1]]}, "not signed"),
         ("keys", lambda r: {**r, "signed": [b"x" * 5000, r["signed"][1]]}, "wrong length"),
@@ -657,9 +668,19 @@ def test_a_client_that_copies_keys_or_changes_its_own_is_out() -> None:
     vectors = some_vectors()
     first = Sum(vectors)
     copy = first.server.identities
-    first.run(change={("keys", 40): lambda r: Masker(40, CONTEXT, 4).keys(IDENTITIES[8])})
-    assert first.refused == {40: "keys: another client has one of them"}
-    assert first.server.total().tolist() == plain(vectors, [40])
+
+    def copied(reply: Any) -> Any:
+        """Signed with its own identity, but the keys of client 8."""
+        keys = first.server._keys[8]
+        own = IDENTITIES[41].sign(masks.keys_statement(CONTEXT, 41, keys))
+        return {"keys": keys, "signed": [IDENTITIES[41].public, own]}
+
+    def signed_by_another(reply: Any) -> Any:
+        return Masker(40, CONTEXT, 4).keys(IDENTITIES[8])
+
+    first.run(change={("keys", 40): signed_by_another, ("keys", 41): copied})
+    assert first.refused == dict.fromkeys([40, 41], "keys: another client has one of them")
+    assert first.server.total().tolist() == plain(vectors, [40, 41])
     second = Sum(vectors)
     second.server.identities = copy
     second.run(change={("keys", 21): lambda r: Masker(21, CONTEXT, 4).keys(Identity())})

@@ -290,7 +290,9 @@ def test_what_a_killed_process_was_writing_goes_at_the_next_start(out: Path, cut
         *(out / name for name in (".metrics.jsonl.new", ".config.yaml.new")),
         out / "checkpoint" / ".state.safetensors.new",
         out / checkpoint.CLIENTS / ".0-3.safetensors.new",
+        out / "personal" / ".client-0.safetensors.new",
     ]
+    (out / "personal").mkdir()
     for stray in strays:
         stray.write_bytes(b"half of a fi")
     (out / ".mine").touch()
