@@ -75,8 +75,8 @@ start() { # NAME COMMAND…: in the background, its log in $WORK/NAME.log
     PID[$name]=$!
 }
 
-wait_for() { # SECONDS TEXT FILE: until the file has the text
-    for _ in $(seq $(($1 * 5))); do
+wait_for() { # SECONDS TEXT FILE: until the file has the text; PATIENCE times as long
+    for _ in $(seq $(($1 * 5 * ${PATIENCE:-1}))); do
         grep -aq -- "$2" "$3" 2>/dev/null && return
         sleep 0.2
     done
