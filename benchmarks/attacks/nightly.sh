@@ -9,5 +9,6 @@ attack kills.py --count 1000 --seed "$SEED"
 attack kills.py --operations
 attack messages.py --count 50000 --seed "$SEED"
 attack sums.py --count 5000 --seed "$SEED"
+attack configurations.py --count 5000 --seed "$SEED"
 attack wire.py
 exit $failed
