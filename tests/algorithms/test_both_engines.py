@@ -30,6 +30,8 @@ CASES = [
     "data.labels=40 partition.clients=6",
     "algorithm.name=dcco objective.name=sigreg objective.slices=20 encoder.norm=group "
     "augment.small=1 algorithm.local_steps=2 data.labels=40 partition.clients=6",
+    "algorithm.name=fedsc objective.name=spectral algorithm.local_epochs=2 algorithm.batch=3",
+    f"algorithm.name=dcco objective.name={OWN}/moments.py:CodingRate encoder.norm=group",
     f"{GOSSIP} cohort.dropout=0.2",
     f"{SIMCLR} algorithm.name=fedprox algorithm.mu=2 algorithm.local_epochs=2 algorithm.batch=3",
     f"{SIMCLR} algorithm.name=scaffold algorithm.local_epochs=2 algorithm.batch=3 cohort.size=3",

@@ -43,6 +43,13 @@ CLUSTERS = "objective.name=deepcluster objective.projector=32,16 objective.clust
             "algorithm.norm_policy",
             "local",
         ),
+        ("gossip", "algorithm.name=fedsc objective.name=cco", "objective.name", "cco"),
+        (
+            "gossip",
+            "algorithm.name=fedsc objective.name=spectral objective.bound=null privacy.noise=1",
+            "privacy.noise",
+            1.0,
+        ),
         ("featarc", "algorithm.clusters=6", "algorithm.clusters", 6),  # of 5 clients
         ("featarc", "cohort.average=median", "cohort.average", "median"),
         ("featarc", "privacy.noise=1", "privacy.noise", 1.0),

@@ -46,6 +46,7 @@ def test_the_default_recipe_gets_its_settings_from_its_parts() -> None:
         ("default", "algorithm.name=fedavg", "server.optimizer=sgd server.lr=1.0 cohort.size=None"),
         ("default", "objective.name=vicreg", "algorithm.name=dcco objective.lambda=25.0"),
         ("default", "objective.name=sigreg", "algorithm.name=dcco objective.lambda=0.01"),
+        ("default", "algorithm.name=fedsc", "objective.name=spectral algorithm.local_epochs=1"),
         ("default", "data.name=folder", "data.size=64 augment.name=dcco partition.name=iid"),
         ("default", "data.name=cifar100", "data.size=None evaluate.protocols=None"),
         ("default", "data.name=stl10", "partition.name=iid"),  # most images have no label

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,9 @@ from fedssl.federation.sampling import check_client_sizes
 from fedssl.federation.server import Server
 from fedssl.runs.build import build_experiment
 
+SPECTRAL = "spectral objective.projector=32,32,16"
+OWN = f"{Path(__file__).resolve().parents[2]}/examples/own/moments.py:CodingRate"
+OWN += " objective.projector=32,32,16"
 UNEVEN = (1, 5, 2, 7, 1, 4)
 SIGREG = "sigreg objective.projector=32,32,16 objective.slices=50"
 
@@ -47,7 +52,17 @@ def loss_of_a_round(*words: str, bias: float = 0.0) -> float:
     return float(server.log["loss"])
 
 
-@pytest.mark.parametrize("objective", ["cco", "vicreg", SIGREG, f"{SIGREG} augment.small=2"])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "cco",
+        "vicreg",
+        SIGREG,
+        f"{SIGREG} augment.small=2",
+        SPECTRAL,
+        OWN,
+    ],
+)
 @pytest.mark.parametrize("merge", ["off", "auto"])
 def test_appendix_a_a_round_is_a_centralized_step_on_the_union(objective: str, merge: str) -> None:
     words = f"objective.name={objective}".split()
@@ -76,10 +91,12 @@ def test_merged_is_client_by_client_with_the_papers_network(encoder: str) -> Non
     [
         "algorithm.name=dcco objective.name=cco",
         "algorithm.name=dcco objective.name=vicreg",
+        f"algorithm.name=dcco objective.name={SPECTRAL}",
         f"algorithm.name=dcco objective.name={SIGREG} augment.small=1 augment.small_size=5",
         "algorithm.name=fedprox algorithm.mu=3 objective.name=cco",
         *(f"objective.name={name}" for name in ("cco", "vicreg", "supervised", "rotation")),
         f"objective.name={SIGREG}",
+        f"objective.name={SPECTRAL}",
         *(f"objective.name={name} {' '.join(HEADS[name])}" for name in ("simclr", "simsiam")),
         "objective.name=swav objective.projector=32,16 objective.prototypes=6,3",
         "objective.name=swav objective.projector=32,16 augment.small=2 augment.small_size=5",
@@ -234,7 +251,7 @@ def test_a_client_of_one_sample_is_fine_for_dcco_and_refused_for_fedavg() -> Non
 
 @pytest.mark.parametrize("objective", ["simclr", "supervised"])
 def test_dcco_refuses_losses_of_single_samples(objective: str) -> None:
-    with refused("objective.name", objective, says="cco, vicreg or sigreg"):
+    with refused("objective.name", objective, says="cco, vicreg, sigreg or spectral"):
         made(f"objective.name={objective}")
 
 

@@ -89,6 +89,7 @@ def test_a_round_that_released_only_its_first_exchange_counts_as_that() -> None:
     ("words", "amplified"),
     [
         ("algorithm.name=dcco objective.name=vicreg objective.bound=1", True),
+        ("algorithm.name=fedsc objective.name=spectral", True),
         ("algorithm.name=fedavg objective.name=cco", True),
         ("algorithm.name=fedavg objective.name=simsiam", True),
         ("algorithm.name=fedavg objective.name=byol", False),

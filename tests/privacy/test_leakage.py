@@ -100,7 +100,8 @@ def test_whose_replies_are_of_single_images(
 
 @pytest.mark.parametrize("name", configuration.VARIANTS["algorithm"])
 def test_changes_of_weights_are_known_as_such(name: str) -> None:
-    objective = {"dcco": "cco", "ccl": "moco", "fedca": "simclr"}.get(name, "byol")
+    named = {"dcco": "cco", "ccl": "moco", "fedca": "simclr", "fedsc": "spectral"}
+    objective = named.get(name, "byol")
     config = settings(f"algorithm.name={name}", f"objective.name={objective}", *HEAD)
     algorithm = build_algorithm(config)
     trainer = engine_of(config, made_split(), groups_of(4, 4))[0].trainer
@@ -236,6 +237,7 @@ def test_a_secure_sum_over_few_images_tells_their_encodings() -> None:
         ("objective.projector=32,32,128 objective.bound=1", 66),
         ("objective.projector=32,32,128 objective.name=vicreg", 129),
         ("objective.projector=32,32,1", 2),
+        ("objective.projector=32,32,127 objective.name=spectral", 32),
         ("objective.projector=32,32,128 objective.name=sigreg", 128),
         ("objective.projector=32,32,500 objective.name=sigreg objective.slices=600", 19),
     ],
@@ -248,7 +250,8 @@ def test_of_so_many_images_the_statistics_are_no_fewer_numbers(words: str, image
         engine.algorithm.tasks()["encode"].expected_reply(engine.algorithm, engine.trainer)
     )
     width = engine.algorithm.objective.params.projector[-1]
-    twice = sum(reply[name].numel() - width for name in ("ff", "gg") if name in reply) // 2
+    own = [reply[name] for name in ("ff", "gg", "r") if name in reply]
+    twice = sum(matrix.numel() - width for matrix in own) // 2
     numbers = sum(leaf.numel() for leaf in reply.values()) - twice
     assert few_images(engine.algorithm) == numbers // (2 * width) == images
 

@@ -17,7 +17,13 @@ from fedssl.report.messages import Sheet
 from fedssl.runs.reader import RunReader
 
 PLAIN = ("server.optimizer=sgd", "server.lr=1", "cohort.size=null", "partition.name=iid")
-OBJECTIVES = {"fedu": "byol", "fedema": "byol", "ccl": "moco", "fedca": "simclr"}
+OBJECTIVES = {
+    "fedu": "byol",
+    "fedema": "byol",
+    "ccl": "moco",
+    "fedca": "simclr",
+    "fedsc": "spectral",
+}
 WORDS = {
     name: (
         *(f"algorithm.name={name}", f"objective.name={OBJECTIVES.get(name, 'cco')}"),

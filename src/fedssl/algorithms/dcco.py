@@ -85,7 +85,7 @@ class DCCO(Algorithm):
         def check(self, config: Config) -> None:
             """Refuse losses that clients cannot share."""
             problem = "dcco shares moments of encodings, and this loss is not a function of them"
-            fix = "Use objective.name=cco, vicreg or sigreg, or algorithm.name=fedavg."
+            fix = "Use objective.name=cco, vicreg, sigreg or spectral, or algorithm.name=fedavg."
             require_objective(config, MomentObjective, problem, fix)
 
     params: Params

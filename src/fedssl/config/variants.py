@@ -155,6 +155,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "cco": "fedssl.objectives.cco:CCO",
         "vicreg": "fedssl.objectives.vicreg:VICReg",
         "sigreg": "fedssl.objectives.sigreg:SIGReg",
+        "spectral": "fedssl.objectives.spectral:Spectral",
         "simclr": "fedssl.objectives.simclr:SimCLR",
         "moco": "fedssl.objectives.moco:MoCo",
         "simsiam": "fedssl.objectives.simsiam:SimSiam",
@@ -167,6 +168,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     },
     "algorithm": {
         "dcco": "fedssl.algorithms.dcco:DCCO",
+        "fedsc": "fedssl.algorithms.fedsc:FedSC",
         "fedavg": "fedssl.algorithms.fedavg:FedAvg",
         "fedu": "fedssl.algorithms.fedu:FedU",
         "fedema": "fedssl.algorithms.fedema:FedEMA",

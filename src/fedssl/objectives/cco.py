@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fedssl.config import key
 from fedssl.objectives.moments import (
+    BoundedParams,
     Centre,
     Moments,
     SecondMomentObjective,
-    SecondMomentParams,
     off_diagonal_square,
 )
 
@@ -30,7 +30,7 @@ class CCO(SecondMomentObjective):
     """
 
     @dataclass(frozen=True)
-    class Params(SecondMomentParams):
+    class Params(BoundedParams):
         """Keys of CCO."""
 
         lambda_: float = key(

@@ -86,8 +86,8 @@ class MomentObjective(ProjectorObjective):
 
 
 @dataclass(frozen=True)
-class SecondMomentParams(MomentParams):
-    """Keys of objectives that see encodings through their first and second moments."""
+class BoundedParams(MomentParams):
+    """Keys of objectives whose moments have a bound only if encodings have one."""
 
     bound: float | None = key(
         None,
@@ -106,8 +106,8 @@ class SecondMomentObjective(MomentObjective):
     encodings have the origin as their centre.
     """
 
-    Params: ClassVar[type[ObjectiveParams]] = SecondMomentParams
-    params: SecondMomentParams
+    Params: ClassVar[type[ObjectiveParams]] = BoundedParams
+    params: BoundedParams
 
     within_tower: ClassVar[bool] = False  # whether each tower's own covariance is needed
 
@@ -139,11 +139,7 @@ class SecondMomentObjective(MomentObjective):
 
     def bounded(self, encodings: Tensor) -> Tensor:
         """Scale each encoding by min(1, B/‖F‖), if there is a bound B."""
-        bound = self.params.bound
-        if bound is None:
-            return encodings
-        # In this form the gradient at F = 0 is defined.
-        return encodings * (bound / encodings.norm(dim=1, keepdim=True).clamp_min(bound))
+        return scale_down(encodings, self.params.bound)
 
     @property
     def moments_bound(self) -> float | None:
@@ -161,6 +157,14 @@ class SecondMomentObjective(MomentObjective):
         """As above; of the 3 d² + 2 d moments with both views' own products, d² − d come twice."""
         width = self.params.projector[-1]
         return width + 1 if self.within_tower else width // 2 + 2
+
+
+def scale_down(encodings: Tensor, bound: float | None) -> Tensor:
+    """Scale each encoding by min(1, B/‖F‖), if there is a bound B."""
+    if bound is None:
+        return encodings
+    # In this form the gradient at F = 0 is defined.
+    return encodings * (bound / encodings.norm(dim=1, keepdim=True).clamp_min(bound))
 
 
 def off_diagonal_square(matrix: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedssl.config import key
 from fedssl.objectives.moments import (
+    BoundedParams,
     Centre,
     Moments,
     SecondMomentObjective,
-    SecondMomentParams,
     off_diagonal_square,
 )
 
@@ -27,7 +27,7 @@ class VICReg(SecondMomentObjective):
     within_tower = True
 
     @dataclass(frozen=True)
-    class Params(SecondMomentParams):
+    class Params(BoundedParams):
         """Keys of VICReg."""
 
         lambda_: float = key(25.0, ge=0, help="λ, the weight of the distance between two views.")
