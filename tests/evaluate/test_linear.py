@@ -78,6 +78,21 @@ def test_float32_comes_to_the_same_solution(monkeypatch):
     torch.testing.assert_close(rough, exact, atol=5e-3, rtol=0)
 
 
+@pytest.mark.parametrize("few", [1, 1 << 22])
+def test_many_samples_are_standardized_in_parts(few, monkeypatch):
+    """In float32 and float64; a collapsed encoder does no harm."""
+    x, labels = blobs(400, 4, 10, 0.7, seed=4)
+    x = x * torch.linspace(0.1, 5, 10) + torch.linspace(-3, 8, 10)
+    whole = fit_logistic(x, labels, 4)
+    monkeypatch.setattr(linear, "_ROWS", 150)
+    monkeypatch.setattr(linear, "_SMALL", few)
+    for ours, theirs in zip(fit_logistic(x, labels, 4), whole, strict=True):
+        assert not torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, atol=3e-2 if few == 1 else 1e-6, rtol=0)
+    weight, bias = fit_logistic(torch.ones(400, 4), labels, 4)
+    assert not weight.any() and bias.isfinite().all()
+
+
 def test_dead_and_nearly_dead_features_do_no_harm():
     train, labels = blobs(100, 3, 8, 0.2, seed=0)
     test, truth = blobs(100, 3, 8, 0.2, seed=1)

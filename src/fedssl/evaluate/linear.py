@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ Step = Callable[[Tensor, float | Tensor], None]  # takes the samples and the lea
 # From this number of steps on, a CUDA graph is faster; capturing it costs about 100 plain steps.
 WORTH_CAPTURING = 200
 _SMALL = 1 << 22  # features up to this many numbers are fitted in float64 on the CPU
+_ROWS = 1 << 17  # more samples are standardized in parts, in every step: no second table of them
 
 
 def stairs(step: int, total: int, factor: float = 0.1) -> float:
@@ -130,14 +131,13 @@ def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> Head:
     result applies to the unstandardized features.
     """
     small = features.device.type == "cpu" and features.numel() <= _SMALL
-    x = features.double()
-    center, scale = x.mean(dim=0), _spread(x)
-    x = (x - center) / scale
-    axes = _axes(x, classes)
-    x = (x @ axes).to(torch.float64 if small else torch.float32)
-    stretch = torch.linalg.vector_norm(axes, dim=0).to(x.dtype)
-    weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
-    bias = x.new_zeros(classes, requires_grad=True)
+    dtype = torch.float64 if small else torch.float32
+    parts = features.split(_ROWS)
+    center, scale, axes = _standardize(parts, classes)
+    whole = ((features.double() - center) / scale @ axes).to(dtype) if len(parts) == 1 else None
+    stretch = torch.linalg.vector_norm(axes, dim=0).to(dtype)
+    weight = stretch.new_zeros(classes, axes.shape[1], requires_grad=True)
+    bias = stretch.new_zeros(classes, requires_grad=True)
     solver = torch.optim.LBFGS(
         (weight, bias),
         max_iter=1000,
@@ -149,36 +149,61 @@ def fit_logistic(features: Tensor, labels: Tensor, classes: int) -> Head:
 
     def objective() -> Tensor:
         solver.zero_grad()
-        loss = F.cross_entropy(F.linear(x, weight, bias), labels)
-        loss = loss + (weight * stretch).square().sum() / (2 * C * len(x))
-        loss.backward()
-        return loss
+        if whole is not None:
+            total = F.cross_entropy(F.linear(whole, weight, bias), labels)
+            total = total + (weight * stretch).square().sum() / (2 * C * len(features))
+            total.backward()
+            return total
+        total = (weight * stretch).square().sum() / (2 * C * len(features))
+        total.backward()
+        for part, owned in zip(parts, labels.split(_ROWS), strict=True):
+            x = (part.to(dtype) - center.to(dtype)).div_(scale.to(dtype))
+            loss = F.cross_entropy(F.linear(x, weight @ axes.to(dtype).T, bias), owned)
+            loss = loss * (len(part) / len(features))
+            loss.backward()
+            total = total + loss.detach()
+        return total
 
     solver.step(objective)
     plain = weight.detach().double() @ axes.T / scale
     return plain, bias.detach().double() - plain @ center
 
 
-def _spread(x: Tensor) -> Tensor:
-    """Return standard deviations, with a floor so that dead features are not magnified."""
-    spread = x.std(dim=0, correction=0)
+def _standardize(parts: Sequence[Tensor], classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return means, standard deviations and axes (see ``_scale_axes``) of features."""
+    if len(parts) == 1:
+        x = parts[0].double()
+        center, scale = x.mean(dim=0), _floor(x.std(dim=0, correction=0))
+        x = (x - center) / scale
+        n, width = x.shape
+        if n < width:
+            _, singular, axes = torch.linalg.svd(x, full_matrices=False)
+            return center, scale, _scale_axes(singular.square() / n, axes.T, n, classes)
+        return center, scale, _scale_axes(*torch.linalg.eigh(x.T @ x / n), n, classes)
+    n = sum(map(len, parts))
+    center = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / n
+    products = torch.zeros_like(torch.outer(center, center))
+    for part in parts:
+        x = part.double() - center
+        products += x.T @ x / n
+    scale = _floor(products.diagonal().sqrt())
+    variance, axes = torch.linalg.eigh(products / scale / scale[:, None])
+    return center, scale, _scale_axes(variance, axes, n, classes)
+
+
+def _floor(spread: Tensor) -> Tensor:
+    """Return standard deviations with a floor, so that dead features are not magnified."""
     floor = 0.01 * spread.square().mean().sqrt()
-    return spread.clamp(min=max(floor.item(), torch.finfo(x.dtype).tiny))
+    return spread.clamp(min=max(floor.item(), torch.finfo(torch.float32).tiny))
 
 
-def _axes(x: Tensor, classes: int) -> Tensor:
+def _scale_axes(variance: Tensor, axes: Tensor, n: int, classes: int) -> Tensor:
     """Return principal axes as columns, without empty ones, scaled so that L-BFGS converges fast.
 
     A rotation changes neither the penalty nor the solution. The curvature along an axis of variance
     v is v/classes + 1/n while the weights are small, and about 1/n once the classes are separated.
     The scale equalizes the geometric mean of the two, which saves up to five of six steps.
     """
-    n, width = x.shape
-    if n < width:
-        _, singular, axes = torch.linalg.svd(x, full_matrices=False)
-        variance, axes = singular.square() / n, axes.T
-    else:
-        variance, axes = torch.linalg.eigh(x.T @ x / n)
     full = variance > 1e-12 * variance.max()
     return axes[:, full] * (variance[full] / classes + 1 / (C * n)).pow(-0.25)
 
