@@ -85,17 +85,18 @@ class Holdings:
 def load_holdings(data: RunData) -> Holdings:
     """Return the partition; where the images are not here, only the clients' sizes."""
     clients = data.run.clients
-    names = [str(client["name"]) for client in clients][:MOST_CLIENTS]
+    names = [str(client["name"]) for client in clients[:MOST_CLIENTS]]
+    recorded = [int(client["samples"]) for client in clients]
+    del clients  # there may be a million
     try:
         config, dataset = data.settings, data.dataset
         assigned = find_sources(config, dataset, pick_device("auto"))
         groups = split_clients(config, dataset, assigned)
     except (Unavailable, UserError, OSError) as reason:
-        if not clients:
+        if not recorded:
             raise
-        sizes = [int(client["samples"]) for client in clients]
         remark = f"From clients.json, without classes: {str(reason).removesuffix('.')}."
-        return Holdings(names, sizes, remark=remark)
+        return Holdings(names, recorded, remark=remark)
     names = names or list(map(str, range(min(len(groups), MOST_CLIENTS))))
     sizes = groups.sizes.tolist()
     labels = assigned.labels.numpy()

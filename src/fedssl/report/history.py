@@ -64,18 +64,20 @@ class History:
     tasks: dict[str, Traffic] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)  # of all tasks
     last: dict[str, Any] = field(default_factory=dict)  # line
-    names: dict[str, str] = field(default_factory=dict)  # of clients, by number
+    names: dict[str, str] = field(default_factory=dict)  # of clients with parts, by number
 
 
 def read_history(run: RunReader) -> History:
     """Read a run's metrics."""
-    names = {str(row["client"]): str(row["name"]) for row in run.clients}
-    history = History(names=names)
+    history = History()
     for line in run.lines():
         _add_line(history, line)
     for name in HIDDEN_IF_ZERO:
         if name in history.curves and not any(history.curves[name].values):
             del history.curves[name]
+    shown = {key for parts in history.parts.values() for key in parts}
+    names = ((str(row["client"]), str(row["name"])) for row in run.clients)
+    history.names = {number: name for number, name in names if number in shown}
     return history
 
 

@@ -60,9 +60,9 @@ class RunReader:
         """True if the run has ended."""
         return bool(self.summary)
 
-    @cached_property
+    @property
     def clients(self) -> list[dict[str, Any]]:
-        """Number, name and samples of each client."""
+        """Number, name and samples of each client. Not kept: there may be a million."""
         rows = self.read_json("clients.json", [])
         for number, row in enumerate(rows, 1):
             if not _is_client(row):
