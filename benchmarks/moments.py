@@ -33,8 +33,8 @@ def solve(
     layer: nn.Linear,
     steps: int = 2000,
     tries: int = 1,
-) -> Tensor:
-    """The first views' encodings, from means, products and the last layer of a network.
+) -> list[Tensor]:
+    """Both views' encodings, from means, products and the last layer of a network.
 
     The products leave open a matrix of N − 1 rows. It is the one for which the layer's inputs are
     not negative, after a ReLU, and the spread of each number is as told.
@@ -64,7 +64,7 @@ def solve(
         return total
 
     turns = [descend(missed, rank, steps, seed) for seed in range(tries)]
-    return views(min(turns, key=lambda turn: float(missed(turn))))[0]
+    return views(min(turns, key=lambda turn: float(missed(turn))))
 
 
 def descend(missed: Callable[[Tensor], Tensor], rank: int, steps: int, seed: int) -> Tensor:
@@ -146,7 +146,8 @@ def main() -> None:
     real, moments, centre = answer(session, 0, o.rounds)
     session.trainer.load(session.server.weights)
     started = time.perf_counter()
-    found = solve(moments, centre, len(real), last_layer(session.trainer.network), o.steps, o.tries)
+    layer = last_layer(session.trainer.network)
+    found = solve(moments, centre, len(real), layer, o.steps, o.tries)[0]
     seconds = time.perf_counter() - started
     away = torch.cdist(real, found).amin(1) / (real - real.mean(0)).norm(dim=1)
     rule = session.algorithm.tasks()["encode"].few_images(session.algorithm)

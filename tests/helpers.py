@@ -41,6 +41,7 @@ def load(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
     return module
 

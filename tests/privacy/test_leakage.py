@@ -270,7 +270,7 @@ def found_again(real: Tensor, solved: Tensor) -> bool:
 def solved(moments: dict[str, Tensor], images: int, layer: nn.Linear) -> Tensor:
     """From moments about the origin."""
     centre = {name: torch.zeros_like(moments[name]) for name in ("f", "g")}
-    return MOMENTS.solve(moments, centre, images, layer)
+    return MOMENTS.solve(moments, centre, images, layer)[0]
 
 
 def uploaded(words: str) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
