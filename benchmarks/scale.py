@@ -61,20 +61,20 @@ def measure(name: str, words: list[str]) -> None:
         command = [sys.executable, "-m", "fedssl", "run", f"data.name={__file__}:make_images"]
         command += [*BASE, *WORDS[name], *words, "--out", str(out)]
         environment = {**os.environ, "IMAGES": str(COUNTS[name]), "FEDSSL_STATE": place}
-        started, usage = time.perf_counter(), (0.0, 0.0)
+        started, used, peak = time.perf_counter(), 0.0, 0.0
         first: tuple[float, float, float] | None = None
         with subprocess.Popen(command, env=environment) as process:
             while process.poll() is None:
-                usage, metrics = max(usage, read_usage(process.pid)), out / "metrics.jsonl"
+                used, now = read_usage(process.pid)
+                peak, metrics = max(peak, now), out / "metrics.jsonl"
                 if first is None and metrics.exists() and metrics.stat().st_size:
-                    first = (time.perf_counter() - started, *usage)
+                    first = time.perf_counter() - started, used, peak
                 time.sleep(0.05)
         if process.returncode or first is None:
             raise SystemExit(f"{name}: exit code {process.returncode}")
         seconds = time.perf_counter() - started
-    rows = {"first round": first, "end": (seconds, *usage)}
-    for label, (wall, used, peak) in rows.items():
-        print(f"{name}: {label} {wall:.0f} s, processor {used:.0f} s, memory {peak:.2f} GB")
+    for label, row in {"first round": first, "end": (seconds, used, peak)}.items():
+        print("{}: {} {:.0f} s, processor {:.0f} s, memory {:.2f} GB".format(name, label, *row))
 
 
 def main() -> None:

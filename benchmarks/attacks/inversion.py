@@ -42,6 +42,7 @@ from fedssl import config
 from fedssl.algorithms.dcco import DCCO
 from fedssl.federation.client import Client
 from fedssl.objectives.batch import EncodedBatch
+from fedssl.objectives.moments import SecondMomentObjective
 from fedssl.runs.build import Experiment, build_experiment
 
 Ints = NDArray[np.int64]
@@ -121,7 +122,7 @@ class Attack:
             cohort = self.session.engine.cohort(self.session.draw_cohort(round), round)
             self.algorithm.round(self.session.server, cohort)
         self.weights = self.session.server.weights.clone()
-        self.images = self.trainer.images[0].double() / 255
+        self.images = self.trainer.images[0][:].double() / 255
         everything = np.random.default_rng(0).permutation(len(self.images))
         own, *victims = np.split(everything, (len(everything) // 2, len(everything) * 3 // 4))
         self.prior, self.weight, self.victims = Prior(self.images[own]), 0.0, victims[seed]
@@ -132,7 +133,7 @@ class Attack:
         count = self.condition.images
         clients = [
             Client(self.trainer, each, np.array([k]), np.array([count]), 0, 0.1, {})
-            for k, each in enumerate(np.split(members, range(count, len(members), count)))
+            for k, each in enumerate(np.split(members, list(range(count, len(members), count))))
         ]
         states = torch.cat([client.random_state(0, slice(None)) for client in clients])
         self.trainer.load(self.weights)
@@ -156,13 +157,13 @@ class Attack:
     def _invert_update(self, seen: Tensor, states: Tensor) -> Tensor:
         """Look for images whose gradient has the direction of one that was seen."""
         module, total, size = Loss(self.session), len(states), self.trainer.flat.parameter_count
-        params = dict(module.named_parameters())
+        params: dict[str, Tensor] = dict(module.named_parameters())
         generator = torch.Generator().manual_seed(0)
         place = torch.randint(SKETCH, (size,), generator=generator)
         sign = torch.randint(2, (size,), generator=generator) * 2.0 - 1
 
         def value(params: dict[str, Tensor], *views: Tensor) -> Tensor:
-            return torch.func.functional_call(module, params, views)
+            return cast(Tensor, torch.func.functional_call(module, params, views))
 
         def sketch(gradient: Tensor) -> Tensor:
             """Return random sums of the numbers, which keep distances."""
@@ -183,7 +184,8 @@ class Attack:
     ) -> tuple[Tensor, Ints]:
         """Compute both views' encodings, then images that have them."""
         algorithm = cast(DCCO, self.algorithm)
-        bounded, width = algorithm.objective.bounded, algorithm.objective.params.projector[-1]
+        objective = cast(SecondMomentObjective, algorithm.objective)
+        bounded, width = objective.bounded, objective.params.projector[-1]
         centre = {name: self.weights.new_zeros(width) for name in ("f", "g")}
         moments = self._ask(algorithm.encode, clients, centre)
         self.trainer.load(self.weights)
@@ -350,7 +352,7 @@ def tune(words: tuple[str, ...]) -> float:
 
 def guess(members: Ints, images: Tensor, together: int) -> Tensor:
     """Return random other images in the order that suits best: chance."""
-    random, parts = np.random.default_rng(1), range(together, len(members), together)
+    random, parts = np.random.default_rng(1), list(range(together, len(members), together))
     return torch.cat([
         match(images[random.permutation(len(images))[: len(part)]], images[part])
         for part in np.split(members, parts)

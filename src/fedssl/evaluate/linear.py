@@ -179,7 +179,8 @@ def _standardize(parts: Sequence[Tensor], classes: int) -> tuple[Tensor, Tensor,
         if n < width:
             _, singular, axes = torch.linalg.svd(x, full_matrices=False)
             return center, scale, _scale_axes(singular.square() / n, axes.T, n, classes)
-        return center, scale, _scale_axes(*torch.linalg.eigh(x.T @ x / n), n, classes)
+        variance, axes = torch.linalg.eigh(x.T @ x / n)
+        return center, scale, _scale_axes(variance, axes, n, classes)
     n = sum(map(len, parts))
     center = torch.stack([part.double().sum(dim=0) for part in parts]).sum(dim=0) / n
     products = torch.zeros_like(torch.outer(center, center))
