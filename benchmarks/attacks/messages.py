@@ -67,7 +67,12 @@ BYOL = ("objective.name=byol", "objective.predictor=[8,8]")
 MOCO = ("objective.name=moco", "objective.queue=8")
 RECIPES = {
     "dcco": ("algorithm.name=dcco",),
-    "noise": ("algorithm.name=dcco", "objective.bound=1", "privacy.noise=4", "privacy.delta=1e-5"),
+    "noise": (
+        "algorithm.name=dcco",
+        "objective.bound=1",
+        "privacy.noise=0.01",
+        "privacy.delta=1e-5",
+    ),
     "fedema": (*BYOL, "algorithm.name=fedema", "algorithm.batch=3", "encoder.norm=batch"),
     "ccl": (
         *(*MOCO, "algorithm.name=ccl", "algorithm.batch=3", "algorithm.neighbours=2"),

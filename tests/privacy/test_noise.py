@@ -174,7 +174,8 @@ def test_a_reply_that_is_not_finite_is_not_hidden(bad: float) -> None:
 
 
 def test_a_run_that_is_no_longer_finite_ends(tmp_path: Path) -> None:
-    words = ("privacy.noise=1", "objective.bound=1", "server.optimizer=sgd", "server.lr=1e38")
+    words = ("privacy.noise=1", "objective.bound=1", "server.optimizer=sgd", "server.lr=1e9")
+    words += ("server.weight_decay=1", "rounds=6")
     with pytest.raises(TrainingError, match="no longer finite"):
         loop.run(small(*words), tmp_path / "run")
 
