@@ -154,7 +154,10 @@ class SecondMomentObjective(MomentObjective):
 
     @property
     def few_images(self) -> int:
-        """As above; of the 3 d² + 2 d moments with both views' own products, d² − d come twice."""
+        """Images up to which the moments can reveal each encoding (see ``DCCO``).
+
+        With both views' own products, d² − d of the 3 d² + 2 d moments come twice.
+        """
         width = self.params.projector[-1]
         return width + 1 if self.within_tower else width // 2 + 2
 

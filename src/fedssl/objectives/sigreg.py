@@ -98,6 +98,9 @@ class SIGReg(MomentObjective):
 
     @property
     def few_images(self) -> int:
-        """As for other moments; with fewer slices than components they reveal the projections."""
+        """Images up to which the moments can reveal each encoding.
+
+        With fewer slices than components they reveal its projections.
+        """
         width = self.params.projector[-1]
         return 2 * len(KNOTS) * max(self.params.slices, width) // width

@@ -60,5 +60,5 @@ class Spectral(MomentObjective):
 
     @property
     def few_images(self) -> int:
-        """As for other moments; R is symmetric, so d (d + 1) / 2 numbers differ."""
+        """Images up to which R can reveal each encoding: it has d (d + 1) / 2 different numbers."""
         return (self.params.projector[-1] + 1) // 4

@@ -31,7 +31,7 @@ Entries = dict[str, Entry]  # by the number of the run
 
 @dataclass(frozen=True)
 class Ledger:
-    """What was released of one data set, in a file that several runs may change."""
+    """Releases of one data set, in a file that several runs may change."""
 
     path: Path
 
