@@ -34,8 +34,13 @@ WORDS = [
 ]
 NO_FOLDERS = "partition.name=folder"  # digits have none
 SLOW = tuple(f"encoder.name={name}" for name in ENCODERS)  # objective.name=mae has vit-tiny
-# Losses that get more negatives round by round.
-GROWING = {"algorithm.name=ccl", "algorithm.name=fedca", "objective.name=moco"}
+# Losses that get more negatives round by round, or more weight on those of other clients.
+GROWING = {
+    "algorithm.name=fedsc",
+    "algorithm.name=ccl",
+    "algorithm.name=fedca",
+    "objective.name=moco",
+}
 # Random convolutions are hard to beat on digits: at the end of the default number of rounds these
 # are not above the untrained encoder (seed 0), or have not been measured.
 WEAK = {

@@ -30,6 +30,8 @@ EXTRAS = {
     "pyarrow": ("frames", "fedssl embed --to FILE.parquet"),
     "matplotlib": ("frames", "plots of Run.metrics"),
     "timm": ("timm", "timm's backbones"),
+    "pydicom": ("dicom", "DICOM images"),
+    "tifffile": ("tiff", "TIFF images of other than 1 or 3 channels"),
     "umap-learn": ("umap", "local-features.png of evaluate.drift"),
     "wandb": ("wandb", "log=wandb"),
     "mlflow": ("mlflow", "log=mlflow"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ class StoredArray:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
+        weakref.finalize(self, self._file.close)
         np.lib.format.read_magic(self._file)
         shape, _, self._dtype = np.lib.format.read_array_header_1_0(self._file)
         self._start = self._file.tell()
