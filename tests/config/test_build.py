@@ -48,6 +48,7 @@ LARGE = str(10**400)
         ("engine.timeout=1e10", "engine.timeout", 1e10),
         ("rounds=1000000000000", "rounds", 10**12),
         ("data.size=1000000000", "data.size", 10**9),
+        ("evaluate.size=1", "evaluate.size", 1),  # torch cannot reduce color images to one pixel
         ("objective.projector=1000000", "objective.projector", (10**6,)),
         ("engine.sites=1000000000", "engine.sites", 10**9),
         ("engine.workers=1000000", "engine.workers", 10**6),

@@ -504,3 +504,9 @@ def test_a_check_reads_given_weights(tmp_path: Path, checked: list[Experiment]) 
     save_file({**state, name: torch.zeros(1)}, tmp_path / "encoder.safetensors")
     with pytest.raises(UserError, match=rf"^encoder.init=.*{name} has the shape \(1,\).*run a"):
         check(settings)
+
+
+def test_an_error_shortens_the_name_of_its_run() -> None:
+    with pytest.raises(UserError) as caught, batch.name_in_errors("server.decay=" + "z" * 9000):
+        raise UserError("wrong", key="rounds")
+    assert "(run server.decay=zz" in str(caught.value) and len(str(caught.value)) < 400

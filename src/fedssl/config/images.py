@@ -39,7 +39,7 @@ class Data:
     )
     size: int | None = key(
         None,
-        gt=0,
+        ge=2,
         le=LARGEST_IMAGE,
         help="Height and width of stored images in pixels. `null`: the size of the data set or, "
         "for images of your own with `data.shape=whole`, 8/7 of `augment.size`.",
@@ -133,7 +133,7 @@ class Augment:
     )
     size: int | None = key(
         None,
-        gt=0,
+        ge=2,
         le=LARGEST_IMAGE,
         help="Height and width of a view in pixels, and of images in evaluation. `null`: "
         "`data.size`.",
@@ -170,7 +170,7 @@ class Augment:
     )
     small_size: int | None = key(
         None,
-        gt=0,
+        ge=2,
         le=LARGEST_IMAGE,
         needs="small",
         help="Height and width of a small view in pixels. `null`: 3/7 of a view's, 96 for 224.",

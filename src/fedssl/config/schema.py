@@ -284,7 +284,7 @@ class Evaluate:
     temperature: float = key(0.1, gt=0, affects="evaluation", help="Temperature of `knn`.")
     size: int | None = key(
         None,
-        gt=0,
+        ge=2,
         le=LARGEST_IMAGE,
         affects="evaluation",
         help="Height and width of images in evaluation. `null`: those of a view.",

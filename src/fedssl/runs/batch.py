@@ -20,7 +20,7 @@ from fedssl.runs.folder import check_folder, is_started, write_config
 from fedssl.runs.reader import RunReader, read_json
 from fedssl.runs.split import split_clients
 from fedssl.runs.validate import check_environment
-from fedssl.util.errors import TrainingError, UserError
+from fedssl.util.errors import TrainingError, UserError, shorten
 from fedssl.util.files import explain_write_errors
 from fedssl.util.status import stage
 
@@ -122,5 +122,5 @@ def name_in_errors(name: str, kind: str = "run") -> Iterator[None]:
         yield
     except UserError as error:
         if name:
-            error.problem = f"{error.problem} ({kind} {name})"
+            error.problem = f"{error.problem} ({kind} {shorten(name)})"
         raise
