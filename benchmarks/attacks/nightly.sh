@@ -11,4 +11,5 @@ attack messages.py --count 50000 --seed "$SEED"
 attack sums.py --count 5000 --seed "$SEED"
 attack configurations.py --count 5000 --seed "$SEED"
 attack wire.py
+attack inversion.py  # a measurement: it finds images, and fails only if it cannot run
 exit $failed
