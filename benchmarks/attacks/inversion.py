@@ -69,7 +69,7 @@ AT_ONCE = 10  # encodings of a reply that are inverted
 
 @dataclass(frozen=True)
 class Condition:
-    """What the attacker sees of one round."""
+    """The attacker's view of one round."""
 
     about: str
     words: tuple[str, ...] = UPDATE

@@ -62,7 +62,7 @@ def test_with_alpha_1_it_is_fedavg() -> None:
 
 
 def test_with_alpha_1_over_m_it_is_dcco_with_fresh_statistics() -> None:
-    """As long as DCCO's radius ends no round and all steps have the same views."""
+    """This holds while DCCO's radius ends no round and all steps have the same views."""
     steps = ("algorithm.local_steps=4", "augment.name=none", "client.lr=0.05")
     ours = change(*made(*steps, *ONE[:1]))
     config = settings("algorithm.name=dcco", "algorithm.radius=1e9", *HEAD, *steps)

@@ -266,7 +266,7 @@ def test_lambda_is_the_papers_letter() -> None:
 
 
 def test_every_number_has_a_largest_value() -> None:
-    """What declares no bound has one too, so that float32 and 32 bits hold it."""
+    """Keys that declare no bound have one too, so that float32 and 32 bits hold it."""
     for section, names in config.VARIANTS.items():
         for name in names:
             params = config.variant(section, name).Params

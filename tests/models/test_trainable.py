@@ -1,4 +1,4 @@
-"""Which parameters train: by name, in the flat vector, and merged for others."""
+"""Parameters that train: by name, in the flat vector, and merged for others."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def seeded(seed: int) -> Callable[[int, int], np.ndarray]:
 
 
 def is_coarse(values: np.ndarray) -> np.ndarray:
-    """What an attacker looks at: near 0, do the numbers have fewer bits than they could?"""
+    """Numbers near 0 must not have fewer bits than they could, or an attacker sees it."""
     near = values[np.abs(values) < 0.25]
     assert len(near) > 500
     return near * 2.0**53 == np.round(near * 2.0**53)
